@@ -1,0 +1,1 @@
+"""How things move: gathers, reductions, remat."""

@@ -1,0 +1,62 @@
+"""Which outputs of a jaxpr depend on which of its inputs, looking into calls, loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def depends_on(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
+    """Tell for each output whether it depends on a marked input. Moves no data.
+
+    Calls (jit, checkpoint, custom derivatives) are followed to the single output; loops are followed through their
+    carries to a fixed point; an output of `cond` also depends on its predicate; any other equation is taken whole.
+    """
+    reached = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
+
+    def is_reached(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal) and atom in reached
+
+    for eqn in jaxpr.eqns:
+        outs = _eqn_depends_on(eqn, [is_reached(atom) for atom in eqn.invars])
+        reached.update(var for var, mark in zip(eqn.outvars, outs, strict=True) if mark)
+    return [is_reached(atom) for atom in jaxpr.outvars]
+
+
+def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
+    if not any(marked):
+        return [False] * len(eqn.outvars)
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan_depends_on(eqn.params, marked)
+    inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+    if name != "while" and inner is not None and _is_call(inner, eqn):
+        return depends_on(inner, marked)
+    if name == "cond" and not marked[0]:
+        branches = [depends_on(_open(branch), marked[1:]) for branch in eqn.params["branches"]]
+        return [any(marks) for marks in zip(*branches, strict=True)]
+    return [True] * len(eqn.outvars)
+
+
+def _scan_depends_on(params: dict[str, Any], marked: list[bool]) -> list[bool]:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    carry = marked[num_consts : num_consts + num_carry]
+    while True:
+        ins = [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]]
+        outs = depends_on(_open(params["jaxpr"]), ins)
+        new = [old or out for old, out in zip(carry, outs[:num_carry], strict=True)]
+        if new == carry:
+            return outs[:0] + [*new, *outs[num_carry:]]
+        carry = new
+
+
+def _is_call(inner: Any, eqn: Any) -> bool:
+    return len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars)
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)

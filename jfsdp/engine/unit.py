@@ -1,0 +1,177 @@
+"""One unit's life in a step: gather, compute, free; gather again, differentiate, reduce.
+
+[Note: what a unit saves]
+A unit is differentiated here and not by JAX's own rules, so that what stands between forward and backward is decided in
+one place. The forward is linearized under the unit's remat policy, and each residual is sorted by what it depends on:
+values that depend on an activation are kept; the gathered weights, and every value computed from weights alone (a cast,
+a reshape, a transpose), are dropped and computed anew in the backward from the shards. `jax.checkpoint` alone cannot do
+this: a policy sees primitives and not what they depend on, so a reshaped gathered weight is saved at full size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.dataflow import depends_on
+from jfsdp.layout.policy import Remat
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """How the weights of a unit move: `gather` shards into full weights, `reduce` full gradients into shards."""
+
+    gather: Callable[[Arrays], Arrays]
+    reduce: Callable[[Arrays], Arrays]
+    reshard: bool
+    remat: Remat
+
+
+def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full: Any, movement: Movement) -> Any:
+    """Compute `run(gather(shards), rest)` so that its derivative gathers again and reduces into shards.
+
+    Layout:  whatever `movement.gather` and `movement.reduce` say.
+    Cost:    one gather forward; backward one reduction and, if the unit is resharded, one more gather.
+    Memory:  the gathered weights while the unit computes; between forward and backward the unit's inputs and what its
+             remat policy saves, and the gathered weights too where the unit is not resharded.
+
+    Args:
+      run: the unit's computation; a pure function of its two arguments and of what it closes over.
+      shards: the unit's weights at rest.
+      rest: everything else it reads: inputs, other state, weights of inner units; a pytree of arrays.
+      full: shapes and dtypes of the gathered weights.
+    """
+    closed, out_shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
+    flat_rest = [*closed.consts, *jax.tree.leaves(rest)]
+    is_diff = [_is_inexact(value) for value in flat_rest]
+    num_consts = len(closed.consts)
+    weights_tree = jax.tree.structure(full)
+
+    def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        values = _weave(is_diff, diff, other)
+        flat = [*values[:num_consts], *jax.tree.leaves(weights), *values[num_consts:]]
+        return jax.core.eval_jaxpr(closed.jaxpr, flat[:num_consts], *flat[num_consts:])
+
+    unit = _differentiable(_apply_remat(compute, movement.remat), weights_tree, movement)
+    diff = [value for value, yes in zip(flat_rest, is_diff, strict=True) if yes]
+    other = [value for value, yes in zip(flat_rest, is_diff, strict=True) if not yes]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), unit(shards, diff, other))
+
+
+def _is_inexact(value: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(value), jnp.inexact))
+
+
+def _weave(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+    yes_values, no_values = iter(yes), iter(no)
+    return [next(yes_values) if flag else next(no_values) for flag in mask]
+
+
+def _apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Wrap a function in `jax.checkpoint`; the backward's barrier already prevents common-subexpression elimination."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return compute
+    if remat == "full":
+        policy = policies.nothing_saveable
+    elif remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+    elif isinstance(remat, tuple):
+        policy = policies.save_only_these_names(*remat)
+    else:
+        policy = remat
+    return jax.checkpoint(compute, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """How to rebuild a unit's linearization in its backward: static, it travels as the treedef of the residuals.
+
+    `saved[i]` is whether residual i was kept; the others come out of `weight_only`, a function of the full weights.
+    """
+
+    tree: Any
+    saved: tuple[bool, ...]
+    weight_only: Callable[[Arrays], list[Any]]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    shards: Arrays
+    full: Arrays | None
+    kept: list[Any]
+    plan: _Plan
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.shards, self.full, self.kept), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: _Plan, children: Any) -> _Residuals:
+        return cls(*children, plan)
+
+
+def _differentiable(compute: Callable[..., list[Any]], weights_tree: Any, movement: Movement) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def unit(shards: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
+        return compute(movement.gather(shards), diff, other)
+
+    def forward(shards: Arrays, diff: list[Any], other: list[Any]) -> tuple[list[Any], _Residuals]:
+        full = movement.gather(shards)
+        out, kept, plan = _linearize(compute, full, diff, other)
+        return out, _Residuals(shards, None if movement.reshard else full, kept, plan)
+
+    def backward(residuals: _Residuals, cotangents: list[Any]) -> tuple[Arrays, list[Any], None]:
+        shards, full, kept = jax.lax.optimization_barrier((residuals.shards, residuals.full, residuals.kept))
+        full = movement.gather(shards) if full is None else full
+        plan = residuals.plan
+        leaves = _weave(plan.saved, kept, plan.weight_only(full))
+        grads, grad_diff = jax.tree.unflatten(plan.tree, leaves)(cotangents)
+        return movement.reduce(grads), grad_diff, None
+
+    unit.defvjp(forward, backward)
+    return unit
+
+
+def _linearize(
+    compute: Callable[..., list[Any]], full: Arrays, diff: list[Any], other: list[Any]
+) -> tuple[list[Any], list[Any], _Plan]:
+    """Run the forward and sort the residuals of its derivative; see [Note: what a unit saves]."""
+    num_out, tree = 0, None
+
+    def forward(weights: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
+        nonlocal num_out, tree
+        out, vjp = jax.vjp(lambda w, d: compute(w, d, other), weights, diff)
+        leaves, tree = jax.tree.flatten(vjp)
+        num_out = len(out)
+        return [*out, *leaves]
+
+    closed = jax.make_jaxpr(forward)(full, diff, other)
+    weights = jax.tree.leaves(full)
+    inputs = [*weights, *diff, *other]
+    results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
+    is_activation = [position >= len(weights) for position in range(len(inputs))]
+    saved = tuple(depends_on(closed.jaxpr, is_activation)[num_out:])
+
+    def weight_only(full: Arrays) -> list[Any]:
+        # XLA removes the part of the forward that only the kept residuals need: its inputs here are zeros.
+        if all(saved):
+            return []
+        zeros = [_zeros_like(aval.aval) for aval in closed.jaxpr.invars[len(weights) :]]
+        again = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(full), *zeros)
+        return [value for value, kept in zip(again[num_out:], saved, strict=True) if not kept]
+
+    kept = [value for value, keep in zip(results[num_out:], saved, strict=True) if keep]
+    return results[:num_out], kept, _Plan(tree, saved, weight_only)
+
+
+def _zeros_like(aval: Any) -> Any:
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)

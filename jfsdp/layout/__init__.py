@@ -1,0 +1,1 @@
+"""Where things live: pure data, no arrays, no collectives."""

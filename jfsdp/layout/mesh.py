@@ -1,0 +1,131 @@
+"""Device meshes and the roles of their axes.
+
+The axes, major to minor: `pipe`, `replica`, `fsdp`, `tensor`. Major axes span hosts, minor axes stay on the fast links
+inside a host. Code asks for the role of an axis ("the batch is split over ..."), never for a literal name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+AXES = ("pipe", "replica", "fsdp", "tensor")
+DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
+GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read `replica=2,fsdp=4` into axis sizes. Moves no data.
+
+    Raises:
+      ValueError: if a part is not NAME=SIZE, the axis is unknown or given twice, or the size is not a positive int or -1.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name in sizes:
+            raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
+        try:
+            sizes[name] = int(size)
+        except ValueError:
+            raise ValueError(f"mesh {text!r}: {part!r} is not AXIS=SIZE, such as fsdp=8 (size -1: the rest)") from None
+    _check_sizes(sizes)
+    return sizes
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    unknown = [name for name in sizes if name not in AXES]
+    if unknown:
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
+    bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
+    if bad:
+        raise ValueError(f"mesh axis sizes must be positive, or -1 for the rest; got {bad}")
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"only one mesh axis may be -1 (the rest of the devices); got {dict(sizes)}")
+
+
+def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Replace the -1 among axis sizes by what `num_devices` leaves, in the order of `AXES`. Moves no data.
+
+    Raises:
+      ValueError: if the product of the sizes is not `num_devices`.
+    """
+    _check_sizes(sizes)
+    ordered = {name: sizes[name] for name in AXES if name in sizes}
+    known = math.prod(size for size in ordered.values() if size != -1)
+    rest = num_devices // known
+    resolved = {name: rest if size == -1 else size for name, size in ordered.items()}
+    if math.prod(resolved.values()) != num_devices:
+        text = ",".join(f"{name}={size}" for name, size in ordered.items())
+        raise ValueError(
+            f"mesh {text} needs a {'multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
+            f"{num_devices}; change the sizes, give one axis size -1, or pass devices="
+        )
+    return resolved
+
+
+def make_mesh(
+    *, pipe: int = 1, replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """Arrange devices into the mesh (pipe, replica, fsdp, tensor). Moves no data.
+
+    Devices of one host are neighbours along the minor axes, so that `tensor` and then `fsdp` use the links inside a
+    host and `replica` crosses hosts. TPU slices keep the torus order that JAX knows.
+
+    Args:
+      pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
+      devices: the devices to use; default all of `jax.devices()`. Devices of a deviceless topology serve as well.
+
+    Raises:
+      ValueError: if the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
+    shape = tuple(sizes.values())
+    if devices[0].platform == "tpu":
+        from jax.experimental import mesh_utils
+
+        grid = mesh_utils.create_device_mesh(shape, devices)
+    else:
+        grid = np.asarray(sorted(devices, key=_host_order), dtype=object).reshape(shape)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _host_order(device: Any) -> tuple[int, int, int]:
+    return (getattr(device, "slice_index", 0) or 0, device.process_index, device.id)
+
+
+def make_abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """Make a mesh of axis names and sizes without devices, for layouts and plans. Moves no data."""
+    if -1 in sizes.values():
+        raise ValueError(f"a mesh without devices needs every size; got {dict(sizes)}")
+    full = {name: sizes.get(name, 1) for name in AXES}
+    _check_sizes(sizes)
+    return AbstractMesh(tuple(full.values()), tuple(full), axis_types=(AxisType.Auto,) * len(full))
+
+
+def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Return the sizes of a mesh by axis name, and check that the axes are ours.
+
+    Raises:
+      ValueError: if an axis is unknown or is not of type Auto (in `Explicit` axes an unmodified model does not trace).
+    """
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if unknown:
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}: use jfsdp.make_mesh")
+    explicit = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
+    if explicit:
+        raise ValueError(
+            f"mesh axis {explicit[0]!r} has type Explicit; use jfsdp.make_mesh, or pass axis_types=(AxisType.Auto, ...)"
+        )
+    return dict(mesh.shape)
+
+
+def num_data_shards(sizes: Mapping[str, int]) -> int:
+    """Return how many parts the batch is split into. Moves no data."""
+    return math.prod(sizes.get(axis, 1) for axis in DATA_AXES)

@@ -1,0 +1,59 @@
+"""Mixed precision as data: which dtype each stage of a leaf's life has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """FSDP2's policy of the same name. `None` keeps the dtype that is there. Moves no data.
+
+    Attributes:
+      param_dtype: parameters in use; the shard is cast before it is gathered, so the wire carries this dtype.
+      reduce_dtype: gradients while they are summed over devices; default `param_dtype`.
+      output_dtype: floating outputs of the model.
+      cast_forward_inputs: cast floating inputs of each unit to `param_dtype`.
+
+    Dtypes may be given as names or as numpy/JAX dtypes; they are kept as names. Non-floating leaves are never cast.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            object.__setattr__(self, field, _float_dtype_name(field, getattr(self, field)))
+
+    def use_dtype(self, dtype: str) -> str:
+        """Return the dtype in use of a leaf whose master has `dtype`."""
+        return self.param_dtype if self.param_dtype and is_float(dtype) else dtype
+
+
+def _float_dtype_name(field: str, dtype: object) -> str | None:
+    if dtype is None:
+        return None
+    try:
+        name = jnp.dtype(dtype).name  # type: ignore[arg-type]
+    except TypeError:
+        name = str(dtype)
+    if name not in FLOAT_DTYPES:
+        raise ValueError(f"{field} {dtype!r} is not one of {', '.join(FLOAT_DTYPES)}")
+    return name
+
+
+def is_float(dtype: object) -> bool:
+    """Tell whether mixed precision may cast this dtype. Moves no data."""
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))  # type: ignore[arg-type]
+
+
+def item_bytes(dtype: object) -> int:
+    """Return the bytes of one element. Moves no data."""
+    return int(np.dtype(jnp.dtype(dtype)).itemsize)  # type: ignore[arg-type]

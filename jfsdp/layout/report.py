@@ -1,0 +1,117 @@
+"""A Layout in words: text for people, plain data for programs. Moves no data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jfsdp.layout.precision import item_bytes
+from jfsdp.layout.table import Layout, Leaf, Stage, num_parameters
+
+GIB = 2**30
+
+
+def describe_stage(leaf: Leaf, stage: Stage | None) -> str:
+    """Write a stage as `[4096/fsdp 14336] bfloat16`, `whole bfloat16`, or `-` where there is none."""
+    if stage is None:
+        return "-"
+    if leaf.dim is None or not stage.axes:
+        return f"whole {stage.dtype}"
+    split = "/".join(("", *stage.axes))
+    dims = [f"{size}{split}" if dim == leaf.dim else str(size) for dim, size in enumerate(leaf.stored_shape)]
+    return f"[{' '.join(dims)}] {stage.dtype}"
+
+
+def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
+    """Return one row of the table as plain data; bytes are per device and count parameters at rest."""
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": leaf.dtype,
+        "unit": leaf.unit,
+        "stacked": leaf.stacked,
+        "trainable": leaf.trainable,
+        "dim": leaf.dim,
+        "padding": leaf.padding,
+        "reason": leaf.reason,
+        "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},
+        "bytes_per_device": leaf_bytes(layout, leaf),
+    }
+
+
+def _stage_to_dict(leaf: Leaf, name: str, stage: Stage | None) -> dict[str, Any] | None:
+    if stage is None:
+        return None
+    spec = [list(entry) if isinstance(entry, tuple) else entry for entry in leaf.spec(name)]
+    return {"spec": spec, "dtype": stage.dtype}
+
+
+def layout_to_dict(layout: Layout) -> dict[str, Any]:
+    """Return the whole table as plain data that `json` writes."""
+    return {
+        "mesh": dict(layout.mesh_sizes),
+        "strategy": layout.strategy.name,
+        "mp_policy": {"param_dtype": layout.mp_policy.param_dtype, "reduce_dtype": layout.mp_policy.reduce_dtype},
+        "units": [
+            {
+                "name": unit.name,
+                "class": unit.cls,
+                "stacked": unit.stacked,
+                "num_leaves": len(unit.leaves),
+                "reshard_after_forward": policy.reshard_after_forward,
+                "remat": policy.remat if isinstance(policy.remat, (str, tuple)) else repr(policy.remat),
+            }
+            for unit, policy in zip(layout.units, layout.policies, strict=True)
+        ],
+        "num_parameters": num_parameters(layout.leaves),
+        "leaves": [leaf_to_dict(layout, leaf) for leaf in layout.leaves],
+    }
+
+
+def leaf_bytes(layout: Layout, leaf: Leaf) -> int:
+    """Return the bytes per device of a leaf's parameters at rest: the master and, where there is one, the work copy."""
+    work = layout.stage_bytes(leaf, "work") if leaf.has_work else 0
+    return layout.stage_bytes(leaf, "param") + work
+
+
+def padding_elements(leaf: Leaf) -> int:
+    """Return how many elements of the stored leaf, over all devices, are padding."""
+    return math.prod(leaf.stored_shape) - math.prod(leaf.shape)
+
+
+def padding_bytes(layout: Layout, leaf: Leaf) -> int:
+    """Return the share of `leaf_bytes` that is padding, averaged over devices (it all stands on the last ones)."""
+    total = math.prod(leaf.stored_shape)
+    return leaf_bytes(layout, leaf) * padding_elements(leaf) // total if total else 0
+
+
+def is_replicated(leaf: Leaf) -> bool:
+    """Tell whether the rule kept this leaf whole on every device although there are shards to split it into."""
+    return leaf.reason.startswith("replicated")
+
+
+def format_layout(layout: Layout) -> str:
+    """Write the table as aligned text: one line per leaf, then the totals."""
+    header = ["path", "shape", "unit", "param", "use", "opt", "bytes/device", "reason"]
+    rows = [header, *(_row(layout, leaf) for leaf in layout.leaves)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    return "\n".join([summary(layout), *lines])
+
+
+def _row(layout: Layout, leaf: Leaf) -> list[str]:
+    stages = dict(leaf.stages)
+    shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
+    shape = " ".join(map(str, leaf.shape)) or "scalar"
+    return [leaf.path, shape, leaf.unit or "(root)", *shown, f"{leaf_bytes(layout, leaf):,}", leaf.reason]
+
+
+def summary(layout: Layout) -> str:
+    """Write mesh, strategy, parameters and units in one line."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1) or "one device"
+    total = sum(leaf_bytes(layout, leaf) for leaf in layout.leaves)
+    whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
+    return (
+        f"{layout.strategy.name} on {mesh}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
+        f"{len(layout.leaves)} leaves and {len(layout.units)} units; {total / GIB:.3f} GiB per device at rest"
+    )

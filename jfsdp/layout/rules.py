@@ -1,0 +1,67 @@
+"""Rules: the dim along which a leaf is split, the padding that takes, and the reason in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+DEFAULT_MIN_SIZE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class DimChoice:
+    """Which dim of a leaf is split over n shards (None: the leaf is replicated), how much it grows, and why."""
+
+    dim: int | None
+    padding: int
+    reason: str
+
+
+def choose_dim(
+    path: str,
+    shape: tuple[int, ...],
+    num_shards: int,
+    *,
+    stacked: int = 0,
+    min_size: int = DEFAULT_MIN_SIZE,
+    shard_dim: int | None = None,
+) -> DimChoice:
+    """Choose the dim to split over `num_shards`: the largest that divides, else the one that pads least. Moves no data.
+
+    Args:
+      path: the leaf's name, for messages.
+      shape: its logical shape; the first `stacked` dims are layer dims and are never split.
+      min_size: leaves with fewer elements per layer are replicated.
+      shard_dim: the user's choice instead; negative counts from the end.
+
+    Raises:
+      ValueError: if `shard_dim` is not a dim of the leaf, or is a layer dim.
+    """
+    if num_shards == 1:
+        return DimChoice(None, 0, "whole: one shard")
+    size = math.prod(shape[stacked:])
+    if shard_dim is not None:
+        dim = _check_dim(path, shape, stacked, shard_dim)
+        return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as asked")
+    if size < min_size:
+        return DimChoice(None, 0, f"replicated: {size} elements, below min_size {min_size}")
+    if size == 0 or len(shape) == stacked:
+        return DimChoice(None, 0, "replicated: no dim to split")
+    dims = range(stacked, len(shape))
+    divisible = [dim for dim in dims if shape[dim] % num_shards == 0]
+    if divisible:
+        dim = max(divisible, key=lambda d: shape[d])
+        return DimChoice(dim, 0, f"dim {dim}, largest divisible by {num_shards}")
+    dim = min(dims, key=lambda d: ((-shape[d] % num_shards) / shape[d], -shape[d]))
+    padding = -shape[dim] % num_shards
+    padded = shape[dim] + padding
+    return DimChoice(dim, padding, f"dim {dim}, padded {shape[dim]} -> {padded}: no dim divisible by {num_shards}")
+
+
+def _check_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int) -> int:
+    resolved = dim + len(shape) if dim < 0 else dim
+    if not 0 <= resolved < len(shape):
+        raise ValueError(f"{path}: shard_dim={dim} is not a dim of shape {shape}; pass one of 0..{len(shape) - 1}")
+    if resolved < stacked:
+        raise ValueError(f"{path}: dim {resolved} (size {shape[resolved]}) is a layer dim and cannot be split")
+    return resolved

@@ -1,0 +1,187 @@
+"""Units: which leaves are gathered and freed together.
+
+A unit is one module, named by its path; what no unit claims belongs to the root unit, whose name is the empty path. A leaf
+below two nested units belongs to the inner one. This room knows modules only as `ModuleInfo`: path, class and leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+ROOT = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleInfo:
+    """One module of a model: its dotted path, its class, and the names of all leaves that it reaches."""
+
+    path: str
+    cls: type
+    leaves: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Choose modules to be units. Moves no data.
+
+    Attributes:
+      match: a module class; a glob over dotted paths (`layers.*`, `*` stays within one name); or a predicate
+        `f(path, cls, num_parameters) -> bool`.
+      stacked: how many leading dims of the leaves are layer dims of a scan. None: found out from the shapes (all leaves
+        share their first dim), and checked when the model is traced.
+    """
+
+    match: Any
+    stacked: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitInfo:
+    """A unit as the layout knows it: its module's path and class name, its stacked dims, the leaves it owns."""
+
+    name: str
+    cls: str
+    stacked: int
+    leaves: tuple[str, ...]
+
+
+def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
+    """Make a unit of every module with at least `min_parameters` parameters that no inner unit holds. Moves no data.
+
+    Source: `size_based_auto_wrap_policy` of PyTorch FSDP.
+    """
+
+    def is_large(path: str, cls: type, num_parameters: int) -> bool:
+        del path, cls
+        return num_parameters >= min_parameters
+
+    return is_large
+
+
+def resolve_units(
+    units: Sequence[Any], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, UnitInfo]:
+    """Match unit choices against a model's modules and give every leaf an owner. Moves no data.
+
+    Args:
+      units: `Unit`s, or what `Unit.match` takes.
+      modules: all modules of the model, the root first.
+      shapes: logical shapes by leaf name.
+
+    Returns:
+      Units by name, the root first; every leaf is in exactly one.
+
+    Raises:
+      ValueError: if a choice matches no module; if two choices match one module; if a leaf is shared by two units that
+        are not nested.
+    """
+    chosen = _match_all([unit if isinstance(unit, Unit) else Unit(unit) for unit in units], modules, shapes)
+    by_path = {module.path: module for module in modules}
+    owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}
+    _check_tied(owners, modules)
+    resolved = {}
+    for path in [ROOT, *(path for path in chosen if path != ROOT)]:
+        leaves = tuple(leaf for leaf in shapes if owners[leaf] == path)
+        given = chosen[path].stacked if path in chosen else 0
+        stacked = _guess_stacked([shapes[leaf] for leaf in leaves]) if given is None and path != ROOT else given or 0
+        resolved[path] = UnitInfo(path, by_path[path].cls.__name__, stacked, leaves)
+    return resolved
+
+
+def _match_all(
+    units: Sequence[Unit], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Unit]:
+    """Return the chosen unit of each matched module path, in the order of the modules."""
+    matched: dict[str, Unit] = {}
+    for unit in units:
+        paths = _match(unit, modules, shapes)
+        if not paths:
+            raise ValueError(_nothing_matches(unit.match, modules))
+        for path in paths:
+            if path in matched:
+                raise ValueError(
+                    f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} both claim "
+                    "this module and its leaves; remove one of them"
+                )
+            matched[path] = unit
+    return {module.path: matched[module.path] for module in modules if module.path in matched}
+
+
+def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    match = unit.match
+    if isinstance(match, type):
+        return [module.path for module in modules if issubclass(module.cls, match)]
+    if isinstance(match, str):
+        return [module.path for module in modules if _glob(match, module.path)]
+    if callable(match):
+        return _match_predicate(match, modules, shapes)
+    raise ValueError(f"unit {match!r} is neither a module class, a path glob, nor a predicate f(path, cls, size)")
+
+
+def _match_predicate(
+    predicate: Callable[..., bool], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Ask children before parents; parameters of a chosen child no longer count for its parents."""
+    claimed: set[str] = set()
+    paths = []
+    for module in sorted(modules, key=lambda m: -_depth(m.path)):
+        free = [leaf for leaf in module.leaves if leaf not in claimed]
+        size = sum(math.prod(shapes[leaf]) for leaf in free)
+        if module.path != ROOT and free and predicate(module.path, module.cls, size):
+            claimed.update(free)
+            paths.append(module.path)
+    return paths
+
+
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
+
+
+def _glob(pattern: str, path: str) -> bool:
+    """Match name by name, so that `layers.*` does not reach into a layer."""
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _owner(leaf: str, units: Sequence[ModuleInfo]) -> str:
+    return max((unit.path for unit in units if leaf in unit.leaves), key=_depth, default=ROOT)
+
+
+def _check_tied(owners: Mapping[str, str], modules: Sequence[ModuleInfo]) -> None:
+    """A leaf that is also reached from beside its unit would be read there while it is not gathered."""
+    for module in modules:
+        for leaf in module.leaves:
+            if not _is_within(module.path, owners[leaf]) and not _is_within(owners[leaf], module.path):
+                raise ValueError(
+                    f"{leaf}: unit {owners[leaf]!r} and module {module.path!r} beside it both claim this leaf (a tied "
+                    "weight); a leaf belongs to one unit: leave it to the root unit, or make a module that holds both "
+                    "the unit"
+                )
+
+
+def _is_within(path: str, ancestor: str) -> bool:
+    return ancestor == ROOT or path == ancestor or path.startswith(ancestor + ".")
+
+
+def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Take matrices that all share their first dim for a stack of layers.
+
+    A wrong yes only keeps that dim from being split; a wrong no is caught when the model is traced.
+    """
+    same = len({shape[0] if shape else None for shape in shapes}) == 1
+    return int(len(shapes) > 1 and same and min(map(len, shapes)) >= 2)
+
+
+def _describe(match: Any) -> str:
+    return match.__name__ if hasattr(match, "__name__") else repr(match)
+
+
+def _nothing_matches(match: Any, modules: Sequence[ModuleInfo]) -> str:
+    classes = sorted({module.cls.__name__ for module in modules})
+    paths = [module.path for module in modules if module.path]
+    shown = ", ".join(paths[:12]) + (f", ... ({len(paths)} in all)" if len(paths) > 12 else "")
+    return f"unit {_describe(match)} matches no module; classes: {', '.join(classes)}; paths: {shown}"

@@ -1,0 +1,34 @@
+"""Text to batches for language models: sources, tokens, held-out split, packing, shuffling, resumable iteration.
+
+data = open_data(DataConfig("stdlib", seq_len=1024), vocab_size=257)
+batches = make_train_iterator(data, batch_size=8)
+
+Importing this needs numpy only; grain and tokenizers are imported where they are used.
+"""
+
+from jfsdp.train.data.corpus import Corpus, CorpusStats, Document, open_corpus
+from jfsdp.train.data.documents import DataConfig, Documents, TokenData, open_data
+from jfsdp.train.data.entropy import NgramEntropies, ngram_entropies
+from jfsdp.train.data.files import standard_library_path
+from jfsdp.train.data.pipeline import DataIterator, make_eval_iterator, make_train_iterator
+from jfsdp.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "ByteTokenizer",
+    "Corpus",
+    "CorpusStats",
+    "DataConfig",
+    "DataIterator",
+    "Document",
+    "Documents",
+    "NgramEntropies",
+    "TokenData",
+    "Tokenizer",
+    "load_tokenizer",
+    "make_eval_iterator",
+    "make_train_iterator",
+    "ngram_entropies",
+    "open_corpus",
+    "open_data",
+    "standard_library_path",
+]

@@ -1,0 +1,130 @@
+"""Find the files that a `data` argument names, and say which were left out and why."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import os
+import sysconfig
+from pathlib import Path
+
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
+
+# What differs between two installations of one Python version: packages that distributions split off or leave out, the
+# compiled modules, and files that the build or the administrator writes.
+_STDLIB_DIRECTORIES = frozenset({"test", "tests", "idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"})
+_STDLIB_DIRECTORIES |= frozenset({"tkinter", "lib-dynload", "venv"})
+_STDLIB_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize", "python-config")
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundFiles:
+    """The files of a corpus, in a fixed order, before any of them is opened.
+
+    Attributes:
+      root: directory that the names below are relative to.
+      names: POSIX paths relative to `root`, sorted; the identity of a document starts with them.
+      num_seen: files looked at, kept or not.
+      skipped: how many files (or whole directories) were left out, by reason.
+      is_single: the argument named one file, which is then read whatever its extension.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    num_seen: int
+    skipped: dict[str, int]
+    is_single: bool = False
+
+
+def standard_library_path() -> Path:
+    """Return the directory of this Python's own library sources.
+
+    `data="stdlib"` reads its `*.py` files, without third-party packages, tests, `idlelib`, `lib2to3`, `distutils`,
+    `turtledemo`, `ensurepip`, `tkinter`, `venv` and the generated `_sysconfigdata*`, `sitecustomize`, `usercustomize`
+    and `python-config`: what is left is the same on every machine with the same Python release, but for patches of a
+    distribution. The state of an iterator carries a digest of the contents, so a difference does not go unnoticed.
+    """
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def find_files(data: str, extensions: tuple[str, ...] = ()) -> FoundFiles:
+    """List the files named by `data`; opens none of them.
+
+    Args:
+      data: "stdlib", a directory (read recursively), one file, or a glob (`**` crosses directories). A directory called
+        stdlib is written `./stdlib`.
+      extensions: keep only these in a directory or glob, such as (".py", ".md"); empty keeps all.
+
+    Raises:
+      ValueError: if nothing is there, or a directory cannot be listed; names the path and the remedy.
+    """
+    wanted = tuple("." + e.lstrip(".") for e in extensions)
+    if data == "stdlib":
+        return _walk(standard_library_path(), (".py",), _STDLIB_DIRECTORIES, _STDLIB_FILES)
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return _walk(path, wanted)
+    if path.exists():
+        return FoundFiles(path.parent, (path.name,), 1, {}, is_single=True)
+    if glob.has_magic(data):
+        return _glob(str(path), wanted)
+    raise ValueError(
+        f"{data!r}: no such file or directory (working directory {os.getcwd()}); pass a directory, a file, "
+        "a quoted glob such as 'corpus/**/*.txt', or 'stdlib' for Python's own sources"
+    )
+
+
+def _walk(
+    root: Path, extensions: tuple[str, ...], skip_dirs: frozenset[str] = frozenset(), skip_files=()
+) -> FoundFiles:
+    names, skipped, num_seen = [], collections.Counter(), 0
+    for directory, subdirectories, files in os.walk(root, onerror=_raise_unlistable):
+        reasons = {d: _reason_to_prune(Path(directory, d), skip_dirs) for d in subdirectories}
+        skipped.update(reason for reason in reasons.values() if reason)
+        subdirectories[:] = [d for d, reason in reasons.items() if not reason]
+        num_seen += len(files)
+        for file in files:
+            reason = _reason_to_skip(Path(directory, file), extensions, skip_files)
+            if reason:
+                skipped[reason] += 1
+            else:
+                names.append(Path(directory, file).relative_to(root).as_posix())
+    return FoundFiles(root, tuple(sorted(names)), num_seen, dict(skipped))
+
+
+def _glob(pattern: str, extensions: tuple[str, ...]) -> FoundFiles:
+    fixed = pattern[: min(pattern.find(c) for c in "*?[" if c in pattern)]
+    root = Path(os.path.dirname(fixed) or ".")
+    paths = [Path(p) for p in glob.glob(pattern, recursive=True) if not os.path.isdir(p)]
+    extensions = extensions or ((".bin",) if pattern.endswith(".bin") else ())
+    reasons = [_reason_to_skip(path, extensions, ()) for path in paths]
+    names = sorted(path.relative_to(root).as_posix() for path, reason in zip(paths, reasons) if not reason)
+    return FoundFiles(root, tuple(names), len(paths), dict(collections.Counter(r for r in reasons if r)))
+
+
+def _reason_to_prune(path: Path, skip_dirs: frozenset[str]) -> str | None:
+    if path.name.startswith(".") or path.name in _SKIPPED_DIRECTORIES | skip_dirs:
+        return "excluded directory"
+    # Following links could walk in a circle, or read a document twice.
+    return "linked directory" if path.is_symlink() else None
+
+
+def _reason_to_skip(path: Path, extensions: tuple[str, ...], prefixes: tuple[str, ...]) -> str | None:
+    if path.name.startswith("."):
+        return "hidden"
+    if extensions and path.suffix not in extensions:
+        return "extension"
+    if prefixes and path.name.startswith(prefixes):
+        return "generated"
+    if path.suffix == ".bin" and ".bin" not in extensions:
+        return "token file (ask for it with extensions='.bin')"
+    # A broken link, socket or pipe: opening a pipe would wait for ever.
+    return None if path.is_file() else "not a regular file"
+
+
+def _raise_unlistable(error: OSError):
+    raise ValueError(
+        f"{error.filename}: directory cannot be listed ({error.strerror}); make it readable for every "
+        "process, or name a glob that leaves it out"
+    ) from error

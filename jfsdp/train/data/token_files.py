@@ -1,0 +1,95 @@
+"""Binary token files: raw little-endian uint16 or uint32 ids, one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_CHECKED_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFormat:
+    """How to read a token file.
+
+    Attributes:
+      dtype: numpy dtype string, little-endian.
+      eod_id: the id that stands between documents; None: unknown, the file is one stream.
+      vocab_size: one more than the largest id the file may hold; None: unknown.
+    """
+
+    dtype: str
+    eod_id: int | None = None
+    vocab_size: int | None = None
+
+
+def read_token_format(path: Path, token_dtype: str | None, eod_id: int | None) -> TokenFormat:
+    """Return the format of a token file from the options, else from its sidecar `FILE.bin.json`.
+
+    The sidecar is a JSON object with "dtype" ("uint16" or "uint32") and, if known, "eod_id" and "vocab_size".
+
+    Raises:
+      ValueError: if neither says the dtype, it is neither of the two, or the sidecar is not such an object.
+    """
+    sidecar = path.with_name(path.name + ".json")
+    fields = _read_sidecar(sidecar) if sidecar.exists() else {}
+    dtype = token_dtype or fields.get("dtype")
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"{path}: the type of its tokens is {dtype or 'not known'}; pass token_dtype='uint16' or 'uint32', or "
+            f'write {{"dtype": "uint16"}} to {sidecar.name} beside it'
+        )
+    return TokenFormat(_DTYPES[dtype], eod_id if eod_id is not None else fields.get("eod_id"), fields.get("vocab_size"))
+
+
+def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return offsets and lengths, in tokens, of pieces of at most `limit` bytes, and a checksum of size and ends.
+
+    The last token of the file is nobody's input: a piece is read with one more token as the target of its last.
+
+    Raises:
+      ValueError: if the file size is not a multiple of the token size, or it holds fewer than two tokens.
+    """
+    num_bytes, itemsize = path.stat().st_size, np.dtype(token_format.dtype).itemsize
+    if num_bytes % itemsize:
+        raise ValueError(
+            f"{path}: {num_bytes} bytes are not a multiple of the {itemsize} bytes of one token; the file was cut "
+            "short, or token_dtype is wrong"
+        )
+    num_inputs, piece = num_bytes // itemsize - 1, limit // itemsize
+    if num_inputs < 1:
+        raise ValueError(f"{path}: holds {num_inputs + 1} token; at least two are needed to predict one from another")
+    offsets = np.arange(0, num_inputs, piece, dtype=np.int64)
+    return offsets, np.minimum(piece, num_inputs - offsets), _checksum_of_ends(path, num_bytes)
+
+
+def read_tokens(path: Path, token_format: TokenFormat, offset: int, length: int) -> np.ndarray:
+    """Read `length` tokens from `offset` and the one after them: int64 [length + 1]."""
+    itemsize = np.dtype(token_format.dtype).itemsize
+    tokens = np.fromfile(path, token_format.dtype, count=length + 1, offset=offset * itemsize)
+    if len(tokens) != length + 1:
+        raise ValueError(f"{path}: ends before token {offset + length}; it changed since the corpus was opened")
+    return tokens.astype(np.int64)
+
+
+def _read_sidecar(sidecar: Path) -> dict:
+    try:
+        fields = json.loads(sidecar.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{sidecar}: not JSON ({error}); write an object such as {{'dtype': 'uint16'}}") from error
+    for name in ("eod_id", "vocab_size"):
+        if not isinstance(fields, dict) or not isinstance(fields.get(name, 0), int):
+            raise ValueError(f'{sidecar}: expected an object with "dtype" and integers "eod_id", "vocab_size"')
+    return fields
+
+
+def _checksum_of_ends(path: Path, num_bytes: int) -> int:
+    with path.open("rb") as file:
+        checksum = zlib.crc32(file.read(_CHECKED_BYTES))
+        file.seek(max(0, num_bytes - _CHECKED_BYTES))
+        return zlib.crc32(file.read(_CHECKED_BYTES), checksum)

@@ -1,0 +1,128 @@
+"""Turn text into token ids: bytes by default, or a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+# The end-of-document token of a tokenizer.json is the first of these that it holds, unless `eod_token` names another.
+END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What the pipeline asks of a tokenizer.
+
+    Attributes:
+      name: identity, written into iterator states; equal names must mean equal ids for equal text.
+      vocab_size: one more than the largest id.
+      eod_id: the id that stands between documents.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod_id(self) -> int: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text` as int32 [n], without any special token."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of the text in UTF-8, 256 stands between documents."""
+
+    name = "byte"
+    vocab_size = 257
+    eod_id = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the UTF-8 bytes of `text` as int32 [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text; end-of-document ids are left out, and bytes that are no UTF-8 become U+FFFD."""
+        ids = np.asarray(ids)
+        return ids[ids != self.eod_id].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class _HuggingFaceTokenizer:
+    def __init__(self, tokenizer: Any, eod_id: int, name: str):
+        self._tokenizer = tokenizer
+        self.eod_id = eod_id
+        self.name = name
+        # Not get_vocab_size(): ids may have holes.
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+
+def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> Tokenizer:
+    """Return the tokenizer named on a command line.
+
+    Special tokens written out in a document ("<|endoftext|>" in a text about tokenizers) are encoded as ordinary text,
+    so that no document can forge a boundary.
+
+    Args:
+      tokenizer: "byte", or the path of a `tokenizer.json` of the Hugging Face `tokenizers` library (or its directory).
+      eod_token: the token of the file that ends a document; default: the first of `END_OF_DOCUMENT_TOKENS` it holds.
+
+    Raises:
+      ValueError: if the file is missing or not a tokenizer, or has no end-of-document token.
+    """
+    if tokenizer == "byte":
+        if eod_token is not None:
+            raise ValueError(f"eod_token={eod_token!r}: the byte tokenizer ends documents with id 256; leave it out")
+        return ByteTokenizer()
+    path = Path(tokenizer).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    loaded, content = _load_file(path)
+    eod_id = _find_eod(loaded, path, eod_token)
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return _HuggingFaceTokenizer(loaded, eod_id, f"{path.name}:{digest}:eod={eod_id}")
+
+
+def _load_file(path: Path) -> tuple[Any, bytes]:
+    import tokenizers
+
+    try:
+        content = path.read_bytes()
+        loaded = tokenizers.Tokenizer.from_buffer(content)
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {str(path)!r}: {error.strerror}; pass 'byte' or the path of a tokenizer.json"
+        ) from error
+    except Exception as error:  # the library raises plain Exception and ValueError
+        raise ValueError(
+            f"tokenizer {str(path)!r}: not a tokenizer.json of the tokenizers library ({error}); save one with "
+            "Tokenizer.save, or pass 'byte'"
+        ) from error
+    loaded.encode_special_tokens = True
+    return loaded, content
+
+
+def _find_eod(loaded: Any, path: Path, eod_token: str | None) -> int:
+    candidates = END_OF_DOCUMENT_TOKENS if eod_token is None else (eod_token,)
+    for token in candidates:
+        eod_id = loaded.token_to_id(token)
+        if eod_id is not None:
+            return eod_id
+    raise ValueError(
+        f"tokenizer {str(path)!r}: none of {', '.join(candidates)} is in its vocabulary of {loaded.get_vocab_size()} "
+        "tokens; name its end-of-document token with eod_token="
+    )

@@ -1,0 +1,43 @@
+"""Losses as totals and weights, so that a mean over devices and microbatches is the mean over what was counted."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Loss(NamedTuple):
+    """A loss as a sum and the weight to divide it by: exact under uneven masks (the mean of means is not the mean).
+
+    Attributes:
+      total: scalar; the sum of the losses of what is counted (tokens, examples).
+      weight: scalar; how much was counted. Its gradient is not taken.
+      aux: scalars by name, summed and divided like `total`, and returned among the metrics.
+    """
+
+    total: Any
+    weight: Any
+    aux: dict[str, Any] | None = None
+
+
+def as_loss(value: Any) -> Loss:
+    """Bring what a loss function returned into one form. Moves no data.
+
+    A scalar counts as a mean over equal-weight examples: weight 1. Any object with `total` and `weight` (and `aux`)
+    counts as a `Loss`, so that models need not import jfsdp.
+
+    Raises:
+      ValueError: if total, weight or an aux value is not a scalar, or the total is not floating.
+    """
+    if not hasattr(value, "total"):
+        value = Loss(value, 1.0)
+    total, weight = jnp.asarray(value.total), jnp.asarray(value.weight, jnp.float32)
+    aux = {key: jnp.asarray(x, jnp.float32) for key, x in (getattr(value, "aux", None) or {}).items()}
+    for name, scalar in {"total": total, "weight": weight, **aux}.items():
+        if scalar.shape:
+            raise ValueError(f"loss_fn: {name} has shape {scalar.shape}; return a scalar, or jfsdp.Loss(total, weight)")
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(f"loss_fn: total has dtype {total.dtype.name}; a gradient needs a floating loss")
+    return Loss(total.astype(jnp.float32), jax.lax.stop_gradient(weight), aux)
