@@ -68,12 +68,16 @@ class AutoEngine:
     def _reduce(self, leaves: Sequence[Leaf], sliced: Sequence[int], grads: Arrays) -> Arrays:
         """Sum gradients over the data axes into the layout of their accumulator, in the dtype of the stored weight.
 
-        Stating the whole layout first keeps XLA from moving activations instead of gradients (it would turn the
-        scatter-add of an embedding's gradient into an all-to-all of activations).
+        For matrices the whole layout is stated first, else XLA may move activations instead of gradients (it turned the
+        scatter-add of an embedding's gradient into an all-to-all). Vectors go without: a norm's scale is summed in
+        float32 and then cast, and between two statements that cast would keep the all-reduce from becoming a
+        reduce-scatter.
         """
         reduced = {}
         for leaf, gone in zip(leaves, sliced, strict=True):
-            grad = self._constrain(_pad(grads[leaf.path], leaf, gone), leaf, "use", gone)
+            grad = _pad(grads[leaf.path], leaf, gone)
+            if grad.ndim > 1:
+                grad = self._constrain(grad, leaf, "use", gone)
             grad = self._constrain(grad, leaf, "grad", gone)
             reduced[leaf.path] = grad.astype(leaf.stage(leaf.source).dtype)
         return reduced

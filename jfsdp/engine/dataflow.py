@@ -32,7 +32,7 @@ def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
         return [False] * len(eqn.outvars)
     name = eqn.primitive.name
     if name == "scan":
-        return _scan_depends_on(eqn.params, marked)
+        return _scan_depends_on(eqn, marked)
     inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
     if name != "while" and inner is not None and _is_call(inner, eqn):
         return depends_on(inner, marked)
@@ -42,16 +42,26 @@ def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
     return [True] * len(eqn.outvars)
 
 
-def _scan_depends_on(params: dict[str, Any], marked: list[bool]) -> list[bool]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+def _scan_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
+    """Follow a scan to a fixed point of its carry.
+
+    Constants and carry have the same type outside and inside the body, xs and ys lose a dim; the equation's own counts
+    are named differently from one JAX version to the next.
+    """
+    body = _open(eqn.params["jaxpr"])
+    num_carry = _num_same(eqn.outvars, body.outvars)
+    num_consts = _num_same(eqn.invars, body.invars) - num_carry
     carry = marked[num_consts : num_consts + num_carry]
     while True:
-        ins = [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]]
-        outs = depends_on(_open(params["jaxpr"]), ins)
+        outs = depends_on(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]])
         new = [old or out for old, out in zip(carry, outs[:num_carry], strict=True)]
         if new == carry:
-            return outs[:0] + [*new, *outs[num_carry:]]
+            return [*new, *outs[num_carry:]]
         carry = new
+
+
+def _num_same(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(a.aval.shape == b.aval.shape for a, b in zip(outside, inside, strict=True))
 
 
 def _is_call(inner: Any, eqn: Any) -> bool:

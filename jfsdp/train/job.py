@@ -1,0 +1,129 @@
+"""A Job: what the training script, explain, and every other tool mean by "a model". Found by name or by factory."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+ENTRY_POINT_GROUP = "jfsdp.jobs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model with everything needed to train it on any mesh. Plain data: packages offer jobs as dicts of these fields.
+
+    Attributes:
+      model: a factory `f(rngs) -> nnx.Module`.
+      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`.
+      batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
+      units: what is gathered together, as `fully_shard` takes it.
+      optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
+      name: what it is called in messages and run directories.
+      seq_len: default sequence length.
+      vocab_size: how many token ids the model knows; None for models without tokens.
+      flops_per_token: `f(seq_len) -> FLOPs` of one token forward and backward, for MFU; None if unknown.
+      configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
+      config: the model's configuration, any dataclass; written beside checkpoints.
+    """
+
+    model: Callable[..., Any]
+    loss: Callable[[Any, Any], Any]
+    batch: Callable[[int, int], Any]
+    units: Sequence[Any]
+    optimizer: Callable[[Any], Any]
+    name: str = "job"
+    seq_len: int = 1024
+    vocab_size: int | None = None
+    flops_per_token: Callable[[int], float] | None = None
+    configure: Callable[..., Any] | None = None
+    config: Any = None
+
+    def with_config(self, **fields: Any) -> Job:
+        """Return this job with fields of its model configuration changed.
+
+        Raises:
+          ValueError: if the job has no `configure`, or its configuration refuses a field.
+        """
+        if not fields:
+            return self
+        if self.configure is None:
+            raise ValueError(f"job {self.name!r} has no configurable fields; asked to change {', '.join(fields)}")
+        try:
+            return as_job(self.configure(**fields), self.name)
+        except TypeError as error:
+            known = [f.name for f in dataclasses.fields(self.config)] if dataclasses.is_dataclass(self.config) else []
+            raise ValueError(f"job {self.name!r}: {error}; its fields are {', '.join(known) or 'unknown'}") from error
+
+
+def as_job(value: Any, name: str) -> Job:
+    """Bring a `Job`, or a mapping of its fields, into a `Job`.
+
+    Raises:
+      ValueError: for anything else, and for missing or unknown fields.
+    """
+    if isinstance(value, Job):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: a job is a jfsdp.Job or a dict of its fields, not {type(value).__name__}")
+    known = {field.name: field for field in dataclasses.fields(Job)}
+    unknown = [key for key in value if key not in known]
+    missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
+    if unknown or missing:
+        raise ValueError(f"job {name!r}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(known)}")
+    return Job(**{"name": name, **value})
+
+
+def job_names() -> list[str]:
+    """List the jobs that installed packages offer in the entry-point group `jfsdp.jobs`."""
+    return sorted({point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def find_job(name: str) -> Job:
+    """Load the job of that name: an entry point that gives a Job, a dict of its fields, or a dict of jobs by name.
+
+    Raises:
+      ValueError: if no installed package offers it; lists those there are.
+    """
+    points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+    if not points:
+        there = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
+        raise ValueError(f"model {name!r} is unknown; the models are {there}")
+    value = points[0].load()
+    if isinstance(value, Mapping) and name in value:
+        value = value[name]
+    return as_job(value() if callable(value) else value, name)
+
+
+def job_from_factory(spec: str) -> Job:
+    """Load a job from `module:function`, importing from the working directory as `python -m` would.
+
+    Raises:
+      ValueError: if the spec is malformed, or names no module or function. What the factory itself raises passes through.
+    """
+    module_name, _, function = spec.partition(":")
+    if not module_name or not function:
+        raise ValueError(f"factory {spec!r} is not module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ValueError(f"factory {spec!r}: no module named {error.name!r} from {os.getcwd()}") from error
+    if not hasattr(module, function):
+        raise ValueError(f"factory {spec!r}: module {module_name} has no {function!r}")
+    value = getattr(module, function)
+    return as_job(value() if callable(value) else value, spec)
+
+
+def load_job(model: str | None, factory: str | None) -> Job:
+    """Load a job by name or by factory: exactly one of them."""
+    if (model is None) == (factory is None):
+        raise ValueError("give exactly one of --model NAME and --factory module:function")
+    return find_job(model) if model is not None else job_from_factory(factory or "")
