@@ -1,0 +1,57 @@
+# On a machine with only Python (3.11 or newer) and make, `make train` and `make test` do all the set-up they need.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+# A machine with an NVIDIA driver gets the CUDA libraries; any other gets the compiler alone, for `jfsdp plan`, and
+# must be told that it has no GPU, since the CUDA plugin would look for one and complain.
+ifneq ($(wildcard /dev/nvidiactl),)
+EXTRAS ?= dev,cuda12
+else
+EXTRAS ?= dev,plan
+export JAX_PLATFORMS ?= cpu
+endif
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := jfsdp models scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint format proofs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=\"...\""
+
+install: $(STAMP) ## Make .venv with everything that the other targets need
+
+$(STAMP): pyproject.toml models/pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jfsdp needs Python 3.11 or newer, and $(PYTHON) is older; use make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
+	@touch $@
+
+train: install ## Train a tiny Llama on the standard library's source; ARGS="--steps 100" for more
+	$(BIN)/python scripts/train.py --recipe stdlib $(ARGS)
+
+test: install lint ## Lint, check types, run the tests (all that CI does)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: install ## Lint and check types
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: install ## Format, and fix what the linter can
+	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
+	$(BIN)/ruff format $(wildcard $(SOURCES))
+
+proofs: install ## Run the slow, exhaustive tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m proof $(ARGS)
+
+clean: ## Remove builds and caches; .venv stays
+	rm -rf build dist *.egg-info models/build models/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,561 @@
+"""Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and the jobs that train them.
+
+One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
+Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding.
+
+Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
+the names read `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value heads, A = size of one head:
+
+    embed.embedding          [V, D]        layers.mlp_norm.scale          [D]
+    layers.attn_norm.scale   [D]           layers.mlp.gate_proj.kernel    [D, F]
+    layers.attn.q_proj.kernel [D, H*A]     layers.mlp.up_proj.kernel      [D, F]
+    layers.attn.k_proj.kernel [D, K*A]     layers.mlp.down_proj.kernel    [F, D]
+    layers.attn.v_proj.kernel [D, K*A]     norm.scale                     [D]
+    layers.attn.o_proj.kernel [H*A, D]     lm_head.kernel                 [D, V]   (absent where tied)
+    layers.attn.{q,k}_norm.scale [A]       (qk_norm)      layers.attn.{q,k,v}_proj.bias   (qkv_bias)
+
+Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
+everything is bfloat16 but the inside of norms, the softmax and the rotation, which are float32 and cast back.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+AttentionChoice = Literal["auto", "xla", "cudnn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretch the rotary embedding to longer contexts as Llama 3.1 does (`rope_type: llama3` of Hugging Face).
+
+    Wavelengths above `original_context / low_freq_factor` are stretched by `factor`, those below
+    `original_context / high_freq_factor` are kept, and those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self):
+        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"RopeScaling.high_freq_factor={self.high_freq_factor} must exceed "
+                f"low_freq_factor={self.low_freq_factor}; Llama 3 uses 4.0 and 1.0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Hold the dimensions and options of one model.
+
+    Args:
+      vocab_size: V, rows of the embedding.
+      dim: D, width of the residual stream.
+      num_layers: L.
+      num_heads: H, query heads.
+      num_kv_heads: K, key/value heads; must divide `num_heads`.
+      ffn_dim: F, width inside the SwiGLU.
+      head_dim: A, size of one head; None: `dim // num_heads`. Qwen 3 and others choose it freely.
+      norm_eps: added to the mean square under the root.
+      rope_theta: base of the rotary wavelengths.
+      rope_scaling: Llama 3.1's stretching, or None.
+      local_window_size: keys that one query sees, itself included (Mistral's `sliding_window`); None: all before it.
+      tied: the head is the transposed embedding, and `lm_head` does not exist.
+      qkv_bias: biases on the query, key and value projections (Qwen 2).
+      qk_norm: RMSNorm over each query and key head before the rotation (Qwen 3).
+      stacked: store layers stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel].
+
+    Raises:
+      ValueError: for values that contradict each other; names field, value and remedy.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    head_dim: int | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    local_window_size: int | None = None
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    stacked: bool = True
+    attention: AttentionChoice = "auto"
+
+    def __post_init__(self):
+        _require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
+        _require_positive(self, "norm_eps", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
+            divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
+            raise ValueError(
+                f"LlamaConfig.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"choose one of {divisors}"
+            )
+        if self.head_dim is None and self.dim % self.num_heads:
+            raise ValueError(
+                f"LlamaConfig.dim={self.dim} is not a multiple of num_heads={self.num_heads}; "
+                "choose such a dim, or pass head_dim="
+            )
+        if self.head_size <= 0 or self.head_size % 2:
+            raise ValueError(
+                f"LlamaConfig.head_dim={self.head_size} must be positive and even, since the rotary embedding pairs "
+                "its halves; pass another head_dim="
+            )
+        if self.local_window_size is not None and self.local_window_size < 1:
+            raise ValueError(
+                f"LlamaConfig.local_window_size={self.local_window_size} must be at least 1 (the query itself); "
+                "pass None for no window"
+            )
+        if self.attention not in get_args(AttentionChoice):
+            raise ValueError(
+                f"LlamaConfig.attention={self.attention!r} is unknown; choose one of {get_args(AttentionChoice)}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Return A: `head_dim`, or where that is None `dim // num_heads`."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def matmul_params_per_layer(self) -> int:
+        """Count the weights of one layer that take part in matmuls (so no norms and no biases)."""
+        attention = 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_size
+        return attention + 3 * self.dim * self.ffn_dim
+
+    @property
+    def num_params(self) -> int:
+        """Count all parameters; a tied head counts once."""
+        norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
+        tables = self.vocab_size * self.dim * (1 if self.tied else 2)
+        return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
+
+
+def _require_positive(config: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not value > 0:
+            raise ValueError(f"{type(config).__name__}.{field}={value} must be positive; pass {field}= above 0")
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Compute the rotary angle per position of each pair of a head. Host only, float64.
+
+    Layout:  -> [A/2]
+    Source: RoFormer (arXiv 2104.09864); scaling as `_compute_llama3_parameters` of Hugging Face transformers.
+    """
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rope_table(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute cosines and sines in float32 for `apply_rope`.
+
+    Layout:  [B T] -> two of [B T 1 A/2]
+    """
+    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate each head, pairing element i with element i + A/2 (Hugging Face's `rotate_half`, not Meta's interleaving).
+
+    Layout:  [B T H A] -> [B T H A]
+    Dtype:   float32 inside, returned in the dtype of `x`.
+    """
+    cos, sin = rope
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def document_positions(segment_ids: jax.Array) -> jax.Array:
+    """Count positions from the start of each run of equal segment ids.
+
+    Layout:  [B T] -> [B T] int32
+    """
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
+    starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+    starts = jnp.pad(starts, ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+# [Note: choosing the attention kernel]
+# `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
+# scores. "auto" therefore decides here, when the model is traced: cuDNN where the default backend of this process is
+# CUDA and `_cudnn_serves` holds, else XLA. A process that compiles for GPUs it does not have (JAX_PLATFORMS=cpu) sees
+# the backend "cpu" and gets XLA: say "cudnn" there, which is handed on unchanged. With segment ids both kernels read
+# a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype); without them no mask exists in memory.
+
+
+def _cudnn_serves(query: jax.Array, has_mask: bool) -> bool:
+    """Say whether cuDNN's flash attention takes this query on every GPU from Ampere on (Hopper would allow A = 256)."""
+    _, seq_len, _, head_size = query.shape
+    is_half = query.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and head_size % 8 == 0 and head_size <= 128 and (not has_mask or seq_len % 2 == 0)
+
+
+def _is_cuda() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return "cuda" in jax.extend.backend.get_backend().platform_version.lower()
+
+
+def _choose_attention(choice: AttentionChoice, query: jax.Array, has_mask: bool) -> Literal["xla", "cudnn"]:
+    if choice == "auto":
+        return "cudnn" if _is_cuda() and _cudnn_serves(query, has_mask) else "xla"
+    if choice == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"LlamaConfig.attention='cudnn' needs bfloat16 or float16 activations, got {query.dtype}; "
+            "give the model bfloat16 weights, or choose attention='xla'"
+        )
+    return choice
+
+
+class Linear(nnx.Module):
+    """Multiply by a kernel `[in, out]`, drawn with variance `1 / in`, and add a bias where there is one."""
+
+    def __init__(self, num_in: int, num_out: int, *, rngs: nnx.Rngs, use_bias: bool = False, gain: float = 1.0):
+        init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
+        self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((num_out,), jnp.float32)) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Divide by the root mean square of the last dim and multiply by a scale: float32 inside, the input's dtype out."""
+
+    def __init__(self, dim: int, *, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Look tokens up in a table `[V, D]` of variance `1 / D`; a token outside the table yields NaN, not a neighbour."""
+
+    def __init__(self, vocab_size: int, dim: int, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(stddev=dim**-0.5)
+        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), jnp.float32))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="fill")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Score `x` against every row: the tied head. Layout: [B T D] -> [B T V]."""
+        return x @ self.embedding[...].T
+
+
+class Attention(nnx.Module):
+    """Attend causally with `num_kv_heads` keys and values shared by groups of query heads."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        query_dim, kv_dim = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.q_proj = Linear(config.dim, query_dim, rngs=rngs, use_bias=config.qkv_bias)
+        self.k_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
+        self.v_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
+        self.o_proj = Linear(query_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
+        self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+        config = self.config
+        batch, seq_len, _ = x.shape
+        query = self.q_proj(x).reshape(batch, seq_len, config.num_heads, config.head_size)
+        key = self.k_proj(x).reshape(batch, seq_len, config.num_kv_heads, config.head_size)
+        value = self.v_proj(x).reshape(batch, seq_len, config.num_kv_heads, config.head_size)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rope(query, rope), apply_rope(key, rope)
+        window = config.local_window_size
+        attended = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=True,
+            # A window that spans the sequence is no window, and XLA would still build its mask.
+            local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
+            implementation=_choose_attention(config.attention, query, mask is not None),
+        )
+        return self.o_proj(attended.reshape(batch, seq_len, -1))
+
+
+class MLP(nnx.Module):
+    """Apply SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.gate_proj = Linear(config.dim, config.ffn_dim, rngs=rngs)
+        self.up_proj = Linear(config.dim, config.ffn_dim, rngs=rngs)
+        self.down_proj = Linear(config.ffn_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _residual_gain(config: LlamaConfig) -> float:
+    """Keep the residual stream's variance flat in depth: 2L branches add to it (GPT-2, section 2.3)."""
+    return (2 * config.num_layers) ** -0.5
+
+
+class DecoderLayer(nnx.Module):
+    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+        x = x + self.attn(self.attn_norm(x), rope, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LMHead(Linear):
+    """Score the last hidden state against the vocabulary; a class of its own, so that it can be chosen as a unit."""
+
+
+class Llama(nnx.Module):
+    """Predict the next token of each position.
+
+    With the same seed the stacked model and the listed one hold the same weights.
+    """
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.dim, rngs=rngs)
+        keys = jax.random.split(rngs.params(), config.num_layers)
+
+        def make_layer(key: jax.Array) -> DecoderLayer:
+            return DecoderLayer(config, rngs=nnx.Rngs(params=key))
+
+        self.layers = nnx.vmap(make_layer)(keys) if config.stacked else nnx.List([make_layer(key) for key in keys])
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = None if config.tied else LMHead(config.dim, config.vocab_size, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """Compute logits.
+
+        Layout:  [B T] int32 -> [B T V]
+        Dtype:   that of the weights.
+
+        Args:
+          tokens: token ids.
+          segment_ids: `[B T]`, the document of each token in a packed row; attention stays inside a document.
+            0 is padding, which no document sees; logits at padding are finite and mean nothing.
+          positions: `[B T]`, for the rotary embedding; None: counted from the start of each document.
+        """
+        if positions is None:
+            one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+            positions = one_row if segment_ids is None else document_positions(segment_ids)
+        rope = rope_table(self.config, positions)
+        # Padding sees padding, so that no row of the softmax is empty.
+        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        x = self.norm(self._run_layers(self.embed(tokens), rope, mask))
+        return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+        if isinstance(self.layers, nnx.List):
+            for layer in self.layers:
+                x = layer(x, rope, mask)
+            return x
+
+        @nnx.scan(in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
+        def scan_layers(x, layer, rope, mask):
+            return layer(x, rope, mask)
+
+        return scan_layers(x, self.layers, rope, mask)
+
+
+class NextTokenLoss(NamedTuple):
+    """Sums over tokens, to be added over devices and microbatches and divided once: `total / weight` is the loss."""
+
+    total: jax.Array
+    weight: jax.Array
+    aux: dict[str, jax.Array]
+
+
+def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> NextTokenLoss:
+    """Sum the weighted cross entropy of `targets`. Moves no data between devices.
+
+    Layout:  tokens, targets [B T] int32 -> scalars
+    Dtype:   float32, whatever the logits' dtype.
+
+    Args:
+      model: called as `model(tokens, segment_ids=..., positions=...)`.
+      batch: `tokens` and `targets`; optional `weights` `[B T]` float32 (default: 1, but 0 where `segment_ids` is 0),
+        `segment_ids`, `positions`. The targets are the caller's: nothing is shifted here, and a target that lies in
+        the next document counts unless its weight is 0. A target outside the vocabulary makes the loss NaN.
+
+    Returns:
+      `total` and `weight`, and in `aux` `correct`: the weight of the tokens whose highest logit is the target.
+    """
+    segment_ids = batch.get("segment_ids")
+    targets = batch["targets"]
+    logits = model(batch["tokens"], segment_ids=segment_ids, positions=batch.get("positions")).astype(jnp.float32)
+    weights = batch.get("weights")
+    if weights is None:
+        weights = jnp.ones(targets.shape) if segment_ids is None else segment_ids != 0
+    weights = weights.astype(jnp.float32)
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
+    cross_entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
+    correct = jnp.argmax(logits, axis=-1) == targets
+    return NextTokenLoss(
+        total=jnp.sum(weights * cross_entropy),
+        weight=jnp.sum(weights),
+        aux={"correct": jnp.sum(weights * correct)},
+    )
+
+
+def decay_mask(params: Any) -> Any:
+    """Say by name which parameters decay: all but norms and biases.
+
+    Embeddings decay, as in Llama's own training: a tied table is also the head, whose logits decay keeps in bounds.
+
+    Args:
+      params: a dict from dotted name to array; any nested tree works too.
+
+    Returns:
+      The same tree with bools.
+    """
+
+    def decays(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return not {"scale", "bias"} & set(name.split("."))
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Return Llama's AdamW: b1 0.9, b2 0.95, decay 0.1 on what `decay_mask` names."""
+    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decay_mask)
+
+
+def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+    """Count the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
+
+    N counts the weights that take part in matmuls: the head (tied or not), but not the lookup, norms or biases. The
+    attention term counts scores and values over all T keys, *without* the causal half, which is the convention of
+    PaLM (arXiv 2204.02311, appendix B) and torchtitan; with a window, T is the window where that is shorter.
+    Recomputed activations do not count: this is for MFU, not for hardware utilization.
+    """
+    matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
+    num_keys = min(seq_len, config.local_window_size or seq_len)
+    return 6.0 * matmul_params + 12.0 * config.num_layers * config.num_heads * config.head_size * num_keys
+
+
+def abstract_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch for `next_token_loss`; `packed`: with `weights`, `segment_ids` and `positions`."""
+    ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
+    batch = {"tokens": ids, "targets": ids}
+    if packed:
+        weights = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.float32)
+        batch |= {"weights": weights, "segment_ids": ids, "positions": ids}
+    return batch
+
+
+_llama3 = partial(LlamaConfig, vocab_size=128_256, num_kv_heads=8)
+_llama32_scaling = RopeScaling(factor=32.0)
+_llama31_scaling = RopeScaling(factor=8.0)
+_qwen = partial(LlamaConfig, rope_theta=1e6, norm_eps=1e-6)
+
+PRESETS: dict[str, LlamaConfig] = {
+    # Bytes and eight special tokens; small enough to learn on a CPU.
+    "llama-tiny": LlamaConfig(
+        vocab_size=264, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=352, rope_theta=10_000.0
+    ),
+    "llama-1b": _llama3(dim=2048, num_layers=16, num_heads=32, ffn_dim=8192, rope_scaling=_llama32_scaling, tied=True),
+    "llama-3b": _llama3(dim=3072, num_layers=28, num_heads=24, ffn_dim=8192, rope_scaling=_llama32_scaling, tied=True),
+    "llama-8b": _llama3(dim=4096, num_layers=32, num_heads=32, ffn_dim=14_336, rope_scaling=_llama31_scaling),
+    "llama-70b": _llama3(dim=8192, num_layers=80, num_heads=64, ffn_dim=28_672, rope_scaling=_llama31_scaling),
+    "llama-405b": _llama3(dim=16_384, num_layers=126, num_heads=128, ffn_dim=53_248, rope_scaling=_llama31_scaling),
+    "mistral-7b": LlamaConfig(
+        vocab_size=32_000,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=14_336,
+        rope_theta=10_000.0,
+        local_window_size=4096,
+    ),
+    "qwen2.5-7b": _qwen(
+        vocab_size=152_064, dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, ffn_dim=18_944, qkv_bias=True
+    ),
+    "qwen3-8b": _qwen(
+        vocab_size=151_936,
+        dim=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_dim=12_288,
+        head_dim=128,
+        qk_norm=True,
+    ),
+}
+
+
+def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
+    """Describe a training job as plain data.
+
+    Returns:
+      `model` (rngs -> module), `config`, `loss`, `units`, `batch` ((batch_size, seq_len) -> shapes), `optimizer`
+      (learning rate or schedule -> optax), `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float) and
+      `configure` (changed fields of the config, by keyword -> another job).
+    """
+
+    def configure(**overrides: Any) -> dict[str, Any]:
+        return make_job(replace(config, **overrides), seq_len)
+
+    return {
+        "model": partial(Llama, config),
+        "config": config,
+        "loss": next_token_loss,
+        "units": [DecoderLayer],
+        "batch": abstract_batch,
+        "optimizer": adamw,
+        "vocab_size": config.vocab_size,
+        "seq_len": seq_len,
+        "flops_per_token": partial(flops_per_token, config),
+        "configure": configure,
+    }
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    name: make_job(config, seq_len=256 if name == "llama-tiny" else 8192) for name, config in PRESETS.items()
+}

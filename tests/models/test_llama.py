@@ -1,0 +1,490 @@
+"""The models of `models/llama.py`, against numpy, against each other and against published parameter counts."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jfsdp_models import llama  # pyright: ignore[reportMissingImports] (installed as an import hook)
+
+SMALL = llama.LlamaConfig(
+    vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, rope_theta=10_000.0, attention="xla"
+)
+VARIANTS = {
+    "llama": {},
+    "tied": {"tied": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 16},
+    "mistral": {"local_window_size": 5},
+    "scaled": {"rope_scaling": llama.RopeScaling(original_context=16)},
+}
+PUBLISHED_PARAMS = {
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def make_model(**overrides):
+    """A small model whose norms and biases are not at their trivial initial values."""
+    model = llama.Llama(dataclasses.replace(SMALL, **overrides), nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] in ("scale", "bias"):
+            param[...] = param[...] + jnp.asarray(rng.normal(size=param.shape) * 0.3, jnp.float32)
+    return model
+
+
+def make_tokens(batch_size=2, seq_len=12, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SMALL.vocab_size, (batch_size, seq_len)), jnp.int32)
+
+
+def weights_by_name(model):
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): param[...] for path, param in flat}
+
+
+@nnx.jit
+def forward(model, tokens, segment_ids=None, positions=None):
+    return model(tokens, segment_ids, positions)
+
+
+def mean_loss(model, batch):
+    sums = llama.next_token_loss(model, batch)
+    return sums.total / sums.weight
+
+
+# ---- a second opinion in numpy, float64 ----
+
+
+def numpy_rms_norm(x, scale, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def numpy_rope(x, positions, config):
+    """Rotate as complex numbers, which the model does not do."""
+    size = config.head_size
+    inverse_wavelength = np.array([llama3_frequency(2 * i / size, config) for i in range(size // 2)])
+    turned = (x[..., : size // 2] + 1j * x[..., size // 2 :]) * np.exp(1j * positions[:, None] * inverse_wavelength)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def llama3_frequency(exponent, config):
+    """The published rule, one frequency at a time (Llama 3.1's reference `apply_scaling`)."""
+    frequency = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    low_wavelength = scaling.original_context / scaling.low_freq_factor
+    high_wavelength = scaling.original_context / scaling.high_freq_factor
+    if wavelength < high_wavelength:
+        return frequency
+    if wavelength > low_wavelength:
+        return frequency / scaling.factor
+    smooth = scaling.original_context / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def numpy_attention(x, weights, config):
+    """One head and one query at a time."""
+
+    def project(name, num_heads):
+        y = x @ weights[f"{name}_proj.kernel"] + weights.get(f"{name}_proj.bias", 0.0)
+        return y.reshape(len(x), num_heads, config.head_size).transpose(1, 0, 2)
+
+    query, key, value = (project(n, config.num_heads if n == "q" else config.num_kv_heads) for n in "qkv")
+    if config.qk_norm:
+        query = numpy_rms_norm(query, weights["q_norm.scale"], config.norm_eps)
+        key = numpy_rms_norm(key, weights["k_norm.scale"], config.norm_eps)
+    window = config.local_window_size or len(x)
+    out = np.zeros((len(x), config.num_heads, config.head_size))
+    positions = np.arange(len(x))
+    for head in range(config.num_heads):
+        shared = head // (config.num_heads // config.num_kv_heads)
+        q, k = numpy_rope(query[head], positions, config), numpy_rope(key[shared], positions, config)
+        for t in range(len(x)):
+            seen = slice(max(0, t - window + 1), t + 1)
+            scores = np.exp(q[t] @ k[seen].T / math.sqrt(config.head_size))
+            out[t, head] = scores @ value[shared][seen] / scores.sum()
+    return out.reshape(len(x), -1) @ weights["o_proj.kernel"]
+
+
+def numpy_llama(weights, config, tokens):
+    weights = {name: np.asarray(w, np.float64) for name, w in weights.items()}
+    x = weights["embed.embedding"][tokens]
+    for i in range(config.num_layers):
+        layer = {n.removeprefix("layers."): w[i] for n, w in weights.items() if n.startswith("layers.")}
+        attn = {n.removeprefix("attn."): w for n, w in layer.items() if n.startswith("attn.")}
+        x = x + numpy_attention(numpy_rms_norm(x, layer["attn_norm.scale"], config.norm_eps), attn, config)
+        y = numpy_rms_norm(x, layer["mlp_norm.scale"], config.norm_eps)
+        gate = y @ layer["mlp.gate_proj.kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.kernel"])) @ layer["mlp.down_proj.kernel"]
+    x = numpy_rms_norm(x, weights["norm.scale"], config.norm_eps)
+    return x @ weights.get("lm_head.kernel", weights["embed.embedding"].T)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_a_naive_numpy_model(variant):
+    model = make_model(**VARIANTS[variant])
+    tokens = make_tokens(1, 20)
+    expected = numpy_llama(weights_by_name(model), model.config, np.asarray(tokens[0]))
+    np.testing.assert_allclose(forward(model, tokens)[0], expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stacked_and_listed_layers_are_the_same_model(variant):
+    stacked = make_model(**VARIANTS[variant])
+    listed = make_model(**VARIANTS[variant], stacked=False)
+    fresh = [weights_by_name(llama.Llama(m.config, nnx.Rngs(7))) for m in (stacked, listed)]
+    for name, stack in fresh[0].items():
+        if name.startswith("layers."):
+            rest = name.removeprefix("layers.")
+            np.testing.assert_array_equal(stack, [fresh[1][f"layers.{i}.{rest}"] for i in range(SMALL.num_layers)])
+        else:
+            np.testing.assert_array_equal(stack, fresh[1][name])
+    stack_by_name = weights_by_name(stacked)
+    for path, param in nnx.to_flat_state(nnx.state(listed, nnx.Param)):
+        if path[0] == "layers":
+            param[...] = stack_by_name[".".join(map(str, ("layers", *path[2:])))][path[1]]
+        else:
+            param[...] = stack_by_name[".".join(map(str, path))]
+    tokens = make_tokens()
+    np.testing.assert_allclose(forward(stacked, tokens), forward(listed, tokens), atol=1e-5, rtol=0)
+
+
+def test_layers_of_a_stack_are_drawn_independently():
+    kernel = weights_by_name(llama.Llama(SMALL, nnx.Rngs(0)))["layers.attn.q_proj.kernel"]
+    assert kernel.shape == (3, 32, 32)
+    assert not np.allclose(kernel[0], kernel[1])
+    np.testing.assert_allclose(np.std(kernel), 32**-0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMS)
+def test_parameter_counts_are_the_published_ones(name):
+    job = llama.JOBS[name]
+    abstract = nnx.eval_shape(lambda: job["model"](nnx.Rngs(0)))
+    counted = sum(x.size for x in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+    assert counted == job["config"].num_params == PUBLISHED_PARAMS[name]
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(abstract)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_num_params_counts_every_variant(variant):
+    model = make_model(**VARIANTS[variant])
+    assert sum(w.size for w in weights_by_name(model).values()) == model.config.num_params
+
+
+@pytest.mark.parametrize("scaling", [None, llama.RopeScaling(), llama.RopeScaling(factor=32.0)])
+@pytest.mark.parametrize("name", ["llama-8b", "llama-1b"])
+def test_rope_frequencies_follow_the_published_rule(name, scaling):
+    config = dataclasses.replace(llama.PRESETS[name], rope_scaling=scaling)
+    size = config.head_size
+    expected = [llama3_frequency(i / size, config) for i in range(0, size, 2)]
+    np.testing.assert_allclose(llama.rope_frequencies(config), expected, rtol=1e-12)
+
+
+def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
+    plain = dataclasses.replace(llama.PRESETS["llama-8b"], rope_scaling=None)
+    ratio = llama.rope_frequencies(plain) / llama.rope_frequencies(llama.PRESETS["llama-8b"])
+    assert ratio[0] == 1.0
+    assert ratio[-1] == pytest.approx(8.0)
+    assert np.all(np.diff(ratio) >= -1e-12)
+    assert np.any((ratio > 1.01) & (ratio < 7.99))
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral"])
+def test_a_packed_row_gives_each_document_its_own_logits(variant):
+    model = make_model(**VARIANTS[variant])
+    lengths = [7, 1, 9]
+    documents = [make_tokens(1, n, seed=n) for n in lengths]
+    padding = jnp.full((1, 3), 5, jnp.int32)
+    row = jnp.concatenate([*documents, padding], axis=1)
+    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 3])[None], jnp.int32)
+    packed = forward(model, row, ids)
+    assert np.isfinite(packed).all()
+    start = 0
+    for document in documents:
+        stop = start + document.shape[1]
+        np.testing.assert_allclose(packed[:, start:stop], forward(model, document), atol=1e-5, rtol=0)
+        start = stop
+
+
+def test_padding_changes_neither_logits_nor_loss_nor_gradient():
+    model = make_model()
+    tokens = make_tokens(2, 8)
+    ids = jnp.ones((2, 8), jnp.int32)
+    plain = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segment_ids": ids}
+    garbage = make_tokens(2, 4, seed=9)
+    padded = {k: jnp.concatenate([v, 0 * garbage if k == "segment_ids" else garbage], 1) for k, v in plain.items()}
+
+    @nnx.jit
+    def loss_and_grads(model, batch):
+        return nnx.value_and_grad(mean_loss)(model, batch)
+
+    loss, grads = loss_and_grads(model, plain)
+    padded_loss, padded_grads = loss_and_grads(model, padded)
+    np.testing.assert_allclose(loss, padded_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, padded_grads)
+
+
+def test_document_positions_restart_at_every_change_of_segment():
+    ids = jnp.asarray([[3, 3, 3, 1, 1, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    expected = [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
+    np.testing.assert_array_equal(llama.document_positions(ids), expected)
+
+
+def test_given_positions_are_used():
+    model = make_model()
+    tokens = make_tokens(1, 8)
+    positions = jnp.arange(8)[None]
+    np.testing.assert_array_equal(forward(model, tokens), forward(model, tokens, None, positions))
+    shifted = forward(model, tokens, None, positions + 100)
+    np.testing.assert_allclose(forward(model, tokens), shifted, atol=2e-5)  # only differences matter
+    assert not np.allclose(forward(model, tokens), forward(model, tokens, None, 3 * positions), atol=1e-3)
+
+
+def test_no_token_sees_a_later_one():
+    model = make_model()
+    tokens = make_tokens(1, 10)
+    changed = tokens.at[0, 6].add(1) % SMALL.vocab_size
+    before, after = forward(model, tokens), forward(model, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert not np.allclose(before[:, 6:], after[:, 6:], atol=1e-3)
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    assert np.isnan(forward(make_model(), jnp.full((1, 4), SMALL.vocab_size))).any()
+
+
+# ---- dtypes, and what the sharding library relies on ----
+
+
+def sub_jaxprs(value):
+    if hasattr(value, "jaxpr"):
+        yield value.jaxpr
+    elif hasattr(value, "eqns"):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from sub_jaxprs(item)
+
+
+def matmuls(jaxpr) -> Iterator[list[Any]]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        for value in eqn.params.values():
+            for inner in sub_jaxprs(value):
+                yield from matmuls(inner)
+
+
+@pytest.mark.parametrize(("variant", "stacked"), [*((v, True) for v in VARIANTS), ("llama", False)])
+def test_bfloat16_weights_meet_no_float32_matmul(variant, stacked):
+    graphdef, state = nnx.split(make_model(**VARIANTS[variant], stacked=stacked))
+    state = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+    tokens = make_tokens()
+
+    def loss(state):
+        return llama.next_token_loss(nnx.merge(graphdef, state), {"tokens": tokens, "targets": tokens}).total
+
+    avals = list(matmuls(jax.make_jaxpr(jax.grad(loss))(state).jaxpr))
+    weight_matmuls = [operands for operands in avals if any(a.ndim == 2 for a in operands)]
+    assert len(weight_matmuls) >= 3 * 8, "the search for matmuls found too few of them"
+    assert all(a.dtype == jnp.bfloat16 for operands in weight_matmuls for a in operands)
+    forward_avals = list(matmuls(jax.make_jaxpr(lambda s: nnx.merge(graphdef, s)(tokens))(state).jaxpr))
+    assert all(a.dtype == jnp.bfloat16 for operands in forward_avals for a in operands[:2])
+    assert nnx.merge(graphdef, state)(tokens).dtype == jnp.bfloat16
+
+
+def test_rms_norm_is_float32_inside():
+    norm = llama.RMSNorm(4096, eps=1e-5)
+    x = (1.0 + jnp.arange(4096) / 4096).astype(jnp.bfloat16)
+    wide = norm(x.astype(jnp.float32))
+    assert norm(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(x), wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layers_run_through_the_call_of_their_class(stacked):
+    """The sharding library swaps the class of each unit of a traced copy; the swap must be felt in every layer."""
+
+    class Skipped(llama.DecoderLayer):
+        def __call__(self, x, rope, mask):
+            return x
+
+    model = make_model(stacked=stacked)
+    tokens = make_tokens()
+    for layer in [model.layers] if stacked else model.layers:
+        layer.__class__ = Skipped
+    without_layers = model.lm_head(model.norm(model.embed(tokens)))
+    np.testing.assert_allclose(forward(model, tokens), without_layers, atol=1e-6)
+
+
+def test_without_segment_ids_no_mask_enters_the_model():
+    model = make_model()
+    seen = []
+
+    class Spy(llama.DecoderLayer):
+        def __call__(self, x, rope, mask):
+            seen.append(mask)
+            return super().__call__(x, rope, mask)
+
+    model.layers.__class__ = Spy
+    nnx.eval_shape(lambda m: m(make_tokens()), model)
+    assert seen and all(mask is None for mask in seen)
+
+
+def test_auto_attention_is_xla_on_cpu_and_cudnn_wants_half_precision():
+    query = jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.bfloat16)
+    assert llama._choose_attention("auto", query, False) == "xla"
+    assert llama._choose_attention("cudnn", query, False) == "cudnn"
+    with pytest.raises(ValueError, match="attention='cudnn' needs bfloat16 or float16 activations, got float32"):
+        make_model(attention="cudnn")(make_tokens())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "seq_len", "has_mask", "served"),
+    [
+        (jnp.bfloat16, 128, 8192, False, True),
+        (jnp.float16, 64, 8191, False, True),
+        (jnp.bfloat16, 64, 8191, True, False),
+        (jnp.float32, 128, 8192, False, False),
+        (jnp.bfloat16, 256, 8192, False, False),
+        (jnp.bfloat16, 36, 8192, False, False),
+    ],
+)
+def test_auto_attention_on_cuda_takes_what_cudnn_serves(monkeypatch, dtype, head_size, seq_len, has_mask, served):
+    monkeypatch.setattr(llama, "_is_cuda", lambda: True)
+    query = jax.ShapeDtypeStruct((1, seq_len, 4, head_size), dtype)
+    assert llama._choose_attention("auto", query, has_mask) == ("cudnn" if served else "xla")
+
+
+# ---- loss, decay, flops, jobs ----
+
+
+def test_loss_sums_the_weighted_cross_entropy():
+    model = make_model()
+    tokens, targets = make_tokens(seed=1), make_tokens(seed=2)
+    weights = jnp.asarray(np.random.default_rng(3).uniform(size=tokens.shape), jnp.float32)
+    sums = llama.next_token_loss(model, {"tokens": tokens, "targets": targets, "weights": weights})
+    logits = np.asarray(model(tokens), np.float64)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.take_along_axis(probabilities, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(sums.total, -(np.log(chosen) * weights).sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums.weight, weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(sums.aux["correct"], (weights * (logits.argmax(-1) == targets)).sum(), rtol=1e-6)
+    assert sums.total.dtype == sums.weight.dtype == jnp.float32
+
+
+def test_loss_of_bfloat16_logits_is_taken_in_float32():
+    logits = jax.random.normal(jax.random.key(0), (2, 64, 300), jnp.bfloat16) * 4
+    targets = make_tokens(2, 64)
+    sums = llama.next_token_loss(lambda *_, **__: logits, {"tokens": targets, "targets": targets})
+    wide = llama.next_token_loss(lambda *_, **__: logits.astype(jnp.float32), {"tokens": targets, "targets": targets})
+    assert sums.total.dtype == jnp.float32
+    np.testing.assert_allclose(sums.total, wide.total, rtol=1e-6)
+
+
+def test_default_weights_leave_padding_out():
+    model = make_model()
+    batch = {"tokens": make_tokens(), "targets": make_tokens(seed=4)}
+    assert llama.next_token_loss(model, batch).weight == 24
+    ids = jnp.asarray(np.repeat([[1] * 9 + [0] * 3], 2, axis=0))
+    assert llama.next_token_loss(model, batch | {"segment_ids": ids}).weight == 18
+
+
+def test_decay_spares_norms_and_biases_in_both_storage_forms():
+    for stacked in (True, False):
+        params = weights_by_name(make_model(qkv_bias=True, qk_norm=True, stacked=stacked))
+        spared = {name for name, decays in llama.decay_mask(params).items() if not decays}
+        assert spared == {name for name in params if name.endswith((".scale", ".bias"))}
+        assert len(spared) == 1 + 7 * (1 if stacked else SMALL.num_layers)
+
+
+def test_flops_follow_the_stated_convention():
+    config = llama.PRESETS["llama-8b"]
+    matmul_params = config.num_params - config.vocab_size * config.dim - 65 * config.dim
+    expected = 6 * matmul_params + 12 * 32 * 32 * 128 * 8192
+    assert llama.flops_per_token(config, 8192) == expected
+    tied = llama.PRESETS["llama-1b"]
+    assert llama.flops_per_token(tied, 0) == 6 * (tied.num_params - 33 * tied.dim)
+    mistral = llama.PRESETS["mistral-7b"]
+    assert llama.flops_per_token(mistral, 32_768) == llama.flops_per_token(mistral, 4096)
+
+
+@pytest.mark.parametrize("name", llama.JOBS)
+def test_every_job_traces_a_loss_and_its_gradient(name):
+    job = llama.JOBS[name]["configure"](num_layers=2)
+    assert job["config"].num_layers == 2
+    assert job["vocab_size"] == job["config"].vocab_size
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: job["model"](nnx.Rngs(0))))
+
+    def loss(state, batch):
+        return job["loss"](nnx.merge(graphdef, state), batch).total
+
+    for packed in (False, True):
+        grads = jax.eval_shape(jax.grad(loss), state, job["batch"](2, 16, packed=packed))
+        assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, state)
+
+
+def test_configure_makes_a_new_job_and_leaves_the_old_one():
+    job = llama.JOBS["llama-8b"]["configure"](num_layers=2, stacked=False, attention="xla")
+    assert (job["config"].stacked, job["config"].attention) == (False, "xla")
+    assert job["seq_len"] == llama.JOBS["llama-8b"]["seq_len"]
+    assert job["flops_per_token"](8192) < llama.JOBS["llama-8b"]["flops_per_token"](8192)
+    assert llama.JOBS["llama-8b"]["config"].num_layers == 32
+
+
+def test_tiny_learns_a_periodic_sequence():
+    job = llama.JOBS["llama-tiny"]["configure"](num_layers=2, dim=64, ffn_dim=96)
+    model = job["model"](nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, job["optimizer"](3e-3), wrt=nnx.Param)
+    tokens = jnp.asarray(np.tile(np.arange(17), 4)[None, :64].repeat(4, 0), jnp.int32)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(mean_loss)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(40)]
+    assert losses[0] == pytest.approx(math.log(264), abs=1.5)
+    assert losses[-1] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_kv_heads": 3}, r"num_kv_heads=3 does not divide num_heads=4; choose one of \[1, 2, 4\]"),
+        ({"dim": 33}, "dim=33 is not a multiple of num_heads=4; choose such a dim, or pass head_dim="),
+        ({"head_dim": 7}, "head_dim=7 must be positive and even"),
+        ({"num_layers": 0}, "num_layers=0 must be positive"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
+        ({"local_window_size": 0}, "local_window_size=0 must be at least 1 .* pass None"),
+        ({"attention": "flash"}, "attention='flash' is unknown; choose one of .*'cudnn'"),
+    ],
+)
+def test_a_bad_config_names_field_value_and_remedy(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **overrides)
+
+
+def test_bad_rope_scaling_is_refused():
+    with pytest.raises(ValueError, match=r"high_freq_factor=1.0 must exceed low_freq_factor=4.0"):
+        llama.RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
+    with pytest.raises(ValueError, match="factor=0 must be positive"):
+        llama.RopeScaling(factor=0)
