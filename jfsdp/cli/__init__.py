@@ -1,1 +1,5 @@
-"""The command line: parsing and printing only."""
+"""The command line: argument parsing and printing only."""
+
+from jfsdp.cli.main import main
+
+__all__ = ["main"]

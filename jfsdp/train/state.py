@@ -159,10 +159,11 @@ def bytes_per_device(abstract: Any) -> int:
 
     Every device holds the same: layouts split evenly.
     """
-    return sum(_leaf_bytes(x) for x in jax.tree.leaves(abstract))
+    return sum(array_bytes(x) for x in jax.tree.leaves(abstract))
 
 
-def _leaf_bytes(x: Any) -> int:
+def array_bytes(x: Any) -> int:
+    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data. Moves no data."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(jax.random.key_data, x)
         return math.prod(x.shape) * x.dtype.itemsize

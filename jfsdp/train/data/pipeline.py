@@ -38,7 +38,7 @@ class DataIterator(Iterator[_Batch]):
         return next(self._iterator)
 
     def close(self):
-        """Stop the threads that read ahead; garbage collection and interpreter exit do the same."""
+        """Stop the thread that reads ahead; garbage collection and interpreter exit do the same."""
         self._close()
 
     @property
@@ -81,21 +81,21 @@ def _close_all(iterators: list[Any]):
 
 
 def make_train_iterator(
-    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, num_threads: int = 2
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch: int = 2
 ) -> DataIterator:
     """Return an endless iterator over this process's share of the training documents.
 
     Each epoch has its own order, drawn from `seed`; every document goes to exactly one process in it. Shares hold
     unequal numbers of tokens, so processes may be in different epochs at the same step.
 
-    Memory: per thread a few documents as pairs, 12 bytes per token; two batches read ahead.
+    Memory: the batches read ahead, and one document as pairs, 12 bytes per token.
 
     Args:
       data: from `open_data`.
       batch_size: rows per batch of *this process*.
       process_index: which share; processes that hold the same rows of the batch (tensor parallelism) pass the same one.
       process_count: number of shares.
-      num_threads: documents read and tokenized at the same time; 0 reads in the caller. No influence on the batches.
+      prefetch: batches read ahead by one thread; 0 reads in the caller. No influence on the batches.
 
     Raises:
       ValueError: if there are fewer training documents than processes, or numbers that make no sense.
@@ -111,14 +111,14 @@ def make_train_iterator(
 
     documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
     share = documents[process_index::process_count].repeat()
-    rows = _pack(share, data.config.seq_len, num_threads)
+    rows = _pack(share, data.config.seq_len)
     batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
     stream = _describe(data, "train", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(batches, num_threads), stream)
+    return DataIterator(_prefetch(batches, prefetch), stream)
 
 
 def make_eval_iterator(
-    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, num_threads: int = 2
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch: int = 2
 ) -> DataIterator:
     """Return an iterator that passes once over the held-out documents, in the order of the corpus.
 
@@ -137,15 +137,15 @@ def make_eval_iterator(
     import grain
 
     global_size = batch_size * process_count
-    rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len, num_threads)
+    rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len)
     pad = functools.partial(grain.experimental.batch_and_pad, batch_size=global_size)
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
     stream = _describe(data, "eval", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), num_threads), stream)
+    return DataIterator(_prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch), stream)
 
 
-def _pack(documents: Any, seq_len: int, num_threads: int) -> Any:
+def _pack(documents: Any, seq_len: int) -> Any:
     """Lay documents end to end and cut the stream into rows of `seq_len` pairs.
 
     grain's concat-then-split does exactly this for one feature, padding only the last row of a finite stream, and its
@@ -155,16 +155,17 @@ def _pack(documents: Any, seq_len: int, num_threads: int) -> Any:
     """
     import grain
 
-    buffer = 4 * num_threads
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer)
-    elements = documents.map(_named_pairs).to_iter_dataset(options)
+    # No thread pool for the documents: one thread reads faster than a host trains, and with pools (grain 0.2.18) garbage
+    # collection of an iterator, inside the `submit` of another, hung the process.
+    in_caller = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    elements = documents.map(_named_pairs).to_iter_dataset(in_caller)
     return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
 
 
-def _prefetch(batches: Any, num_threads: int) -> Any:
+def _prefetch(batches: Any, prefetch: int) -> Any:
     import grain
 
-    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2 if num_threads else 0)
+    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
 
 
 def _named_pairs(pairs: np.ndarray) -> _Batch:

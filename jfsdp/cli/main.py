@@ -1,0 +1,44 @@
+"""`jfsdp`: the entry point and its subcommands."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+import jfsdp
+from jfsdp.cli.explain import Explain
+from jfsdp.cli.models import Models
+
+DESCRIPTION = """Fully Sharded Data Parallel for JAX.
+
+Where does every parameter of a model stand on a mesh, in which dtype, and why? `jfsdp explain` answers without devices.
+To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README)."""
+
+Command = (
+    Annotated[Explain, tyro.conf.subcommand("explain", description=inspect.getdoc(Explain))]
+    | Annotated[Models, tyro.conf.subcommand("models", description=inspect.getdoc(Models))]
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a subcommand; print errors of the user's making in one line. Returns the exit status: 0, or 2 for bad arguments."""
+    args = sys.argv[1:] if args is None else args
+    if list(args) in (["--version"], ["-V"]):
+        print(f"jfsdp {jfsdp.__version__}")
+        return 0
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="jfsdp",
+        args=list(args) or ["--help"],
+        description=DESCRIPTION,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+    try:
+        return command.run()
+    except (ValueError, OSError) as error:
+        print(f"jfsdp: error: {error}", file=sys.stderr)
+        return 2
