@@ -81,7 +81,7 @@ def _close_all(iterators: list[Any]):
 
 
 def make_train_iterator(
-    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch: int = 2
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
 ) -> DataIterator:
     """Return an endless iterator over this process's share of the training documents.
 
@@ -95,7 +95,7 @@ def make_train_iterator(
       batch_size: rows per batch of *this process*.
       process_index: which share; processes that hold the same rows of the batch (tensor parallelism) pass the same one.
       process_count: number of shares.
-      prefetch: batches read ahead by one thread; 0 reads in the caller. No influence on the batches.
+      prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
 
     Raises:
       ValueError: if there are fewer training documents than processes, or numbers that make no sense.
@@ -114,11 +114,11 @@ def make_train_iterator(
     rows = _pack(share, data.config.seq_len)
     batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
     stream = _describe(data, "train", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(batches, prefetch), stream)
+    return DataIterator(_prefetch(batches, prefetch_batches), stream)
 
 
 def make_eval_iterator(
-    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch: int = 2
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
 ) -> DataIterator:
     """Return an iterator that passes once over the held-out documents, in the order of the corpus.
 
@@ -142,7 +142,7 @@ def make_eval_iterator(
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
     stream = _describe(data, "eval", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch), stream)
+    return DataIterator(_prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
 def _pack(documents: Any, seq_len: int) -> Any:
@@ -155,17 +155,17 @@ def _pack(documents: Any, seq_len: int) -> Any:
     """
     import grain
 
-    # No thread pool for the documents: one thread reads faster than a host trains, and with pools (grain 0.2.18) garbage
-    # collection of an iterator, inside the `submit` of another, hung the process.
+    # No thread pool for the documents. One thread reads faster than a host trains; and with pools (grain 0.2.18) two
+    # test runs in which iterators were garbage collected hung, a thread waiting for a lock in `submit`.
     in_caller = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     elements = documents.map(_named_pairs).to_iter_dataset(in_caller)
     return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
 
 
-def _prefetch(batches: Any, prefetch: int) -> Any:
+def _prefetch(batches: Any, prefetch_batches: int) -> Any:
     import grain
 
-    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
+    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
 
 
 def _named_pairs(pairs: np.ndarray) -> _Batch:
