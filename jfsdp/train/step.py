@@ -125,7 +125,7 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         grads, loss, model_state = self._gradients(state, batch)
         grads = self.apply.engine.constrain({path: grad / loss.weight for path, grad in grads.items()}, "opt")
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
         new = dataclasses.replace(self._update(state, grads), model_state=model_state)
         new = dataclasses.replace(self._guard(state, new, loss, grad_norm), step=state.step + 1)

@@ -1,0 +1,100 @@
+"""What somebody at the terminal sees: a progress bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Display(Protocol):
+    """Shows messages and records."""
+
+    def say(self, text: str) -> None:
+        """Print a line for good."""
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Show the record of a logged step."""
+
+    def advance(self, step: int) -> None:
+        """Show that a step was dispatched."""
+
+    def close(self) -> None: ...
+
+
+def make_display(total: int, first: int, is_writer: bool) -> Display:
+    """Return the display for this process: silent if it is not the one that writes."""
+    if not is_writer:
+        return Silent()
+    return Bar(total, first) if sys.stdout.isatty() else Lines(total)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        pass
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Lines(Silent):
+    """Prints one plain line per logged step."""
+
+    def __init__(self, total: int):
+        self._total = total
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        width = len(str(self._total))
+        print(f"step {record['step']:>{width}}/{self._total}  {describe(record)}", flush=True)
+
+
+class Bar(Silent):
+    """Draws a progress bar with the figures of the last logged step; evaluations stay above it."""
+
+    def __init__(self, total: int, first: int):
+        from rich import progress
+
+        columns = [
+            progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[figures]}"),
+            progress.TimeRemainingColumn(),
+        ]
+        self._progress = progress.Progress(*columns)
+        self._task = self._progress.add_task("", total=total, completed=first, figures="compiling")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self._progress.update(self._task, figures=describe(record))
+        if record["eval_loss"] is not None:
+            self.say(f"step {record['step']}: {describe(record)}")
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Say a record in one line: `loss 2.3126  12,345 tokens/s  MFU 41.2 %  3.1 GiB`; a dash for what is not known."""
+    rate, mfu = record["tokens_per_s"], record["mfu"]
+    held_out = "" if record["eval_loss"] is None else f"held-out loss {record['eval_loss']:.4f}  "
+    return (
+        f"loss {record['loss']:.4f}  {held_out}{'-' if rate is None else format(rate, ',.0f')} tokens/s  "
+        f"MFU {'-' if mfu is None else format(100 * mfu, '.1f') + ' %'}  {record['memory_bytes'] / 2**30:.2f} GiB"
+    )

@@ -1,0 +1,169 @@
+"""What a run reports about itself: throughput, MFU, memory; as JSON lines and as TensorBoard events.
+
+[Note: metrics.jsonl] One line per logged step, in the order of the steps, no step twice; a run that was resumed goes on
+in the same file. Steps that are logged: multiples of `log_every`, those with an evaluation, and the last one. All values
+are numbers or null; numbers that JSON has no word for (a loss that is NaN) are null.
+
+    step                      from 1
+    loss                      of this step alone: the mean over its tokens, before its update
+    grad_norm                 before clipping
+    learning_rate             that this step's update used
+    tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
+    tokens_per_s_per_device
+    mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
+    step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
+    memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
+    num_skipped               steps skipped for non-finite gradients so far
+    tokens_seen               tokens trained on so far
+    eval_loss, eval_tokens    held-out loss after this step's update and the tokens it is the mean of; null if not taken
+
+What the job's loss returns as `aux` is added under its own names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Dense bfloat16 FLOP/s of one device by what `device_kind` contains, from the vendors' datasheets; the first match counts.
+PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "B100": 1750e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+    "TPU7x": 2307e12,
+}
+
+Record = dict[str, Any]
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device, or None if it is not in the table (every CPU)."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)
+
+
+def memory_bytes() -> int:
+    """Return the peak memory of the fullest local device, or where devices do not say, this process's resident memory."""
+    import jax
+
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    return max(peaks) if peaks else resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory now (its peak, where there is no /proc)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Throughput:
+    """Counts steps and the time they took, leaving out what is done under `paused`.
+
+    Args:
+      tokens_per_step: of all devices together: every row of the global batch counts, once.
+      num_devices: all of the mesh.
+      flops_per_token: forward and backward; None if unknown.
+      device_kind: to look the peak up.
+    """
+
+    def __init__(self, tokens_per_step: int, num_devices: int, flops_per_token: float | None, device_kind: str):
+        self.tokens_per_step, self.num_devices = tokens_per_step, num_devices
+        peak = peak_flops(device_kind)
+        self._flops_per_peak = None if peak is None or flops_per_token is None else flops_per_token / peak
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the steps counted; the clock starts now."""
+        self._num_steps, self._paused_s, self._start = 0, 0.0, time.perf_counter()
+
+    def count_step(self) -> None:
+        self._num_steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out of the time what happens inside."""
+        begin = time.perf_counter()
+        yield
+        self._paused_s += time.perf_counter() - begin
+
+    def take(self) -> Record:
+        """Return the rates since the last `take` or `restart`, and start anew."""
+        step_s = tokens_per_s = per_device = mfu = None
+        if self._num_steps:
+            step_s = (time.perf_counter() - self._start - self._paused_s) / self._num_steps
+            tokens_per_s = self.tokens_per_step / step_s
+            per_device = tokens_per_s / self.num_devices
+            mfu = None if self._flops_per_peak is None else per_device * self._flops_per_peak
+        self.restart()
+        return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": per_device, "mfu": mfu, "step_s": step_s}
+
+
+class JsonLines:
+    """Appends one line per record to a file; see [Note: metrics.jsonl]. A line is in the file when `write` returns."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes records as TensorBoard scalars under the names they have in metrics.jsonl.
+
+    Args:
+      first_step: events of an earlier start from this step on are hidden.
+    """
+
+    def __init__(self, directory: Path, first_step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """Read a metrics.jsonl."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

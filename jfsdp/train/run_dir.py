@@ -1,0 +1,172 @@
+"""The directory of a run: never overwritten, and resumed only by the configuration that began it.
+
+    config.json      the configuration, and under "decides" all that the numbers depend on
+    checkpoints/     one directory per kept step
+    metrics.jsonl    one line per logged step
+    tensorboard/     the same for TensorBoard
+    summary.json     how the run ended
+    loss.png         the loss curve
+    sample.txt       text generated from the model
+    profile/         traces
+    replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metrics.jsonl as it was
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def new_run_dir(name: str, root: str = "runs") -> Path:
+    """Return `runs/NAME-DATE-TIME`, a directory that does not exist yet."""
+    return Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def newest_run_dir(name: str, root: str = "runs") -> Path:
+    """Return the latest of `runs/NAME-DATE-TIME` that holds checkpoints.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = sorted(path for path in Path(root).glob(f"{name}-*-*") if checkpoint_steps(path))
+    if not found:
+        raise ValueError(f"no run to resume: {root}/{name}-* holds no checkpoints; name the run with --run-dir")
+    return found[-1]
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """List the complete checkpoints of a run without opening them."""
+    directory = run_dir / "checkpoints"
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit()) if directory.is_dir() else []
+
+
+def check_writable(run_dir: Path) -> None:
+    """Make the directory, and write into it.
+
+    Raises:
+      ValueError: if either fails; names the directory and the reason.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} cannot be written ({error.strerror}); name another with --run-dir"
+        ) from error
+
+
+def check_new(run_dir: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+      ValueError: if it has checkpoints or metrics.
+    """
+    steps = checkpoint_steps(run_dir)
+    if steps:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds a run with checkpoints up to step {steps[-1]}; continue it with "
+            "--resume, or name another directory with --run-dir"
+        )
+    if (run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; name another directory with "
+            "--run-dir, or remove it"
+        )
+
+
+def resume_step(run_dir: Path, resume: str) -> int:
+    """Return the step that `--resume` means: the one given; for "auto" the latest, or 0 where there is none yet.
+
+    Raises:
+      ValueError: if it is neither "auto" nor a number, or there is no such checkpoint; lists those there are.
+    """
+    steps = checkpoint_steps(run_dir)
+    if resume == "auto":
+        return steps[-1] if steps else 0
+    if not resume.isdigit():
+        raise ValueError(f"--resume {resume!r} is neither auto nor a step")
+    if int(resume) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{str(run_dir)!r} has no checkpoint of step {resume}; the steps are {there}")
+    return int(resume)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+    os.replace(partial, path)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Read `config.json`; empty if there is none.
+
+    Raises:
+      ValueError: if the file is not what `write_json` wrote.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+        return {**config, "decides": dict(config["decides"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); restore it, or remove it") from error
+
+
+def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
+    """Refuse to continue a run under another configuration.
+
+    Raises:
+      ValueError: naming each setting that differs, what it was and what it is.
+    """
+    theirs = read_config(run_dir).get("decides", {})
+    ours = json.loads(json.dumps(dict(ours), default=str))
+    differing = [name for name in {**theirs, **ours} if theirs and theirs.get(name) != ours.get(name)]
+    if differing:
+        pairs = "; ".join(f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in differing)
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds another run: {pairs}. Resume with the settings that began it, or "
+            "start a new run with another --run-dir"
+        )
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Make `step` the last of a run: later checkpoints are put aside, later lines leave metrics.jsonl.
+
+    Nothing is lost: both go to `replaced-N`, if a checkpoint is concerned. Lines alone, which a run wrote after its
+    last checkpoint and before it was killed, are dropped: they are about to be written again.
+    """
+    later = [other for other in checkpoint_steps(run_dir) if other > step]
+    metrics = run_dir / "metrics.jsonl"
+    if later:
+        aside = next(path for n in range(1, 10**6) if not (path := run_dir / f"replaced-{n}").exists())
+        aside.mkdir()
+        if metrics.exists():
+            shutil.copy2(metrics, aside)
+        for other in later:
+            os.replace(run_dir / "checkpoints" / str(other), aside / str(other))
+    if metrics.exists():
+        _truncate(metrics, step)
+
+
+def _truncate(metrics: Path, step: int) -> None:
+    kept = [line for line in metrics.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+    partial = metrics.with_name(f".{metrics.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(partial, metrics)
+
+
+def _step_of(line: str) -> int | None:
+    """Return the step of a line; None for one that a killed process left half written."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

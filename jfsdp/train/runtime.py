@@ -1,0 +1,100 @@
+"""What must be said to JAX and XLA before and just after they start. Importing this imports neither."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+
+def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> None:
+    """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
+
+    Args:
+      simulate_devices: make the CPU look like this many devices; 0 uses the devices that are there.
+      deterministic: GPU kernels that give the same bits every time, at some cost in speed.
+
+    Raises:
+      ValueError: for a negative count.
+      RuntimeError: if JAX was imported already.
+    """
+    if simulate_devices < 0:
+        raise ValueError(f"simulate_devices={simulate_devices} must be 0 (the real devices) or positive")
+    if "jax" in sys.modules:
+        raise RuntimeError("configure_xla comes too late: jax is imported already, and its flags are read once")
+    flags: dict[str, str] = {}
+    if simulate_devices:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags["xla_force_host_platform_device_count"] = str(simulate_devices)
+        # Simulated devices share few cores, so that one may reach a collective long after another: by default XLA ends
+        # the process after 40 s of waiting.
+        flags["xla_cpu_collective_call_warn_stuck_timeout_seconds"] = "300"
+        flags["xla_cpu_collective_call_terminate_timeout_seconds"] = "600"
+    if deterministic:
+        flags["xla_gpu_deterministic_ops"] = "true"
+    os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
+
+
+def merge_flags(text: str, flags: dict[str, str]) -> str:
+    """Set flags in an XLA_FLAGS text, replacing those of the same name."""
+    kept = [part for part in text.split() if re.split("=", part.lstrip("-"))[0] not in flags]
+    return " ".join([*kept, *(f"--{name}={value}" for name, value in flags.items())])
+
+
+def initialize_processes(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the other processes of the run, where there are others. Call it before anything else of JAX.
+
+    Args:
+      coordinator: HOST:PORT of process 0; "auto" finds it and the rest from Slurm, Open MPI and others that JAX knows;
+        None: as the environment says (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), or a single
+        process where it says nothing.
+      num_processes, process_id: needed with HOST:PORT.
+
+    Raises:
+      ValueError: if HOST:PORT comes without its two numbers, or the numbers without it.
+    """
+    if coordinator is None:
+        if num_processes is not None or process_id is not None:
+            raise ValueError("--num-processes and --process-id belong to --coordinator HOST:PORT; give all three")
+        if "JAX_COORDINATOR_ADDRESS" not in os.environ:
+            return
+    elif coordinator != "auto" and (num_processes is None or process_id is None):
+        raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
+    import jax
+
+    address = None if coordinator == "auto" else coordinator
+    jax.distributed.initialize(coordinator_address=address, num_processes=num_processes, process_id=process_id)
+
+
+def enable_compilation_cache(directory: str | Path | None) -> Path:
+    """Keep compiled programs on disk, so that the next start of the same program skips compiling.
+
+    Args:
+      directory: None: `$XDG_CACHE_HOME/jfsdp` or `~/.cache/jfsdp`. A subdirectory per kind of processor is used below
+        it: XLA:CPU programs hold instructions of the machine that compiled them, and JAX's key does not know that.
+    """
+    import jax
+
+    path = (Path(directory).expanduser() if directory else default_cache_dir()) / _machine()
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
+
+
+def default_cache_dir() -> Path:
+    """Return where compiled programs go when nobody says."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jfsdp"
+
+
+def _machine() -> str:
+    try:
+        flags = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        features = flags.group(0) if flags else ""
+    except OSError:
+        features = platform.processor()
+    return f"{platform.machine()}-{hashlib.blake2b(features.encode(), digest_size=4).hexdigest()}"

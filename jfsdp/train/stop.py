@@ -1,0 +1,56 @@
+"""Stopping on request: SIGINT and SIGTERM finish the step, save, and leave."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Remembers the first SIGINT or SIGTERM; the second one acts as if nobody listened. A context manager.
+
+    Several processes must stop at the same step, or some would wait for others in a collective for ever. Whether any
+    was asked is therefore gathered, and only at the steps that the loop names: at most `log_every` steps late.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._restore()
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def is_agreed(self, *, may_gather: bool) -> bool:
+        """Tell whether to stop now; the same in every process.
+
+        Cost: with several processes, one small all-gather on the host where `may_gather` says so; it waits for them.
+        """
+        import jax
+
+        if jax.process_count() == 1:
+            return self.name is not None
+        if not may_gather:
+            return False
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        asked = multihost_utils.process_allgather(np.array([self.name is not None]))
+        if asked.any():
+            self.name = self.name or "another process"
+        return bool(asked.any())

@@ -1,0 +1,64 @@
+"""A small NNX model with the shapes that make sharding interesting, its loss, and batches for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jfsdp
+
+VOCAB = 37  # prime: divides by no mesh
+
+
+class Block(nnx.Module):
+    def __init__(self, dim, rngs):
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.up = nnx.Linear(dim, 4 * dim, rngs=rngs)
+        self.down = nnx.Linear(4 * dim, dim, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.silu(self.up(self.norm(x))))
+
+
+class Tower(nnx.Module):
+    """Embedding, residual blocks (stacked under a scan, or a list), head."""
+
+    def __init__(self, rngs, stacked=True, dim=16, num_layers=3):
+        self.stacked = stacked
+        self.embed = nnx.Embed(VOCAB, dim, rngs=rngs)
+        if stacked:
+            make = nnx.vmap(lambda rngs: Block(dim, rngs), in_axes=0, out_axes=0)
+            self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
+        else:
+            self.blocks = nnx.List([Block(dim, rngs) for _ in range(num_layers)])
+        self.head = nnx.Linear(dim, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        if self.stacked:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def token_loss(model, batch):
+    """Cross entropy over the tokens that the batch weighs: uneven from row to row."""
+    logits = model(batch["tokens"]).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * batch["weights"]
+    right = (logits.argmax(-1) == batch["targets"]) * batch["weights"]
+    return jfsdp.Loss(losses.sum(), batch["weights"].sum(), {"accuracy": right.sum()})
+
+
+def make_batches(num, *, rows=16, length=6, seed=0):
+    """Random tokens; the share of weighed tokens differs widely between rows."""
+    rng = np.random.default_rng(seed)
+
+    def one():
+        keep = rng.random((rows, 1)) * rng.random((rows, length)) < 0.4
+        tokens = rng.integers(0, VOCAB, (2, rows, length)).astype(np.int32)
+        return {"tokens": tokens[0], "targets": tokens[1], "weights": keep.astype(np.float32)}
+
+    return [one() for _ in range(num)]
