@@ -1,0 +1,202 @@
+"""Unmodified models under hooks: state comes back, precision is FSDP2's, misuse is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+
+DIM = 16
+TX = optax.sgd(0.1)
+
+
+class Stateful(nnx.Module):
+    """Dropout and batch statistics: state that a unit's call changes."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(DIM, momentum=0.9, rngs=rngs)
+
+    def __call__(self, x, *, scale=1.0):
+        return self.norm(self.dropout(self.linear(x))) * scale
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, cls=Stateful, num=2):
+        self.layers = nnx.List([cls(rngs) for _ in range(num)])
+        self.head = nnx.Linear(DIM, 1, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def mean_square(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+def batch():
+    return np.random.default_rng(0).normal(size=(16, DIM)).astype(np.float32)
+
+
+def shard(factory=Net, units=(Stateful,), **options):
+    return jfsdp.fully_shard(factory, units=units, min_size=1, **options)
+
+
+def test_batch_statistics_and_rng_counts_come_out_of_the_units():
+    model = shard()
+    state = model.init(TX)
+    wanted = nnx.jit(lambda: Net(nnx.Rngs(0)))()
+    mean_square(wanted, batch())
+    after, _ = model.train_step(mean_square, TX)(state, batch())
+    assert set(after.model_state) == set(model.model.state)
+    for path, variable in nnx.to_flat_state(nnx.state(wanted, nnx.Not(nnx.Param))):
+        found, value = after.model_state[".".join(map(str, path))], variable.get_value()
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            found, value = jax.random.key_data(found), jax.random.key_data(value)
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+def test_dropout_masks_differ_between_steps_rows_and_layers():
+    class Masks(nnx.Module):
+        def __init__(self, rngs):
+            self.weight = nnx.Param(jnp.ones((DIM,)))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(x * self.weight)
+
+    def keep(model, x):
+        masks = jnp.stack([layer(jnp.ones_like(x)) for layer in model.layers])
+        return jfsdp.Loss(masks.sum() + 0 * model.head(x).sum(), 1.0, {f"m{i}": row.sum() for i, row in enumerate(masks[0])})
+
+    model = shard(lambda rngs: Net(rngs, Masks), (Masks,))
+    step, state = model.train_step(keep, TX), model.init(TX)
+    seen = []
+    for _ in range(2):
+        state, metrics = step(state, batch())
+        seen += [float(metrics[f"m{i}"]) for i in range(16)]
+    assert len(set(seen)) > 4
+
+
+def test_a_given_instance_keeps_its_weights_and_is_not_touched():
+    instance = Net(nnx.Rngs(7))
+    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(instance, nnx.Param))]
+    model = shard(instance)
+    state = model.init(TX, seed=3)
+    kernel = instance.layers[0].linear.kernel.get_value()
+    np.testing.assert_array_equal(state.params["layers.0.linear.kernel"], kernel)
+    model.train_step(mean_square, TX)(state, batch())
+    assert type(instance.layers[0]) is Stateful
+    assert all(np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(nnx.state(instance, nnx.Param)), strict=True))
+
+
+class Spy(nnx.Module):
+    """Records the dtypes that its call sees."""
+
+    seen: dict = {}  # noqa: RUF012
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.table = nnx.Param(jnp.arange(DIM))
+        self.stat = nnx.BatchStat(jnp.zeros((DIM,)))
+
+    def __call__(self, x):
+        out = self.linear(x)
+        Spy.seen = {"x": x.dtype, "w": self.linear.kernel.get_value().dtype, "int": self.table.get_value().dtype}
+        Spy.seen |= {"stat": self.stat.get_value().dtype, "out": out.dtype}
+        return out
+
+
+def dtypes_seen(**policy):
+    outputs = {}
+
+    def loss(model, x):
+        out = model(x)
+        outputs["model"] = out.dtype
+        return (out.astype(jnp.float32) ** 2).mean()
+
+    model = shard(lambda rngs: Net(rngs, Spy, 1), (Spy,), mp_policy=jfsdp.MixedPrecisionPolicy(**policy))
+    state, _ = model.train_step(loss, TX)(model.init(TX), batch())
+    assert state.params["layers.0.linear.kernel"].dtype == jnp.float32
+    return {key: jnp.dtype(value).name for key, value in (Spy.seen | outputs).items()}
+
+
+def test_parameters_in_use_and_inputs_have_param_dtype_and_integers_and_statistics_do_not():
+    seen = dtypes_seen(param_dtype="bfloat16")
+    assert seen == {"x": "bfloat16", "w": "bfloat16", "int": "int32", "stat": "float32", "out": "bfloat16", "model": "bfloat16"}
+
+
+def test_inputs_stay_as_they_are_when_not_asked_to_be_cast():
+    assert dtypes_seen(param_dtype="bfloat16", cast_forward_inputs=False)["x"] == "float32"
+
+
+def test_output_dtype_is_that_of_the_model_and_not_of_its_units():
+    seen = dtypes_seen(param_dtype="bfloat16", output_dtype="float32")
+    assert (seen["out"], seen["model"]) == ("bfloat16", "float32")
+
+
+def test_integer_parameters_survive_a_step():
+    model = shard(lambda rngs: Net(rngs, Spy, 1), (Spy,))
+    state, _ = model.train_step(mean_square, TX)(model.init(TX), batch())
+    np.testing.assert_array_equal(state.params["layers.0.table"], np.arange(DIM))
+
+
+def test_evaluation_gives_what_the_plain_model_gives():
+    model = shard(lambda rngs: Net(rngs, Spy), (Spy,))
+    found = model.forward(lambda model, x: model(x))(model.init(TX), batch())
+    wanted = nnx.jit(lambda: Net(nnx.Rngs(0), Spy))()(batch())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def expect(match, factory, units, **options):
+    model = shard(factory, units, **options)
+    with pytest.raises(ValueError, match=match):
+        model.train_step(mean_square, TX)(model.init(TX), batch())
+
+
+def test_a_unit_that_is_never_called_is_named():
+    class Unused(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.extra = Stateful(rngs)
+
+    expect("units never called: 'extra'", Unused, (Stateful,))
+
+
+def test_a_call_that_writes_parameters_is_refused():
+    class Writer(Spy):
+        def __call__(self, x):
+            self.linear.kernel[...] = self.linear.kernel[...] * 0.9
+            return super().__call__(x)
+
+    expect("writes to 1 of its parameters", lambda rngs: Net(rngs, Writer), (Writer,))
+
+
+def test_a_call_that_creates_state_is_refused():
+    class Creator(Spy):
+        def __call__(self, x):
+            self.made = nnx.BatchStat(x.mean())
+            return super().__call__(x)
+
+    expect("create all state in __init__", lambda rngs: Net(rngs, Creator), (Creator,))
+
+
+def test_an_undeclared_stack_whose_layer_dim_is_split_is_named():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: nnx.Linear(5, 5, rngs=rngs), in_axes=0, out_axes=0)
+            self.layers = nnx.split_rngs(splits=8)(make)(rngs)
+
+        def __call__(self, x):
+            scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return scan(x[:, :5], self.layers)
+
+    expect("declare the layer dim", Scanned, (jfsdp.Unit(nnx.Linear, stacked=0),))
+    model = shard(Scanned, (nnx.Linear,))
+    model.train_step(mean_square, TX)(model.init(TX), batch())

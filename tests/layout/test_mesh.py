@@ -1,0 +1,213 @@
+"""Meshes: sizes from text, the order of devices over hosts, and which meshes are refused."""
+
+import dataclasses
+import itertools
+import random
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jfsdp.layout.mesh import AXES, axis_sizes, make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What `make_mesh` reads of a device."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
+def fake_hosts(num_hosts: int, per_host: int) -> list[Any]:
+    """Devices of several hosts in an order that helps nobody."""
+    devices = [FakeDevice(host * per_host + i, host) for host in range(num_hosts) for i in range(per_host)]
+    random.Random(0).shuffle(devices)
+    return devices
+
+
+def hosts_along(mesh: Mesh, axis: str) -> list[set[int]]:
+    """For every line of the grid along an axis, the hosts that it touches."""
+    dim = mesh.axis_names.index(axis)
+    lines = mesh.devices.swapaxes(dim, -1).reshape(-1, mesh.devices.shape[dim])
+    return [{device.process_index for device in line} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("fsdp=8", {"fsdp": 8}),
+        ("replica=2,fsdp=4", {"replica": 2, "fsdp": 4}),
+        (" replica=2 , fsdp=-1 ", {"replica": 2, "fsdp": -1}),
+        ("pipe=2,replica=3,fsdp=5,tensor=7", {"pipe": 2, "replica": 3, "fsdp": 5, "tensor": 7}),
+    ],
+)
+def test_parse_mesh_reads_axis_sizes(text, sizes):
+    assert parse_mesh(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"'' is not AXIS=SIZE"),
+        ("8", r"'8' is not AXIS=SIZE"),
+        ("fsdp", r"'fsdp' is not AXIS=SIZE"),
+        ("fsdp=", r"'fsdp=' is not AXIS=SIZE"),
+        ("fsdp=8,", r"'' is not AXIS=SIZE"),
+        ("fsdp=2.5", r"'fsdp=2.5' is not AXIS=SIZE"),
+        ("fsdp=2,fsdp=4", r"axis 'fsdp' is given twice"),
+        ("data=8", r"axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"),
+        ("fsdp=0", r"must be positive, or -1 for the rest; got \{'fsdp': 0\}"),
+        ("fsdp=-2", r"must be positive, or -1 for the rest; got \{'fsdp': -2\}"),
+        ("replica=-1,fsdp=-1", r"only one mesh axis may be -1"),
+    ],
+)
+def test_parse_mesh_refuses_and_says_why(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_devices", "resolved"),
+    [
+        ({"fsdp": 8}, 8, {"fsdp": 8}),
+        ({"fsdp": -1}, 8, {"fsdp": 8}),
+        ({"replica": 2, "fsdp": -1}, 8, {"replica": 2, "fsdp": 4}),
+        ({"replica": -1, "fsdp": 4, "tensor": 2}, 16, {"replica": 2, "fsdp": 4, "tensor": 2}),
+        ({"fsdp": -1}, 1, {"fsdp": 1}),
+        ({"replica": 8, "fsdp": -1}, 8, {"replica": 8, "fsdp": 1}),
+    ],
+)
+def test_resolve_sizes_gives_the_rest_to_minus_one(sizes, num_devices, resolved):
+    assert resolve_sizes(sizes, num_devices) == resolved
+
+
+def test_resolve_sizes_orders_axes_major_to_minor():
+    shuffled = {"tensor": 2, "fsdp": 3, "pipe": 5, "replica": 7}
+    assert list(resolve_sizes(shuffled, 210)) == ["pipe", "replica", "fsdp", "tensor"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 4}, "mesh fsdp=4 needs a 4 devices, but there are 8"),
+        ({"replica": 4, "fsdp": 4}, "mesh replica=4,fsdp=4 needs a 16 devices, but there are 8"),
+        ({"replica": 3, "fsdp": -1}, "mesh replica=3,fsdp=-1 needs a multiple of 3 devices, but there are 8"),
+        ({"replica": 16, "fsdp": -1}, "needs a multiple of 16 devices, but there are 8"),
+    ],
+)
+def test_resolve_sizes_names_both_counts_when_they_do_not_match(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"needs\ a\ ", r"needs (a )?")):
+        resolve_sizes(sizes, 8)
+
+
+def test_default_mesh_puts_all_devices_on_fsdp():
+    mesh = make_mesh()
+    assert dict(mesh.shape) == {"pipe": 1, "replica": 1, "fsdp": 8, "tensor": 1}
+    assert mesh.axis_names == AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert mesh.devices.flatten().tolist() == jax.devices()
+
+
+def test_mesh_of_some_devices_holds_just_those():
+    devices = jax.devices()[2:5]
+    mesh = make_mesh(fsdp=3, devices=devices)
+    assert mesh.devices.flatten().tolist() == devices
+
+
+def test_mesh_that_does_not_match_the_device_count_is_refused():
+    with pytest.raises(ValueError, match=r"needs a? ?\d+ devices, but there are 8; change the sizes"):
+        make_mesh(fsdp=5)
+    with pytest.raises(ValueError, match="only one mesh axis may be -1"):
+        make_mesh(replica=-1)
+
+
+@pytest.mark.xfail(raises=IndexError, reason="make_mesh(devices=[]) takes the platform of the first of no devices")
+def test_mesh_of_no_devices_is_refused():
+    with pytest.raises(ValueError, match="device"):
+        make_mesh(devices=[])
+
+
+def test_fsdp_stays_inside_a_host_and_replica_crosses_hosts():
+    mesh = make_mesh(replica=4, fsdp=8, devices=fake_hosts(4, 8))
+    assert all(len(hosts) == 1 for hosts in hosts_along(mesh, "fsdp"))
+    assert all(hosts == {0, 1, 2, 3} for hosts in hosts_along(mesh, "replica"))
+
+
+def test_tensor_stays_inside_a_host_where_fsdp_spans_hosts():
+    mesh = make_mesh(fsdp=-1, tensor=4, devices=fake_hosts(4, 8))
+    assert all(len(hosts) == 1 for hosts in hosts_along(mesh, "tensor"))
+    # Walking along fsdp leaves each host once and never comes back.
+    line = [device.process_index for device in mesh.devices[0, 0, :, 0]]
+    assert [host for host, _ in itertools.groupby(line)] == [0, 1, 2, 3]
+
+
+def test_pipe_crosses_hosts_first():
+    mesh = make_mesh(pipe=2, replica=2, fsdp=8, devices=fake_hosts(4, 8))
+    assert [{d.process_index for d in stage.flat} for stage in mesh.devices] == [{0, 1}, {2, 3}]
+
+
+def test_devices_of_a_host_are_ordered_by_id():
+    mesh = make_mesh(devices=fake_hosts(2, 4))
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+
+
+def test_slices_stay_together_whatever_the_process_numbers():
+    """A slice is joined by faster links than two slices are, so it outranks the process."""
+    devices: list[Any] = [FakeDevice(id=i, process_index=i // 2, slice_index=(i // 2) % 2) for i in range(8)]
+    mesh = make_mesh(replica=2, fsdp=4, devices=devices)
+    assert [{d.slice_index for d in group.flat} for group in mesh.devices[0]] == [{0}, {1}]
+
+
+def test_abstract_mesh_has_all_axes_and_needs_no_devices():
+    mesh = make_abstract_mesh({"fsdp": 1024, "replica": 3})
+    assert dict(mesh.shape) == {"pipe": 1, "replica": 3, "fsdp": 1024, "tensor": 1}
+    assert mesh.axis_names == AXES
+    assert axis_sizes(mesh) == axis_sizes(make_abstract_mesh({"replica": 3, "fsdp": 1024}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": -1}, "needs every size"),
+        ({"model": 2}, "axis 'model' is unknown; the axes are pipe, replica, fsdp, tensor"),
+        ({"fsdp": 0}, "must be positive"),
+    ],
+)
+def test_abstract_mesh_refuses_sizes_that_it_cannot_know(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_abstract_mesh(sizes)
+
+
+def test_axis_sizes_of_concrete_and_abstract_meshes_agree():
+    sizes = {"replica": 2, "fsdp": 4}
+    assert axis_sizes(make_mesh(replica=2, fsdp=4)) == axis_sizes(make_abstract_mesh(sizes))
+
+
+def test_explicit_axes_are_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"axis 'fsdp' has type Explicit; use jfsdp\.make_mesh"):
+        axis_sizes(mesh)
+
+
+def test_foreign_axis_names_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"):
+        axis_sizes(mesh)
+
+
+def test_own_mesh_without_some_of_the_axes_is_welcome():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    assert axis_sizes(mesh) == {"fsdp": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num"),
+    [({"fsdp": 8}, 8), ({"replica": 2, "fsdp": 4}, 8), ({"pipe": 2, "fsdp": 2, "tensor": 2}, 2), ({"tensor": 4}, 1)],
+)
+def test_batch_is_split_over_replica_and_fsdp_only(sizes, num):
+    assert num_data_shards(sizes) == num

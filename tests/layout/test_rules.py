@@ -1,0 +1,247 @@
+"""The rule that chooses a leaf's split dim: properties for any shape, and a menagerie of awkward leaves in full."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.layout.policy import resolve_policies
+from jfsdp.layout.precision import MixedPrecisionPolicy
+from jfsdp.layout.rules import choose_dim
+from jfsdp.layout.strategy import get_strategy
+from jfsdp.layout.table import Layout, build_layout
+from jfsdp.layout.units import UnitInfo
+
+SIZES = st.integers(0, 5000) | st.sampled_from([1, 2, 7, 8, 64, 1024, 4096, 50257, 128256])
+SHAPES = st.lists(SIZES, max_size=4).map(tuple)
+NUM_SHARDS = st.integers(1, 70) | st.sampled_from([512, 1000, 1024])
+
+
+@st.composite
+def leaves(draw: Any) -> dict[str, Any]:
+    """Arguments of `choose_dim` without a dim asked for."""
+    shape = draw(SHAPES)
+    return {
+        "shape": shape,
+        "num_shards": draw(NUM_SHARDS),
+        "stacked": draw(st.integers(0, len(shape))),
+        "min_size": draw(st.sampled_from([0, 1, 10, 1024])),
+    }
+
+
+@st.composite
+def splittable_leaves(draw: Any, *, divisible: bool) -> dict[str, Any]:
+    """Leaves that must be split, with at least one dim that divides, or with none."""
+    num_shards = draw(NUM_SHARDS.filter(lambda n: n > 1))
+    layers = draw(st.lists(st.integers(1, 100), max_size=2))
+    quotients = st.integers(0, 40).map(lambda q: q * num_shards)
+    odd = st.builds(int.__add__, quotients, st.integers(1, num_shards - 1))
+    shape = draw(st.lists(odd, min_size=0 if divisible else 1, max_size=2))
+    if divisible:
+        shape += draw(st.lists(st.integers(1, 40).map(lambda q: q * num_shards), min_size=1, max_size=2))
+        shape = draw(st.permutations(shape))
+    return {"shape": (*layers, *shape), "num_shards": num_shards, "stacked": len(layers), "min_size": 0}
+
+
+def choose(leaf: dict[str, Any], **more: Any):
+    return choose_dim("blocks.w", **leaf, **more)
+
+
+def per_layer(leaf: dict[str, Any]) -> tuple[int, ...]:
+    return leaf["shape"][leaf["stacked"] :]
+
+
+def growth(leaf: dict[str, Any], dim: int) -> float:
+    size = leaf["shape"][dim]
+    return (-size % leaf["num_shards"]) / size
+
+
+@given(leaves())
+def test_layer_dims_are_never_split(leaf):
+    choice = choose(leaf)
+    assert choice.dim is None or leaf["stacked"] <= choice.dim < len(leaf["shape"])
+
+
+@given(leaves())
+def test_every_choice_has_a_reason_and_a_replicated_leaf_no_padding(leaf):
+    choice = choose(leaf)
+    assert choice.reason
+    assert choice.dim is not None or choice.padding == 0
+
+
+@given(splittable_leaves(divisible=True))
+def test_a_dim_that_divides_means_no_padding_and_the_largest_is_taken(leaf):
+    choice = choose(leaf)
+    assert choice.padding == 0
+    assert choice.dim is not None
+    assert leaf["shape"][choice.dim] == max(size for size in per_layer(leaf) if size % leaf["num_shards"] == 0)
+    assert "largest divisible" in choice.reason
+
+
+@given(splittable_leaves(divisible=False))
+def test_a_padded_dim_is_the_next_multiple_of_the_shards(leaf):
+    choice = choose(leaf)
+    assert choice.dim is not None
+    assert 0 < choice.padding < leaf["num_shards"]
+    assert (leaf["shape"][choice.dim] + choice.padding) % leaf["num_shards"] == 0
+
+
+@given(splittable_leaves(divisible=False))
+def test_where_no_dim_divides_the_leaf_grows_as_little_as_it_can(leaf):
+    choice = choose(leaf)
+    assert choice.dim is not None
+    dims = range(leaf["stacked"], len(leaf["shape"]))
+    assert growth(leaf, choice.dim) == min(growth(leaf, dim) for dim in dims)
+    size = leaf["shape"][choice.dim]
+    assert f"padded {size} -> {size + choice.padding}" in choice.reason
+
+
+@given(leaves())
+def test_leaves_are_replicated_only_below_min_size_or_without_elements_to_split(leaf):
+    choice = choose(leaf)
+    size = math.prod(per_layer(leaf))
+    small = size < leaf["min_size"]
+    if small and leaf["num_shards"] > 1:
+        assert (choice.dim, choice.padding) == (None, 0)
+        assert choice.reason == f"replicated: {size} elements, below min_size {leaf['min_size']}"
+    else:
+        assert (choice.dim is None) == (leaf["num_shards"] == 1 or size == 0 or not per_layer(leaf))
+
+
+@given(leaves())
+def test_one_shard_is_whole_and_not_called_replicated(leaf):
+    choice = choose(leaf | {"num_shards": 1})
+    assert (choice.dim, choice.padding) == (None, 0)
+    assert not choice.reason.startswith("replicated")
+
+
+@given(splittable_leaves(divisible=True) | splittable_leaves(divisible=False), st.data())
+def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
+    leaf["min_size"] = 10**9
+    ndim = len(leaf["shape"])
+    dim = data.draw(st.integers(leaf["stacked"], ndim - 1))
+    choices = [choose(leaf, shard_dim=dim), choose(leaf, shard_dim=dim - ndim)]
+    assert [choice.dim for choice in choices] == [dim, dim]
+    assert (leaf["shape"][dim] + choices[0].padding) % leaf["num_shards"] == 0
+    assert choices[0].reason == f"dim {dim}, as asked"
+
+
+@pytest.mark.parametrize("dim", [2, 5, -3])
+def test_a_dim_that_the_leaf_has_not_is_refused(dim):
+    with pytest.raises(ValueError, match=rf"blocks\.w: shard_dim={dim} is not a dim of shape \(64, 64\); pass one of 0\.\.1"):
+        choose_dim("blocks.w", (64, 64), 8, shard_dim=dim)
+
+
+@pytest.mark.parametrize("dim", [0, -3])
+def test_a_layer_dim_asked_for_is_refused(dim):
+    with pytest.raises(ValueError, match=r"blocks\.w: dim 0 \(size 32\) is a layer dim and cannot be split"):
+        choose_dim("blocks.w", (32, 64, 64), 8, stacked=1, shard_dim=dim)
+
+
+def test_stacked_leaves_are_measured_per_layer():
+    assert choose_dim("w", (1000, 100), 4, stacked=1, min_size=101).dim is None
+    assert choose_dim("w", (1000, 100), 4, stacked=0, min_size=101).dim == 0
+
+
+# The menagerie: name -> (shape, dtype). Those under `layers.` stand in a stack of 6 layers.
+MENAGERIE = {
+    "scalar": ((), "float32"),
+    "one": ((1,), "float32"),
+    "vector": ((4096,), "float32"),
+    "small_vector": ((1023,), "float32"),
+    "prime": ((1031,), "float32"),
+    "prime_matrix": ((1031, 37), "float32"),
+    "odd": ((127, 129), "float32"),
+    "half_divides": ((1031, 24), "float32"),
+    "equal": ((64, 64), "float32"),
+    "empty": ((0, 64), "float32"),
+    "integer": ((64, 64), "int32"),
+    "bf16": ((64, 64), "bfloat16"),
+    "vocabulary": ((128257, 4096), "float32"),
+    "layers.scale": ((6, 64), "float32"),
+    "layers.kernel": ((6, 64, 48), "float32"),
+    "layers.prime": ((6, 31, 37), "float32"),
+    "layers.long": ((6, 4097), "float32"),
+    "layers.number": ((6,), "float32"),
+}
+
+# name -> spec at rest on fsdp=8, stored shape, reason.
+EXPECTED = {
+    "scalar": (P(), (), "replicated: 1 elements, below min_size 1024"),
+    "one": (P(None), (1,), "replicated: 1 elements, below min_size 1024"),
+    "vector": (P("fsdp"), (4096,), "dim 0, largest divisible by 8"),
+    "small_vector": (P(None), (1023,), "replicated: 1023 elements, below min_size 1024"),
+    "prime": (P("fsdp"), (1032,), "dim 0, padded 1031 -> 1032: no dim divisible by 8"),
+    "prime_matrix": (P("fsdp", None), (1032, 37), "dim 0, padded 1031 -> 1032: no dim divisible by 8"),
+    "odd": (P("fsdp", None), (128, 129), "dim 0, padded 127 -> 128: no dim divisible by 8"),
+    "half_divides": (P(None, "fsdp"), (1031, 24), "dim 1, largest divisible by 8"),
+    "equal": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
+    "empty": (P(None, None), (0, 64), "replicated: 0 elements, below min_size 1024"),
+    "integer": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
+    "bf16": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
+    "vocabulary": (P(None, "fsdp"), (128257, 4096), "dim 1, largest divisible by 8"),
+    "layers.scale": (P(None, None), (6, 64), "replicated: 64 elements, below min_size 1024"),
+    "layers.kernel": (P(None, "fsdp", None), (6, 64, 48), "dim 1, largest divisible by 8"),
+    "layers.prime": (P(None, "fsdp", None), (6, 32, 37), "dim 1, padded 31 -> 32: no dim divisible by 8"),
+    "layers.long": (P(None, "fsdp"), (6, 4104), "dim 1, padded 4097 -> 4104: no dim divisible by 8"),
+    "layers.number": (P(None), (6,), "replicated: 1 elements, below min_size 1024"),
+}
+
+
+def menagerie_layout(strategy_name: str = "full_shard", param_dtype: str | None = None, **sizes: int) -> Layout:
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in MENAGERIE.items()}
+    stacked = tuple(name for name in MENAGERIE if name.startswith("layers."))
+    units = {
+        "": UnitInfo("", "Zoo", 0, tuple(name for name in MENAGERIE if name not in stacked)),
+        "layers": UnitInfo("layers", "Cage", 1, stacked),
+    }
+    strategy, mp_policy = get_strategy(strategy_name), MixedPrecisionPolicy(param_dtype)
+    policies = resolve_policies(
+        units, strategy=strategy, mp_policy=mp_policy, reshard_after_forward=None, remat="full", per_unit=None
+    )
+    mesh = make_abstract_mesh(sizes or {"fsdp": 8})
+    return build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy)
+
+
+@pytest.mark.parametrize("name", MENAGERIE)
+def test_menagerie_fully_sharded_on_8(name):
+    leaf = menagerie_layout().by_path[name]
+    assert (leaf.spec("param"), leaf.stored_shape, leaf.reason) == EXPECTED[name]
+    assert [leaf.spec(stage) for stage in ("grad", "opt")] == [leaf.spec("param")] * 2
+    assert leaf.spec("use") == P(*[None] * len(leaf.shape))
+    assert leaf.trainable == (MENAGERIE[name][1] != "int32")
+    assert (leaf.shape, leaf.dtype) == MENAGERIE[name]
+    assert leaf.unit == ("layers" if name.startswith("layers.") else "")
+
+
+@pytest.mark.parametrize("name", MENAGERIE)
+def test_menagerie_on_one_device_is_whole_and_unpadded(name):
+    leaf = menagerie_layout(fsdp=1).by_path[name]
+    assert (leaf.dim, leaf.padding, leaf.stored_shape) == (None, 0, leaf.shape)
+    assert {leaf.spec(stage) for stage in ("param", "use", "grad", "opt")} == {P(*[None] * len(leaf.shape))}
+
+
+@pytest.mark.parametrize("name", [name for name, (spec, *_) in EXPECTED.items() if "fsdp" in spec])
+def test_menagerie_under_hfsdp_splits_states_over_both_axes_and_parameters_over_one(name):
+    """One dim and one padding serve every stage, so a leaf is padded for the finest of them."""
+    leaf = menagerie_layout("hfsdp", replica=2, fsdp=4).by_path[name]
+    spec, stored, _ = EXPECTED[name]
+    assert leaf.spec("param") == spec
+    assert leaf.spec("opt") == P(*[("replica", "fsdp") if entry else None for entry in spec])
+    assert leaf.stored_shape == stored
+
+
+def test_mixed_precision_touches_floating_leaves_only():
+    layout = menagerie_layout(param_dtype="bfloat16")
+    used = {leaf.path: leaf.stage("use").dtype for leaf in layout.leaves}
+    assert used.pop("integer") == "int32"
+    assert set(used.values()) == {"bfloat16"}
+    assert {leaf.path: leaf.stage("param").dtype for leaf in layout.leaves} == {
+        name: dtype for name, (_, dtype) in MENAGERIE.items()
+    }

@@ -1,0 +1,166 @@
+"""The training step: exact means, accumulation, clipping, skipped steps, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+
+TX = optax.adam(1e-2)
+
+
+def make(**options):
+    return jfsdp.fully_shard(Tower, units=[Block], min_size=20, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+def test_a_token_weighted_mean_is_exact_under_uneven_masks(model):
+    batch = make_batches(1, rows=32)[0]
+    step = model.train_step(token_loss, TX, accumulate=2)
+    _, metrics = step(model.init(TX), batch)
+    logits = model.forward(lambda model, x: model(x))(model.init(TX), batch["tokens"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    exact = (losses * batch["weights"]).sum() / batch["weights"].sum()
+    rows = (losses * batch["weights"]).sum(1) / np.maximum(batch["weights"].sum(1), 1)
+    np.testing.assert_allclose(metrics["loss"], exact, rtol=1e-6)
+    assert abs(float(rows.mean()) - float(exact)) > 1e-2, "the masks do not tell a mean of means from the mean"
+    np.testing.assert_allclose(metrics["weight"], batch["weights"].sum())
+    assert 0 <= float(metrics["accuracy"]) <= 1
+
+
+def test_a_scalar_loss_is_a_mean_over_microbatches(model):
+    def scalar(model, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean()
+
+    batch = make_batches(1)[0]
+    once, metrics = model.train_step(scalar, TX)(model.init(TX), batch)
+    twice, metrics_twice = model.train_step(scalar, TX, accumulate=2)(model.init(TX), batch)
+    np.testing.assert_allclose(metrics["loss"], metrics_twice["loss"], rtol=1e-6)
+    for name in once.params:
+        np.testing.assert_allclose(once.params[name], twice.params[name], atol=1e-4, err_msg=name)
+
+
+def test_clipping_scales_the_update_and_reports_the_norm_before_it(model):
+    sgd = optax.sgd(1.0)
+    batch, start = make_batches(1)[0], model.init(sgd)
+    before = {name: np.asarray(x) for name, x in start.params.items()}
+    after, metrics = model.train_step(token_loss, sgd, max_grad_norm=0.25)(start, batch)
+    assert float(metrics["grad_norm"]) > 0.25
+    moved = np.sqrt(sum(np.sum((np.asarray(x) - before[name]) ** 2) for name, x in after.params.items()))
+    np.testing.assert_allclose(moved, 0.25, rtol=1e-5)
+
+
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(model):
+    def poisoned(model, batch):
+        loss = token_loss(model, batch)
+        return loss._replace(total=loss.total * batch["poison"].max())
+
+    step = model.train_step(poisoned, TX, skip_nonfinite=True)
+    good = make_batches(1)[0] | {"poison": np.ones((16,), np.float32)}
+    bad = good | {"poison": np.full((16,), np.nan, np.float32)}
+    state, _ = step(model.init(TX), good)
+    before = jax.tree.map(np.asarray, state.params), np.asarray(state.opt_state[0].count)
+    state, metrics = step(state, bad)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), before[0])
+    assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped"])) == (2, 1, 1)
+    assert int(state.opt_state[0].count) == int(before[1])
+    state, metrics = step(state, good)
+    assert np.isfinite(float(metrics["loss"])) and int(state.num_skipped) == 1
+
+
+def test_the_state_given_is_donated(model):
+    state = model.init(TX)
+    model.train_step(token_loss, TX)(state, make_batches(1)[0])
+    assert state.params["embed.embedding"].is_deleted()
+
+
+def test_the_step_lowers_without_devices():
+    model = make(mesh=jfsdp.make_mesh())
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
+    lowered = model.train_step(token_loss, TX).lower(model.abstract_state(TX), batch)
+    assert "donated" in lowered.as_text() or "jax.buffer_donor" in lowered.as_text() or "tf.aliasing" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"reduce": "once"}, "engine"),
+        ({"reduce": "never"}, "never"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+    ],
+)
+def test_bad_options_are_named(model, options, match):
+    with pytest.raises(ValueError, match=match):
+        model.train_step(token_loss, TX, **options)
+
+
+@pytest.mark.parametrize(("rows", "accumulate"), [(12, 1), (16, 4), (0, 1)])
+def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumulate):
+    batch = make_batches(1, rows=rows)[0]
+    step = model.train_step(token_loss, TX, accumulate=accumulate)
+    with pytest.raises(ValueError, match=rf"dim 0 \(size {rows}\) cannot be split over axes .*{accumulate} microbatches"):
+        step(model.init(TX), batch)
+
+
+def test_a_batch_of_another_structure_is_refused(model):
+    step, batch = model.train_step(token_loss, TX), make_batches(1)[0]
+    state, _ = step(model.init(TX), batch)
+    with pytest.raises(ValueError, match="the batch changed"):
+        step(state, {name: x for name, x in batch.items() if name != "weights"})
+
+
+def test_a_loss_that_is_not_a_scalar_is_refused(model):
+    with pytest.raises(ValueError, match="total has shape"):
+        model.train_step(lambda model, batch: model(batch["tokens"]).sum(-1), TX)(model.init(TX), make_batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"strategy": "zero9"}, "ddp, zero1"),
+        ({"engine": "manual"}, "engine 'manual' is unknown"),
+        ({"storage": "flat"}, "per_parameter"),
+        ({"prefetch": 1}, "leave it None"),
+        ({"remat": "some"}, "none, full, dots"),
+        ({"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16", "float32")}, "reduce_dtype 'float32' differs"),
+        ({"reshard_after_forward": 4}, "not None, True or False"),
+        ({"reshard_after_forward": True, "strategy": "ddp"}, "contradicts strategy 'ddp'"),
+    ],
+)
+def test_settings_that_cannot_be_had_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        make(**options)
+
+
+def test_an_unknown_dtype_lists_the_valid_ones():
+    with pytest.raises(ValueError, match=r"'float99' is not one of float32, bfloat16, float16"):
+        jfsdp.MixedPrecisionPolicy(param_dtype="float99")
+
+
+def test_an_optimizer_that_mixes_elements_is_refused_on_padded_leaves_only():
+    padded = make(mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
+    with pytest.raises(ValueError, match="is padded by"):
+        padded.train_step(token_loss, optax.contrib.muon(1e-3))
+    with pytest.raises(ValueError, match="is padded by"):
+        padded.train_step(token_loss, optax.adafactor(1e-3))
+    for tx in (TX, optax.lion(1e-3), optax.sgd(0.1, momentum=0.9)):
+        padded.train_step(token_loss, tx)
+    make().train_step(token_loss, optax.sgd(0.1))
+
+
+def test_a_vocabulary_sized_leaf_is_never_replicated_silently(model):
+    for leaf in model.layout.leaves:
+        if VOCAB in leaf.shape:
+            assert leaf.dim is not None and leaf.stage("param").axes, leaf.reason
+
+
+def test_jax_dtype_objects_are_taken_as_names():
+    assert jfsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16).param_dtype == "bfloat16"
