@@ -3,14 +3,21 @@
 import dataclasses
 import itertools
 import random
-import re
 from typing import Any
 
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jfsdp.layout.mesh import AXES, axis_sizes, make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+from jfsdp.layout.mesh import (
+    AXES,
+    axis_sizes,
+    make_abstract_mesh,
+    make_mesh,
+    num_data_shards,
+    parse_mesh,
+    resolve_sizes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +101,14 @@ def test_resolve_sizes_orders_axes_major_to_minor():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 4}, "mesh fsdp=4 needs a 4 devices, but there are 8"),
-        ({"replica": 4, "fsdp": 4}, "mesh replica=4,fsdp=4 needs a 16 devices, but there are 8"),
-        ({"replica": 3, "fsdp": -1}, "mesh replica=3,fsdp=-1 needs a multiple of 3 devices, but there are 8"),
-        ({"replica": 16, "fsdp": -1}, "needs a multiple of 16 devices, but there are 8"),
+        ({"fsdp": 4}, r"mesh fsdp=4 needs .*4 devices, but there are 8; change the sizes"),
+        ({"replica": 4, "fsdp": 4}, r"mesh replica=4,fsdp=4 needs .*16 devices, but there are 8"),
+        ({"replica": 3, "fsdp": -1}, r"mesh replica=3,fsdp=-1 needs a multiple of 3 devices, but there are 8"),
+        ({"replica": 16, "fsdp": -1}, r"needs a multiple of 16 devices, but there are 8"),
     ],
 )
 def test_resolve_sizes_names_both_counts_when_they_do_not_match(sizes, message):
-    with pytest.raises(ValueError, match=re.escape(message).replace(r"needs\ a\ ", r"needs (a )?")):
+    with pytest.raises(ValueError, match=message):
         resolve_sizes(sizes, 8)
 
 
@@ -120,7 +127,7 @@ def test_mesh_of_some_devices_holds_just_those():
 
 
 def test_mesh_that_does_not_match_the_device_count_is_refused():
-    with pytest.raises(ValueError, match=r"needs a? ?\d+ devices, but there are 8; change the sizes"):
+    with pytest.raises(ValueError, match=r"mesh .*fsdp=5.* needs .*5 devices, but there are 8"):
         make_mesh(fsdp=5)
     with pytest.raises(ValueError, match="only one mesh axis may be -1"):
         make_mesh(replica=-1)

@@ -134,7 +134,9 @@ def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
 
 @pytest.mark.parametrize("dim", [2, 5, -3])
 def test_a_dim_that_the_leaf_has_not_is_refused(dim):
-    with pytest.raises(ValueError, match=rf"blocks\.w: shard_dim={dim} is not a dim of shape \(64, 64\); pass one of 0\.\.1"):
+    with pytest.raises(
+        ValueError, match=rf"blocks\.w: shard_dim={dim} is not a dim of shape \(64, 64\); pass one of 0\.\.1"
+    ):
         choose_dim("blocks.w", (64, 64), 8, shard_dim=dim)
 
 

@@ -1,0 +1,95 @@
+"""What the auto engine puts on the wire at real size, read from HLO that XLA:GPU compiled for H100s."""
+
+import functools
+
+import jax
+import pytest
+
+import jfsdp
+from jfsdp.train.job import find_job
+from tests import hlo
+
+NUM_DEVICES = 64
+PARAMETERS, ROOT_PARAMETERS = 8_030_261_248, 1_050_677_248
+NORM_PARAMETERS = 65 * 4096
+SHARE = (NUM_DEVICES - 1) / NUM_DEVICES
+
+
+@functools.cache
+def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), **config):
+    attention = "cudnn" if param_dtype == "bfloat16" else "xla"
+    job = find_job("llama-8b").with_config(attention=attention, **config)
+    model = jfsdp.fully_shard(
+        job.model,
+        mesh=jfsdp.make_mesh(devices=hlo.h100s(NUM_DEVICES // 8), **dict(mesh)),
+        strategy=strategy,
+        units=job.units,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype=param_dtype),
+    )
+    tx = job.optimizer(3e-4)
+    step = model.train_step(job.loss, tx, max_grad_norm=1.0)
+    return step.lower(model.abstract_state(tx), job.batch(NUM_DEVICES, seq_len))
+
+
+@functools.cache
+def compiled_wire(**options):
+    found = hlo.collectives(lower(**options).compile().as_text(), NUM_DEVICES)
+    return found, hlo.wire_bytes(found)
+
+
+def test_llama_8b_on_64_gathers_29_551_and_scatters_15_810_gb():
+    """FSDP's formula: gather P twice but the root once, scatter P once, all in bfloat16.
+
+    The one exception is the norms' scales (0.003 % of P): XLA sums their gradients in the float32 in which the model
+    computes them, and reduces before it casts.
+    """
+    found, wire = compiled_wire()
+    gathered = 2 * (2 * PARAMETERS - ROOT_PARAMETERS) * SHARE
+    assert wire["all-gather", "bf16"] == gathered
+    assert round(gathered / 1e9, 3) == 29.551
+    matrices, norms = 2 * (PARAMETERS - NORM_PARAMETERS) * SHARE, 4 * NORM_PARAMETERS * SHARE
+    assert wire["reduce-scatter", "bf16"] == matrices
+    assert wire["reduce-scatter", "f32"] == norms
+    assert round((matrices + norms) / 1e9, 3) == 15.810
+    assert set(wire) == {("all-gather", "bf16"), *(("reduce-scatter", d) for d in ("bf16", "f32")), ("all-reduce", "f32")}
+    assert wire["all-reduce", "f32"] < 100, "only the loss, its weight and the gradient norm are summed"
+
+
+def test_a_layer_list_puts_the_same_bytes_on_the_wire_as_a_stack():
+    stacked, listed = (compiled_wire(num_layers=2, seq_len=1024, stacked=stacked)[1] for stacked in (True, False))
+    assert {key: size for key, size in listed.items() if size > 1e4} == {k: size for k, size in stacked.items() if size > 1e4}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op"])
+def test_strategies_that_keep_parameters_gather_and_scatter_each_once(strategy):
+    _, wire = compiled_wire(strategy=strategy, num_layers=2, seq_len=1024)
+    total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32
+    assert wire["all-gather", "bf16"] == pytest.approx(2 * total * SHARE, rel=1e-4)
+    assert wire["reduce-scatter", "bf16"] == pytest.approx(2 * total * SHARE, rel=1e-4)
+    assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
+
+
+def test_ddp_only_reduces_gradients():
+    _, wire = compiled_wire(strategy="ddp", num_layers=2, seq_len=1024)
+    total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32
+    assert wire["all-reduce", "bf16"] == pytest.approx(2 * 2 * total * SHARE, rel=1e-4)
+    assert not {kind for kind, _ in wire} - {"all-reduce"}
+
+
+def test_float32_parameters_move_in_float32():
+    _, wire = compiled_wire(param_dtype="float32", num_layers=2, seq_len=256)
+    total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32
+    assert wire["all-gather", "f32"] == pytest.approx(4 * (2 * total - ROOT_PARAMETERS) * SHARE, rel=1e-6)
+    assert wire["reduce-scatter", "f32"] == pytest.approx(4 * total * SHARE, rel=1e-6)
+
+
+def test_the_program_does_not_grow_with_depth():
+    """Compile time is flat in depth because the program is: 64 layers lower to as many lines as 8."""
+    sizes = [len(lower(num_layers=num, seq_len=256).as_text().splitlines()) for num in (8, 64)]
+    assert sizes[0] == sizes[1]
+
+
+def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
+    arguments = lower().compile().memory_analysis().argument_size_in_bytes
+    batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(find_job("llama-8b").batch(1, 8192)))
+    assert arguments == pytest.approx(12 * PARAMETERS / NUM_DEVICES + batch, abs=4096)

@@ -1,0 +1,359 @@
+"""The Layout: the stages of every leaf under every preset, its identity, its text, and bytes by formula at real size."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jfsdp
+from jfsdp.layout.policy import resolve_policies
+from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
+from jfsdp.layout.strategy import STRATEGIES, get_strategy
+from jfsdp.layout.table import Layout, Leaf, num_parameters
+from jfsdp.layout.units import UnitInfo
+from jfsdp.modules.nnx import NNXModel
+from tests.models_small import Block, Tower
+
+W, G, A = (), ("fsdp",), ("replica", "fsdp")
+
+
+def make_layout(
+    strategy: Any = "full_shard", sizes: Any = None, *, param_dtype: str | None = None, **more: Any
+) -> Layout:
+    """A layout of one square matrix, a small vector and an integer matrix in unit `block`, and a head in the root."""
+    shapes = {
+        "block.w": jax.ShapeDtypeStruct((64, 64), "float32"),
+        "block.scale": jax.ShapeDtypeStruct((64,), "float32"),
+        "block.table": jax.ShapeDtypeStruct((64, 64), "int32"),
+        "head": jax.ShapeDtypeStruct((64, 100), "float32"),
+    }
+    units = {"": UnitInfo("", "Net", 0, ("head",)), "block": UnitInfo("block", "Block", 0, tuple(shapes)[:3])}
+    strategy, mp_policy = get_strategy(strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
+    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None}
+    settings |= {key: more.pop(key) for key in list(more) if key in settings}
+    policies = resolve_policies(units, strategy=strategy, mp_policy=mp_policy, **settings)
+    mesh = jfsdp.make_abstract_mesh(sizes or {"replica": 2, "fsdp": 4})
+    return jfsdp.build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy, **more)
+
+
+def stages(leaf: Leaf) -> dict[str, Any]:
+    return {name: (stage.axes, stage.dtype) if stage else None for name, stage in leaf.stages}
+
+
+# Axes of param, work, kept, grad and opt on replica=2,fsdp=4 of a float32 leaf used in bfloat16 (None: no such copy).
+MIXED = {
+    "ddp": (W, None, W, W, W),
+    "zero1": (A, W, W, A, A),
+    "zero2": (A, W, W, A, A),
+    "full_shard": (A, None, A, A, A),
+    "shard_grad_op": (A, None, W, A, A),
+    "hybrid_shard": (G, None, G, G, G),
+    "hybrid_shard_zero2": (G, None, W, G, G),
+    "hfsdp": (A, G, G, A, A),
+}
+# The same in float32 throughout: the strategies that keep a copy beside the master have one set of parameters instead.
+FULL = MIXED | {"zero1": (W, None, W, A, A), "zero2": (W, None, W, A, A), "hfsdp": (G, None, G, A, A)}
+
+
+def test_every_preset_is_in_the_tables():
+    assert set(MIXED) == set(FULL) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stages_with_a_low_precision_in_use(strategy):
+    param, work, kept, grad, opt = MIXED[strategy]
+    assert stages(make_layout(strategy, param_dtype="bfloat16").by_path["block.w"]) == {
+        "param": (param, "float32"),
+        "work": None if work is None else (work, "bfloat16"),
+        "use": (W, "bfloat16"),
+        "kept": (kept, "bfloat16"),
+        "grad": (grad, "float32"),
+        "opt": (opt, "float32"),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stages_in_one_precision_have_no_second_copy(strategy):
+    param, _, kept, grad, opt = FULL[strategy]
+    assert stages(make_layout(strategy).by_path["block.w"]) == {
+        "param": (param, "float32"),
+        "work": None,
+        "use": (W, "float32"),
+        "kept": (kept, "float32"),
+        "grad": (grad, "float32"),
+        "opt": (opt, "float32"),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_small_leaves_are_whole_at_every_stage_and_keep_no_copy(strategy):
+    leaf = make_layout(strategy, param_dtype="bfloat16").by_path["block.scale"]
+    assert {stage and stage[0] for stage in stages(leaf).values()} == {W, None}
+    assert not leaf.has_work
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_root_is_kept_whole_between_forward_and_backward(strategy):
+    leaf = make_layout(strategy, param_dtype="bfloat16").by_path["head"]
+    assert stages(leaf)["kept"] == (W, "bfloat16")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_integers_are_never_cast_and_not_trained(strategy):
+    leaf = make_layout(strategy, param_dtype="bfloat16").by_path["block.table"]
+    assert {stage[1] for stage in stages(leaf).values() if stage} == {"int32"}
+    assert (leaf.trainable, leaf.has_work) == (False, False)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp"])
+def test_hybrid_strategies_on_one_group_are_full_sharding(strategy):
+    for dtype in (None, "bfloat16"):
+        hybrid = make_layout(strategy, {"fsdp": 8}, param_dtype=dtype)
+        full = make_layout("full_shard", {"fsdp": 8}, param_dtype=dtype)
+        assert hybrid.leaves == full.leaves
+
+
+def test_hybrid_sharding_in_groups_of_one_is_ddp():
+    """The sharding factor of the FSDP paper: 1 is replication."""
+    hybrid = make_layout("hybrid_shard", {"replica": 8, "fsdp": 1})
+    ddp = make_layout("ddp", {"replica": 8, "fsdp": 1}, reshard_after_forward=False)
+    assert [stages(leaf) for leaf in hybrid.leaves] == [stages(leaf) for leaf in ddp.leaves]
+
+
+def test_parameters_are_not_split_over_the_model_axes():
+    layout = make_layout("full_shard", {"pipe": 2, "fsdp": 4, "tensor": 8})
+    assert {axis for leaf in layout.leaves for stage in stages(leaf).values() if stage for axis in stage[0]} == {"fsdp"}
+
+
+def test_a_unit_that_is_not_resharded_is_kept_whole():
+    kept = make_layout(per_unit={"block": {"reshard_after_forward": False}}).by_path["block.w"]
+    assert stages(kept)["kept"] == (W, "float32")
+
+
+def test_spec_puts_all_axes_of_a_stage_on_the_split_dim():
+    leaf = make_layout("hfsdp", param_dtype="bfloat16").by_path["head"]
+    assert leaf.dim == 0
+    assert leaf.spec("param") == P(("replica", "fsdp"), None)
+    assert leaf.spec("work") == P("fsdp", None)
+    assert leaf.spec("use") == P(None, None)
+
+
+def test_spec_of_a_slice_has_lost_its_layer_dims():
+    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
+    leaf = layout.by_path["blocks.up.kernel"]
+    assert (leaf.shape, leaf.stacked) == ((3, 16, 64), 1)
+    assert leaf.spec("param") == P(None, None, "fsdp")
+    assert leaf.spec("param", sliced=1) == P(None, "fsdp")
+
+
+def test_a_stage_that_a_leaf_has_not_is_an_error_with_its_path():
+    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work'"):
+        make_layout().by_path["block.w"].spec("work")
+
+
+def test_source_is_the_copy_where_there_is_one():
+    assert make_layout("zero1", param_dtype="bfloat16").by_path["block.w"].source == "work"
+    assert make_layout("zero1").by_path["block.w"].source == "param"
+
+
+def test_shard_dim_is_asked_for_every_leaf_and_none_leaves_the_choice():
+    asked = {}
+
+    def choose(path, shape):
+        asked[path] = shape
+        return -1 if path == "block.w" else None
+
+    layout = make_layout(shard_dim=choose)
+    assert asked == {leaf.path: leaf.shape for leaf in layout.leaves}
+    assert layout.by_path["block.w"].spec("param") == P(None, ("replica", "fsdp"))
+    assert layout.by_path["head"].reason == "dim 0, largest divisible by 8"
+
+
+def test_min_size_moves_the_line_below_which_leaves_replicate():
+    assert make_layout(min_size=64).by_path["block.scale"].spec("param") == P(("replica", "fsdp"))
+    assert make_layout(min_size=10**6).by_path["block.w"].spec("param") == P(None, None)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "strategy": {"strategy": "zero1"},
+    "mesh": {"sizes": {"replica": 4, "fsdp": 2}},
+    "precision": {"param_dtype": "bfloat16"},
+    "min_size": {"min_size": 1},
+    "resharding": {"reshard_after_forward": False},
+    "remat": {"remat": "none"},
+    "remat of one unit": {"per_unit": {"block": {"remat": "dots"}}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layouts_are_equal_exactly_when_nothing_differs(change):
+    one, same, other = make_layout(), make_layout(), make_layout(**CHANGES[change])
+    assert one is not same
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert {one: 1}[same] == 1
+
+
+def test_a_layout_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_layout().strategy = STRATEGIES["ddp"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_text_has_a_line_for_every_leaf_with_its_reason(strategy):
+    layout = make_layout(strategy, param_dtype="bfloat16")
+    summary, header, *rows = str(layout).splitlines()
+    assert strategy in summary
+    assert "replica=2,fsdp=4" in summary
+    assert header.split() == ["path", "shape", "unit", "param", "use", "opt", "bytes/device", "reason"]
+    assert len(rows) == len(layout.leaves)
+    for leaf, row in zip(layout.leaves, rows, strict=True):
+        assert row.startswith(leaf.path + " ")
+        assert row.endswith(leaf.reason)
+        assert f" {leaf_bytes(layout, leaf):,} " in row
+        for name in ("param", "use", "opt"):
+            assert describe_stage(leaf, leaf.stage(name)) in row
+
+
+def test_stages_are_described_as_shapes_with_the_axes_behind_the_split_dim():
+    layout = make_layout("hfsdp", param_dtype="bfloat16")
+    leaf = layout.by_path["head"]
+    assert describe_stage(leaf, leaf.stage("param")) == "[64/replica/fsdp 100] float32"
+    assert describe_stage(leaf, leaf.stage("work")) == "[64/fsdp 100] bfloat16"
+    assert describe_stage(leaf, leaf.stage("use")) == "whole bfloat16"
+    assert describe_stage(leaf, None) == "-"
+
+
+REMATS = ["full", ("a", "b"), jax.checkpoint_policies.dots_saveable]
+
+
+@pytest.mark.parametrize("remat", REMATS, ids=["word", "names", "function"])
+def test_the_table_as_plain_data_survives_json(remat):
+    layout = make_layout("zero1", param_dtype="bfloat16", remat=remat)
+    table = layout_to_dict(layout)
+    again = json.loads(json.dumps(table))
+    assert again["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "tensor": 1}
+    assert again["strategy"] == "zero1"
+    assert again["num_parameters"] == 64 * 64 + 64 + 64 * 64 + 64 * 100
+    assert [unit["num_leaves"] for unit in again["units"]] == [1, 3]
+    (row,) = [row for row in again["leaves"] if row["path"] == "block.w"]
+    assert row["stages"]["param"] == {"spec": [["replica", "fsdp"], None], "dtype": "float32"}
+    assert row["stages"]["work"] == {"spec": [None, None], "dtype": "bfloat16"}
+    assert row["bytes_per_device"] == 64 * 64 * 4 // 8 + 64 * 64 * 2
+    again["units"][1]["remat"] = table["units"][1]["remat"]  # json has no tuples
+    assert again == table
+
+
+def test_stage_bytes_count_padding_and_shards():
+    layout = make_layout("hfsdp", {"replica": 2, "fsdp": 12}, param_dtype="bfloat16")
+    leaf = layout.by_path["block.w"]
+    assert leaf.stored_shape == (72, 64)
+    assert layout.stage_bytes(leaf, "param") == 72 * 64 * 4 // 24
+    assert layout.stage_bytes(leaf, "work") == 72 * 64 * 2 // 12
+    assert layout.stage_bytes(leaf, "use") == 72 * 64 * 2
+    assert padding_elements(leaf) == 8 * 64
+
+
+# Bytes at real size: masters and two moments in float32 make 12 bytes per parameter.
+
+
+def adam_bytes(layout: Layout) -> int:
+    return sum(layout.stage_bytes(leaf, "param") + 2 * layout.stage_bytes(leaf, "opt") for leaf in layout.leaves)
+
+
+def padding_share(layout: Layout) -> float:
+    return sum(map(padding_elements, layout.leaves)) / num_parameters(layout.leaves)
+
+
+def llama_8b(num_devices: int) -> Layout:
+    job = jfsdp.find_job("llama-8b")
+    mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
+    return jfsdp.fully_shard(job.model, mesh=mesh, units=job.units).layout
+
+
+@pytest.mark.parametrize("num_devices", [64, 512])
+def test_llama_8b_fully_sharded_takes_twelve_bytes_per_parameter_and_no_padding(num_devices):
+    layout = llama_8b(num_devices)
+    assert num_parameters(layout.leaves) == 8_030_261_248
+    assert padding_share(layout) == 0
+    assert not [leaf.path for leaf in layout.leaves if leaf.dim is None]
+    assert adam_bytes(layout) * num_devices == 12 * 8_030_261_248
+
+
+def test_llama_8b_on_24_is_padded_by_less_than_a_percent_and_says_where():
+    layout = llama_8b(24)
+    padded = {leaf.path: leaf.reason for leaf in layout.leaves if leaf.padding}
+    assert padded
+    assert all("padded" in reason for reason in padded.values())
+    assert 0 < padding_share(layout) < 0.01
+    assert adam_bytes(layout) * 24 == 12 * (8_030_261_248 + sum(map(padding_elements, layout.leaves)))
+
+
+class Gpt2Block(nnx.Module):
+    def __init__(self, dim, rngs):
+        self.norm_1 = nnx.LayerNorm(dim, rngs=rngs)
+        self.qkv = nnx.Linear(dim, 3 * dim, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, rngs=rngs)
+        self.norm_2 = nnx.LayerNorm(dim, rngs=rngs)
+        self.up = nnx.Linear(dim, 4 * dim, rngs=rngs)
+        self.down = nnx.Linear(4 * dim, dim, rngs=rngs)
+
+
+class Gpt2(nnx.Module):
+    """The shapes of GPT-2 XL; nothing is computed with it."""
+
+    def __init__(self, rngs, dim=1600, num_layers=48):
+        self.tokens = nnx.Embed(50257, dim, rngs=rngs)
+        self.positions = nnx.Embed(1024, dim, rngs=rngs)
+        make = nnx.vmap(lambda rngs: Gpt2Block(dim, rngs), in_axes=0, out_axes=0)
+        self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
+        self.norm = nnx.LayerNorm(dim, rngs=rngs)
+
+
+@pytest.mark.parametrize("num_devices", [24, 64])
+def test_gpt2_xl_is_padded_by_less_than_a_percent(num_devices):
+    mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
+    layout = jfsdp.fully_shard(Gpt2, mesh=mesh, units=[Gpt2Block]).layout
+    assert num_parameters(layout.leaves) == 1_557_611_200
+    assert not [leaf.path for leaf in layout.leaves if leaf.dim is None]
+    padded = {leaf.path for leaf in layout.leaves if leaf.padding}
+    assert bool(padded) == (num_devices == 24)  # 1600 divides by 64 and not by 24
+    assert padding_share(layout) < 0.01
+    assert adam_bytes(layout) * num_devices == sum(12 * math.prod(leaf.stored_shape) for leaf in layout.leaves)
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.query = nnx.Linear(512, 512, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(512, 512, use_bias=False, rngs=rngs)
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, reason="two square matrices pass for a stack of 512 layers, each of them below min_size"
+)
+def test_square_matrices_of_a_unit_are_not_replicated():
+    mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
+    layout = jfsdp.fully_shard(lambda rngs: nnx.List([Attention(rngs)]), mesh=mesh, units=[Attention]).layout
+    assert not [leaf.reason for leaf in layout.leaves if leaf.dim is None]
+
+
+def test_abstract_leaves_carry_stored_shape_dtype_and_sharding():
+    mesh = jfsdp.make_mesh(fsdp=3, devices=jax.devices()[:3])
+    layout = jfsdp.fully_shard(Tower, mesh=mesh, min_size=1).layout
+    leaf = layout.by_path["embed.embedding"]
+    abstract = layout.abstract(mesh, leaf, "param")
+    assert abstract.shape == leaf.stored_shape == (39, 16)
+    assert abstract.sharding == jax.sharding.NamedSharding(mesh, P("fsdp", None))
+
+
+def test_layout_covers_exactly_the_parameters_of_the_model():
+    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block]).layout
+    assert {leaf.path: leaf.shape for leaf in layout.leaves} == {
+        path: leaf.shape for path, leaf in NNXModel(Tower).params.items()
+    }
