@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.options import init_options
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.layout.policy import Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -122,13 +123,24 @@ class ShardedModel:
         Memory:  a device computes its part of each leaf only. A model given as an instance keeps its weights; they are
                  moved from where they are.
         """
-        shapes = self.abstract_state(tx)
-        shardings = states.state_shardings(self.layout, self.mesh, shapes)
+        if self.model.instance is None:
+            return self._compile_init(tx)(seed)
+        params, model_state = self.model.create(jax.numpy.uint32(seed))
         make = functools.partial(states.make_state, self.engine, tx)
-        if self.model.instance is not None:
-            params, model_state = self.model.create(jax.numpy.zeros((), jax.numpy.uint32))
-            return jax.jit(make, out_shardings=shardings)(*jax.device_put((params, model_state), self._whole()))
-        return jax.jit(lambda seed: make(*self.model.create(seed)), out_shardings=shardings)(seed)
+        return jax.jit(make, out_shardings=self._shardings(tx))(*jax.device_put((params, model_state), self._whole()))
+
+    def lower_init(self, tx: optax.GradientTransformation) -> Any:
+        """Lower `init` of a model given as a factory; needs no devices."""
+        return self._compile_init(tx).lower(jax.ShapeDtypeStruct((), jax.numpy.int32))
+
+    def _compile_init(self, tx: optax.GradientTransformation) -> Any:
+        def make(seed: Any) -> TrainState:
+            return states.make_state(self.engine, tx, *self.model.create(seed))
+
+        return jax.jit(make, out_shardings=self._shardings(tx), compiler_options=init_options(self.mesh))
+
+    def _shardings(self, tx: optax.GradientTransformation) -> TrainState:
+        return states.state_shardings(self.layout, self.mesh, self.abstract_state(tx))
 
     def _whole(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import jfsdp
+from jfsdp.layout.table import num_parameters
 from jfsdp.train.job import find_job
 from tests import hlo
 
@@ -93,3 +94,15 @@ def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
     arguments = lower().compile().memory_analysis().argument_size_in_bytes
     batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(find_job("llama-8b").batch(1, 8192)))
     assert arguments == pytest.approx(12 * PARAMETERS / NUM_DEVICES + batch, abs=4096)
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("llama-8b", 64), ("llama-405b", 1024)])
+def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
+    job = find_job(name)
+    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(num_devices // 8)), units=job.units)
+    tx = job.optimizer(3e-4)
+    compiled = model.lower_init(tx).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2**20
+    assert memory.output_size_in_bytes == pytest.approx(12 * num_parameters(model.layout.leaves) / num_devices, rel=1e-5)
+    assert not hlo.collectives(compiled.as_text(), num_devices)
