@@ -95,8 +95,9 @@ def _read(line, times, num_devices):
     if not match:
         return
     shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-    if match[3] and match[2] in ("all-gather", "reduce-scatter"):
-        shapes = shapes[len(shapes) // 2 :]  # a start's type holds its operands, then its results
+    # A start's type holds its operands, then its results; that of an all-reduce only from JAX 0.12 on.
+    if match[3] and (match[2] != "all-reduce" or match[1].startswith("((")):
+        shapes = shapes[len(shapes) // 2 :]
     for dtype, dims in shapes:
         size = _SIZES[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim)
         others = num_devices - 1
