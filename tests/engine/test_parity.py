@@ -51,11 +51,13 @@ def check_parity(mesh, strategy, form, accumulate, clip, **options):
     state = model.init(TX)
     step = model.train_step(token_loss, TX, accumulate=accumulate, max_grad_norm=clip)
     wanted = oracle(form, clip, rows(mesh))
-    losses = []
+    losses, norms = [], []
     for batch in make_batches(STEPS, rows=rows(mesh)):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
     np.testing.assert_allclose(losses, wanted.losses, rtol=LOSS_LIMIT)
+    np.testing.assert_allclose(norms, wanted.grad_norms, rtol=LEAF_LIMIT)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
     error, name = reference.worst_leaf(params, wanted.params, LEARNING_RATE * STEPS)
     assert error < LEAF_LIMIT, f"parameter {name}: {error:.2e}"
