@@ -38,7 +38,31 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "STRATEGIES",
+    "Checkpointer",
+    "Job",
+    "Layout",
+    "Loss",
+    "MixedPrecisionPolicy",
+    "ShardedModel",
+    "Split",
+    "Strategy",
+    "TrainState",
+    "TrainStep",
+    "Unit",
+    "UnitPolicy",
+    "build_layout",
+    "by_size",
+    "find_job",
+    "fully_shard",
+    "make_abstract_mesh",
+    "make_mesh",
+    "parse_mesh",
+    "resolve_units",
+    "restore",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

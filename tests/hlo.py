@@ -68,7 +68,8 @@ def collectives(hlo, num_devices):
             found.extend(_read(line, times, num_devices))
             loop = re.search(r" while\(.*body=%?([\w.\-]+)", line)
             if loop:
-                visit(loop[1], times * int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1]))
+                (count,) = re.findall(r'known_trip_count":\{"n":"(\d+)"', line)
+                visit(loop[1], times * int(count))
             call = re.search(r"(?:async-start|call)\(.*(?:calls|to_apply)=%?([\w.\-]+)", line)
             if call:
                 visit(call[1], times)

@@ -39,7 +39,7 @@ class Tower(nnx.Module):
         if self.stacked:
             x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
         else:
-            for block in self.blocks:
+            for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 x = block(x)
         return self.head(x)
 

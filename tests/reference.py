@@ -32,7 +32,8 @@ def train(factory, loss_fn, tx, batches, *, seed=0, max_grad_norm=None):
         loss, grads = jax.value_and_grad(mean_loss)(params)
         norm = optax.tree.norm(grads)
         if max_grad_norm is not None:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, max_grad_norm / norm), grads)
+            scale = jnp.minimum(1.0, max_grad_norm / norm)
+            grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, norm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from jfsdp.train.state import TrainState
 class Checkpointer:
     """Checkpoints in `directory/<step>`, written in the background.
 
-    A save copies this process's shards to host memory and returns; the files appear under a temporary name and are renamed
-    once complete, so a listed step is a whole one. Older steps are deleted only after a newer one is complete.
+    A save copies this process's shards to host memory and returns; the files appear under a temporary name and are
+    renamed once complete, so a listed step is a whole one. Older steps are deleted only after a newer one is
+    complete.
 
     Args:
       directory: where steps stand; made if it is missing.
@@ -36,7 +38,8 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         with readable_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+            self._is_writer = False
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
@@ -59,16 +62,35 @@ class Checkpointer:
 
         Raises:
           OSError: if the disk is full or not writable; earlier checkpoints stand.
-          ValueError: if the step is there already.
+          ValueError: if the step is there already or is older than one that is, or `extra` is not plain JSON.
         """
         start = time.perf_counter()
+        args = save_args(state, _gather_json(extra))
+        self.wait()
+        self._check_step(step)
+        check_space(self.directory, state)
         with readable_errors(self.directory / str(step)):
-            self._manager.wait_until_finished()
-            if step in self.steps():
-                raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
-            check_space(self.directory, state)
-            self._manager.save(step, args=save_args(state, _gather_json(extra)), force=True)
+            self._remove_leftovers()
+            self._manager.save(step, args=args, force=True)
         return time.perf_counter() - start
+
+    def _check_step(self, step: int) -> None:
+        latest = self.latest()
+        if step in self.steps():
+            raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
+        if step < 0 or (latest is not None and step < latest):
+            raise ValueError(
+                f"checkpoint {self.directory / str(step)}: steps must grow, and {latest} is there; move later "
+                f"steps away, "
+                "or save to another directory"
+            )
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed writer left half written. Only a writer may: a reader may be looking at a live run."""
+        if not self._is_writer and jax.process_index() == 0:
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+        self._is_writer = True
 
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, Any]:
         """Read a step (default the newest) into the layout of `like`; return it and this process's `extra`.

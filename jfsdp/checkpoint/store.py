@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,8 +13,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.tree import check_matches, entries, make_manifest, rebuild
-from jfsdp.engine.auto import AutoEngine
-from jfsdp.train.state import TrainState, bytes_per_device, make_work
+from jfsdp.train.state import TrainState, bytes_per_device, with_work
 
 STATE, MANIFEST = "state", "manifest"
 
@@ -59,35 +56,32 @@ def restore(path: Any, like: TrainState) -> TrainState:
       ValueError: if there is no checkpoint, or names, shapes or dtypes differ; lists them.
     """
     path = Path(path).absolute()
+    mesh: Any = getattr(like.step.sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")
     manifest = read_manifest(path)
     check_matches(path, manifest, like)
     named = entries(like)
     arrays = _read_arrays(path / STATE, {name: entry.value for name, entry in named.items()})
     state = rebuild(like, arrays, {name: manifest["arrays"][name]["key_impl"] for name in named})
-    return _with_work(state, like)
-
-
-def _with_work(state: TrainState, like: TrainState) -> TrainState:
-    if not like.work:
-        return state
-    mesh = next(iter(like.work.values())).sharding.mesh
-    engine = AutoEngine(state.layout, mesh)
-    shardings = {path: value.sharding for path, value in like.work.items()}
-    work = jax.jit(functools.partial(make_work, engine), out_shardings=shardings)(state.params)
-    return dataclasses.replace(state, work=work)
+    return with_work(state, like)
 
 
 def _read_arrays(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
-    # Not strict: padding differs from layout to layout; logical shapes were compared before ([Note: what a checkpoint holds]).
+    # Not strict: padding differs from layout to layout; logical shapes were compared before ([Note: what a
+    # checkpoint holds]).
     how = {
         name: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=tuple(x.shape), dtype=x.dtype, strict=False)
         for name, x in shapes.items()
     }
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(path, ocp.args.PyTreeRestore(shapes, restore_args=how))
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(path, ocp.args.PyTreeRestore(shapes, restore_args=how))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"checkpoint {path.parent}: its arrays cannot be read: {error}") from error
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
@@ -98,8 +92,13 @@ def read_manifest(path: Any) -> dict[str, Any]:
     """
     file = Path(path) / MANIFEST / "metadata"
     if not file.is_file():
-        raise ValueError(f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run")
-    return json.loads(file.read_text())
+        raise ValueError(
+            f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run"
+        )
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path}: its manifest is damaged ({error}); restore another step") from error
 
 
 def save_args(state: TrainState, extra: Any) -> Any:
@@ -108,6 +107,10 @@ def save_args(state: TrainState, extra: Any) -> Any:
 
     arrays = {name: entry.value for name, entry in entries(state).items()}
     manifest = make_manifest(state, extra)
+    try:
+        json.dumps(manifest)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra: {error}; what goes beside a state must be plain JSON") from error
     return ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(arrays), MANIFEST: ocp.args.JsonSave(manifest)})
 
 
@@ -122,7 +125,9 @@ def check_space(path: Path, state: TrainState) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise OSError(
-            errno.ENOSPC, f"checkpoint needs about {needed:,} bytes, {free:,} are free; earlier ones are untouched", str(path)
+            errno.ENOSPC,
+            f"checkpoint needs about {needed:,} bytes, {free:,} are free; earlier ones are untouched",
+            str(path),
         )
 
 

@@ -1,9 +1,10 @@
 """A training state as arrays under logical names, and the manifest that says what they are.
 
 [Note: what a checkpoint holds]
-Arrays are stored by logical name: `params.<name>`, `opt_state.<path>`, `model_state.<name>`, `step`, `num_skipped`. No strategy
-and no mesh is part of a name. A leaf that its layout pads is written with its padding, zeros at the end of one dim; the
-manifest has its logical shape, and a restore cuts or pads to what the new layout stores. The low-precision copy of
+Arrays are stored by logical name: `params.<name>`, `opt_state.<path>`, `model_state.<name>`, `step`, `num_skipped`.
+No strategy and no mesh is part of a name. A leaf that its layout pads is written with its padding, zeros at the end
+of one dim; the manifest has its logical shape, and a restore cuts or pads to what the new layout stores. The
+low-precision copy of
 strategies that keep one is not written: it is the cast of the master.
 """
 
@@ -71,7 +72,7 @@ def _key_name(key: Any) -> str:
 
 
 def _key_data(value: Any) -> tuple[Any, str | None]:
-    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value, None
     impl = str(jax.random.key_impl(value)) if isinstance(value, jax.Array) else str(value.dtype)[4:-1]
     if isinstance(value, jax.Array):
@@ -81,7 +82,7 @@ def _key_data(value: Any) -> tuple[Any, str | None]:
 
 
 def make_manifest(state: TrainState, extra: Any) -> dict[str, Any]:
-    """Describe a state as plain data: format, every array's logical shape and dtype, the layout, and the caller's extra."""
+    """Describe a state as plain data: every array's logical shape and dtype, the layout, and the caller's extra."""
     return {
         "format": FORMAT,
         "arrays": {name: entry.to_dict() for name, entry in entries(state).items()},
@@ -97,7 +98,9 @@ def check_matches(path: Any, manifest: Mapping[str, Any], like: TrainState) -> N
       ValueError: listing missing, extra and differing names, or for a checkpoint of another format.
     """
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: has format {manifest.get('format')}; this version of jfsdp reads {FORMAT}")
+        raise ValueError(
+            f"checkpoint {path}: has format {manifest.get('format')}; this version of jfsdp reads {FORMAT}"
+        )
     there = manifest["arrays"]
     wanted = {name: entry.to_dict() for name, entry in entries(like).items()}
     differing = [

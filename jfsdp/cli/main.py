@@ -25,7 +25,10 @@ Command = (
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a subcommand; print errors of the user's making in one line. Returns the exit status: 0, or 2 for bad arguments."""
+    """Run a subcommand; print errors of the user's making in one line.
+
+    Returns the exit status: 0, or 2 for bad arguments.
+    """
     args = sys.argv[1:] if args is None else args
     if list(args) in (["--version"], ["-V"]):
         print(f"jfsdp {jfsdp.__version__}")

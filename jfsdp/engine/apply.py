@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jfsdp.engine.auto import AutoEngine, cast_floating
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.units import ROOT
@@ -16,8 +14,8 @@ from jfsdp.modules.nnx import NNXModel, root_hook, unit_hook
 class ShardedApply:
     """A model, its layout and an engine, as one pure function of arrays.
 
-    The root unit is the user's function itself: its leaves are gathered before it starts and, unless they are resharded,
-    stay until its backward ends. Every other unit is gathered around its own `__call__`.
+    The root unit is the user's function itself: its leaves are gathered before it starts and, unless they are
+    resharded, stay until its backward ends. Every other unit is gathered around its own `__call__`.
     """
 
     def __init__(self, model: NNXModel, engine: AutoEngine):
@@ -63,7 +61,8 @@ class ShardedApply:
 
     def _call_unit(self, name: str, run: Any, shards: Arrays, rest: Any) -> Any:
         self._called.add(name)
-        return self.engine.call_unit(name, run, shards, rest)
+        out, state = self.engine.call_unit(name, run, shards, rest)
+        return cast_floating(out, self.layout.policy(name).mp_policy.output_dtype), state
 
     def _check_called(self) -> None:
         silent = [name for name in self._hooks if name != ROOT and name not in self._called]
@@ -72,5 +71,3 @@ class ShardedApply:
                 f"units never called: {', '.join(map(repr, silent))}; a unit is gathered around its __call__, so its "
                 "weights would be read while they are sharded: choose as units the modules that are called, or none"
             )
-
-

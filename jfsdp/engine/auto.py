@@ -1,9 +1,10 @@
 """The auto engine's movements: layouts are stated and XLA inserts the collectives.
 
 [Note: low precision on the wire]
-The *sharded* layout of the cast value is stated first, then a barrier, then the whole one. Without both, XLA gathers 41 % of
-the bytes of Llama-3-8B in the master's float32 and casts afterwards. Under the derivative of `engine/unit.py` either one of
-the two was enough on JAX 0.10.2 and 0.12.0; neither is a documented behaviour, so both stand. docs/log.md has the counts.
+The *sharded* layout of the cast value is stated first, then a barrier, then the whole one. Without both, XLA gathers
+41 % of the bytes of Llama-3-8B in the master's float32 and casts afterwards. Under the derivative of `engine/unit.py`
+either one of the two was enough on JAX 0.10.2 and 0.12.0; neither is a documented behaviour, so both stand.
+docs/log.md has the counts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _num_sliced(leaf: Leaf, ndim: int) -> int:
     gone = len(leaf.shape) - ndim
     if leaf.dim is not None and gone > leaf.dim:
         raise ValueError(
-            f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit {leaf.unit!r} is "
+            f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "
+            f"{leaf.unit!r} is "
             f"called inside a scan over it; declare the layer dim: units=[jfsdp.Unit(..., stacked={gone})]"
         )
     return gone

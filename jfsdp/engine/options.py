@@ -9,7 +9,8 @@ def compiler_options(mesh: Any) -> dict[str, Any]:
     """Return compiler options for a step on this mesh's platform. Moves no data.
 
     GPU: XLA's own rematerialization pass is off. Near the memory limit it recomputes gathers without a word and
-    multiplied the traffic of a 469B model (gathers 1.49x, scatters 2.95x); what is recomputed is the units' remat policy.
+    multiplied the traffic of a 469B model (gathers 1.49x, scatters 2.95x); what is recomputed is the units' remat
+    policy.
     """
     return {"xla_disable_hlo_passes": "rematerialization"} if _platform(mesh) in ("gpu", "cuda", "rocm") else {}
 

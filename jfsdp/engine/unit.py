@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 from jfsdp.engine.dataflow import depends_on
 from jfsdp.layout.policy import Remat
@@ -56,7 +57,7 @@ def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full
     def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         values = _weave(is_diff, diff, other)
         flat = [*values[:num_consts], *jax.tree.leaves(weights), *values[num_consts:]]
-        return jax.core.eval_jaxpr(closed.jaxpr, flat[:num_consts], *flat[num_consts:])
+        return core.eval_jaxpr(closed.jaxpr, flat[:num_consts], *flat[num_consts:])
 
     unit = _differentiable(_apply_remat(compute, movement.remat), weights_tree, movement)
     diff = [value for value, yes in zip(flat_rest, is_diff, strict=True) if yes]
@@ -114,7 +115,8 @@ class _Residuals:
 
     @classmethod
     def tree_unflatten(cls, plan: _Plan, children: Any) -> _Residuals:
-        return cls(*children, plan)
+        shards, full, kept = children
+        return cls(shards, full, kept, plan)
 
 
 def _differentiable(compute: Callable[..., list[Any]], weights_tree: Any, movement: Movement) -> Callable[..., Any]:
@@ -155,7 +157,7 @@ def _linearize(
     closed = jax.make_jaxpr(forward)(full, diff, other)
     weights = jax.tree.leaves(full)
     inputs = [*weights, *diff, *other]
-    results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
+    results = core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
     is_activation = [position >= len(weights) for position in range(len(inputs))]
     saved = tuple(depends_on(closed.jaxpr, is_activation)[num_out:])
 
@@ -164,7 +166,7 @@ def _linearize(
         if all(saved):
             return []
         zeros = [_zeros_like(aval.aval) for aval in closed.jaxpr.invars[len(weights) :]]
-        again = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(full), *zeros)
+        again = core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(full), *zeros)
         return [value for value, kept in zip(again[num_out:], saved, strict=True) if not kept]
 
     kept = [value for value, keep in zip(results[num_out:], saved, strict=True) if keep]
@@ -172,6 +174,6 @@ def _linearize(
 
 
 def _zeros_like(aval: Any) -> Any:
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)

@@ -23,7 +23,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Read `replica=2,fsdp=4` into axis sizes. Moves no data.
 
     Raises:
-      ValueError: if a part is not NAME=SIZE, the axis is unknown or given twice, or the size is not a positive int or -1.
+      ValueError: if a part is not NAME=SIZE, the axis is unknown or given twice, or the size is not a positive int or
+        -1.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -63,7 +64,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if math.prod(resolved.values()) != num_devices:
         text = ",".join(f"{name}={size}" for name, size in ordered.items())
         raise ValueError(
-            f"mesh {text} needs a {'multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
+            f"mesh {text} needs {'a multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
             f"{num_devices}; change the sizes, give one axis size -1, or pass devices="
         )
     return resolved
@@ -85,6 +86,8 @@ def make_mesh(
       ValueError: if the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
@@ -113,16 +116,16 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Return the sizes of a mesh by axis name, and check that the axes are ours.
 
     Raises:
-      ValueError: if an axis is unknown or is not of type Auto (in `Explicit` axes an unmodified model does not trace).
+      ValueError: if an axis is unknown or is not of type Auto (on `Explicit` axes an unmodified model does not trace).
     """
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}: use jfsdp.make_mesh")
-    explicit = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
-    if explicit:
-        raise ValueError(
-            f"mesh axis {explicit[0]!r} has type Explicit; use jfsdp.make_mesh, or pass axis_types=(AxisType.Auto, ...)"
-        )
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise ValueError(
+                f"mesh axis {name!r} has type {kind.name}; use jfsdp.make_mesh, or pass axis_types=(AxisType.Auto, ...)"
+            )
     return dict(mesh.shape)
 
 

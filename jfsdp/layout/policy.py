@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import Split, Strategy
-from jfsdp.layout.units import ROOT
+from jfsdp.layout.units import ROOT, matches_glob
 
 REMATS = ("none", "full", "dots")
 Remat = str | tuple[str, ...] | Callable[..., Any]
@@ -31,6 +30,16 @@ class UnitPolicy:
     reshard_after_forward: bool
     remat: Remat
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise ValueError(f"mp_policy {self.mp_policy!r} is not a jfsdp.MixedPrecisionPolicy")
+        is_names = isinstance(self.remat, tuple) and all(isinstance(name, str) for name in self.remat)
+        if self.remat not in REMATS and not is_names and not callable(self.remat):
+            raise ValueError(
+                f"remat {self.remat!r} is unknown; use {', '.join(REMATS)}, a tuple of names, or a policy of "
+                "jax.checkpoint_policies"
+            )
+
 
 def resolve_policies(
     units: Iterable[str],
@@ -41,9 +50,11 @@ def resolve_policies(
     remat: Remat,
     per_unit: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, UnitPolicy]:
-    """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no data.
+    """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no
+    data.
 
-    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others as `kept` says. `remat` is
+    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others as `kept` says. A global
+    `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
     for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
 
     Raises:
@@ -52,13 +63,14 @@ def resolve_policies(
     names = list(units)
     overrides: dict[str, dict[str, Any]] = {name: {} for name in names}
     for pattern, settings in (per_unit or {}).items():
-        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        matched = [name for name in names if matches_glob(pattern, name)]
         if not matched:
             raise ValueError(f"per_unit {pattern!r} matches no unit; the units are {', '.join(map(repr, names))}")
         for name in matched:
             overrides[name].update(_check_settings(pattern, settings))
     defaults = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "remat": remat}
     root = {**defaults, "remat": "none"}
+    defaults["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
     return {name: _resolve(name, strategy, **{**(defaults if name else root), **overrides[name]}) for name in names}
 
 
@@ -66,7 +78,9 @@ def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, A
     known = [field.name for field in dataclasses.fields(UnitPolicy)]
     unknown = [key for key in settings if key not in known]
     if unknown:
-        raise ValueError(f"per_unit {pattern!r}: setting {unknown[0]!r} is unknown; the settings are {', '.join(known)}")
+        raise ValueError(
+            f"per_unit {pattern!r}: setting {unknown[0]!r} is unknown; the settings are {', '.join(known)}"
+        )
     return settings
 
 
@@ -74,9 +88,10 @@ def _resolve(
     name: str, strategy: Strategy, mp_policy: MixedPrecisionPolicy, reshard_after_forward: bool | None, remat: Remat
 ) -> UnitPolicy:
     shown = repr(name) if name else "(root)"
-    if reshard_after_forward not in (None, True, False) or isinstance(reshard_after_forward, float):
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
         raise ValueError(
-            f"unit {shown}: reshard_after_forward={reshard_after_forward!r} is not None, True or False; resharding to a "
+            f"unit {shown}: reshard_after_forward={reshard_after_forward!r} is not None, True or False; "
+            f"resharding to a "
             "number of devices (hpZ) is not supported"
         )
     if reshard_after_forward and strategy.kept is Split.WHOLE:
@@ -84,8 +99,9 @@ def _resolve(
             f"unit {shown}: reshard_after_forward=True contradicts strategy {strategy.name!r}, which keeps parameters "
             "whole between forward and backward; use full_shard or hybrid_shard, or leave it None"
         )
-    if isinstance(remat, str) and remat not in REMATS:
-        raise ValueError(f"unit {shown}: remat {remat!r} is unknown; use {', '.join(REMATS)}, names, or a policy")
     default = strategy.kept is not Split.WHOLE and name != ROOT
     reshard = default if reshard_after_forward is None else bool(reshard_after_forward)
-    return UnitPolicy(mp_policy, reshard, remat)
+    try:
+        return UnitPolicy(mp_policy, reshard, remat)
+    except ValueError as error:
+        raise ValueError(f"unit {shown}: {error}") from error

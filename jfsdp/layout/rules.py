@@ -37,11 +37,11 @@ def choose_dim(
     Raises:
       ValueError: if `shard_dim` is not a dim of the leaf, or is a layer dim.
     """
+    size = math.prod(shape[stacked:])
+    dim = None if shard_dim is None else _check_dim(path, shape, stacked, shard_dim)
     if num_shards == 1:
         return DimChoice(None, 0, "whole: one shard")
-    size = math.prod(shape[stacked:])
-    if shard_dim is not None:
-        dim = _check_dim(path, shape, stacked, shard_dim)
+    if dim is not None:
         return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as asked")
     if size < min_size:
         return DimChoice(None, 0, f"replicated: {size} elements, below min_size {min_size}")
@@ -59,6 +59,8 @@ def choose_dim(
 
 
 def _check_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int) -> int:
+    if not shape:
+        raise ValueError(f"{path}: shard_dim={dim} was asked of a scalar, which has no dim; return None for it")
     resolved = dim + len(shape) if dim < 0 else dim
     if not 0 <= resolved < len(shape):
         raise ValueError(f"{path}: shard_dim={dim} is not a dim of shape {shape}; pass one of 0..{len(shape) - 1}")

@@ -33,7 +33,8 @@ class Stage:
 class Leaf:
     """One parameter: its logical shape, its owner, its split dim and padding with the reason, and its stages.
 
-    Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`, `opt`.
+    Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
+      `opt`.
     """
 
     path: str
@@ -75,7 +76,7 @@ class Leaf:
         axes = self.stage(stage).axes
         entries: list[Any] = [None] * len(self.shape)
         if self.dim is not None and axes:
-            entries[self.dim] = axes if len(axes) > 1 else axes[0]
+            entries[self.dim] = axes if len(axes) > 1 else "".join(axes)
         return PartitionSpec(*entries[sliced:])
 
 
@@ -89,6 +90,7 @@ class Layout:
     mesh_sizes: tuple[tuple[str, int], ...]
     strategy: Strategy
     mp_policy: MixedPrecisionPolicy
+    min_size: int
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -162,6 +164,8 @@ def build_layout(
     Raises:
       ValueError: for an axis that jfsdp does not know, or a `shard_dim` that is not a dim.
     """
+    if min_size < 0:
+        raise ValueError(f"min_size={min_size} must be 0 or more")
     sizes = axis_sizes(mesh)
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     build = functools.partial(_build_leaf, sizes=sizes, strategy=strategy, min_size=min_size, shard_dim=shard_dim)
@@ -173,6 +177,7 @@ def build_layout(
         mesh_sizes=tuple(sizes.items()),
         strategy=strategy,
         mp_policy=mp_policy,
+        min_size=min_size,
     )
 
 
@@ -206,9 +211,7 @@ def _build_leaf(
     )
 
 
-def _stages(
-    dtype: str, strategy: Strategy, policy: UnitPolicy, sizes: Mapping[str, int]
-) -> dict[str, Stage | None]:
+def _stages(dtype: str, strategy: Strategy, policy: UnitPolicy, sizes: Mapping[str, int]) -> dict[str, Stage | None]:
     """Spell a strategy out for one leaf; empty `sizes` leave every stage whole.
 
     Where the optimizer is split finer than the parameters and compute is in lower precision, the master is split like

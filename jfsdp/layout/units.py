@@ -1,7 +1,8 @@
 """Units: which leaves are gathered and freed together.
 
-A unit is one module, named by its path; what no unit claims belongs to the root unit, whose name is the empty path. A leaf
-below two nested units belongs to the inner one. This room knows modules only as `ModuleInfo`: path, class and leaves.
+A unit is one module, named by its path; what no unit claims belongs to the root unit, whose name is the empty path. A
+leaf below two nested units belongs to the inner one. This room knows modules only as `ModuleInfo`: path, class and
+leaves.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Unit:
 
     Attributes:
       match: a module class; a glob over dotted paths (`layers.*`, `*` stays within one name); or a predicate
-        `f(path, cls, num_parameters) -> bool`.
-      stacked: how many leading dims of the leaves are layer dims of a scan. None: found out from the shapes (all leaves
-        share their first dim), and checked when the model is traced.
+        `f(path, cls, num_parameters) -> bool`, asked for modules that can be called, inner ones first.
+      stacked: how many leading dims of the leaves are layer dims of a scan. None: guessed from the shapes (all leaves
+        share their first dim, and one has three dims or more), and checked when the model is traced.
     """
 
     match: Any
@@ -104,7 +105,8 @@ def _match_all(
         for path in paths:
             if path in matched:
                 raise ValueError(
-                    f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} both claim "
+                    f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} "
+                    f"both claim "
                     "this module and its leaves; remove one of them"
                 )
             matched[path] = unit
@@ -112,14 +114,18 @@ def _match_all(
 
 
 def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    match = unit.match
+    match: Any = unit.match
     if isinstance(match, type):
         return [module.path for module in modules if issubclass(module.cls, match)]
     if isinstance(match, str):
-        return [module.path for module in modules if _glob(match, module.path)]
+        return [module.path for module in modules if matches_glob(match, module.path)]
     if callable(match):
-        return _match_predicate(match, modules, shapes)
+        return _match_predicate(match, modules, shapes)  # type: ignore[arg-type]
     raise ValueError(f"unit {match!r} is neither a module class, a path glob, nor a predicate f(path, cls, size)")
+
+
+def _has_call(cls: type) -> bool:
+    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def _match_predicate(
@@ -131,7 +137,7 @@ def _match_predicate(
     for module in sorted(modules, key=lambda m: -_depth(m.path)):
         free = [leaf for leaf in module.leaves if leaf not in claimed]
         size = sum(math.prod(shapes[leaf]) for leaf in free)
-        if module.path != ROOT and free and predicate(module.path, module.cls, size):
+        if module.path != ROOT and free and _has_call(module.cls) and predicate(module.path, module.cls, size):
             claimed.update(free)
             paths.append(module.path)
     return paths
@@ -141,8 +147,8 @@ def _depth(path: str) -> int:
     return len(path.split(".")) if path else 0
 
 
-def _glob(pattern: str, path: str) -> bool:
-    """Match name by name, so that `layers.*` does not reach into a layer."""
+def matches_glob(pattern: str, path: str) -> bool:
+    """Match a dotted path name by name, so that `layers.*` does not reach into a layer. Moves no data."""
     names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
@@ -168,12 +174,14 @@ def _is_within(path: str, ancestor: str) -> bool:
 
 
 def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Take matrices that all share their first dim for a stack of layers.
+    """Take leaves that all share their first dim, some of three dims or more, for a stack of layers.
 
-    A wrong yes only keeps that dim from being split; a wrong no is caught when the model is traced.
+    Matrices alone are no evidence: those of an attention without biases all share the model's dim. A wrong yes keeps
+    that dim from being split and measures `min_size` without it; a wrong no is caught when the model is traced.
     """
     same = len({shape[0] if shape else None for shape in shapes}) == 1
-    return int(len(shapes) > 1 and same and min(map(len, shapes)) >= 2)
+    ranks = sorted(map(len, shapes))
+    return int(len(shapes) > 1 and same and ranks[0] >= 2 and ranks[-1] >= 3)
 
 
 def _describe(match: Any) -> str:
@@ -182,6 +190,6 @@ def _describe(match: Any) -> str:
 
 def _nothing_matches(match: Any, modules: Sequence[ModuleInfo]) -> str:
     classes = sorted({module.cls.__name__ for module in modules})
-    paths = [module.path for module in modules if module.path]
+    paths = sorted((module.path for module in modules if module.path), key=_depth)
     shown = ", ".join(paths[:12]) + (f", ... ({len(paths)} in all)" if len(paths) > 12 else "")
     return f"unit {_describe(match)} matches no module; classes: {', '.join(classes)}; paths: {shown}"

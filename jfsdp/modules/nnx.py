@@ -1,9 +1,10 @@
 """Flax NNX models as pure functions of named arrays, with a hook at the call of every unit.
 
 [Note: how a unit is hooked]
-Inside a trace the graph definition is merged with the arrays given, and each unit module of that traced copy has its class
-swapped for a subclass whose `__call__` splits the module again and hands it to the engine. NNX keeps the class in the
-graph definition, so a swapped class survives into the bodies of `nnx.scan`. The user's own module is never touched.
+Inside a trace the graph definition is merged with the arrays given, and each unit module of that traced copy has its
+class swapped for a subclass whose `__call__` splits the module again and hands it to the engine. NNX keeps the class
+in the graph definition, so a swapped class survives into the bodies of `nnx.scan`. The user's own module is never
+touched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jfsdp.layout.units import ROOT, ModuleInfo, UnitInfo
+from jfsdp.layout.units import ModuleInfo, UnitInfo
 
 Arrays = dict[str, jax.Array]
 UnitCall = Callable[[str, Callable[..., Any], Arrays, Any], Any]
@@ -104,15 +105,15 @@ def _with_arrays(flat: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _modules(model: nnx.Module) -> list[ModuleInfo]:
-    """List the modules, root first, each with the names of the parameters it reaches (tied ones by their first name)."""
+    """List the modules, root first, each with the parameters that it reaches (tied ones by their first name)."""
     names = {id(node): _name(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
 
     def leaves(module: nnx.Module) -> tuple[str, ...]:
         return tuple(names[id(node)] for _, node in nnx.iter_graph(module) if id(node) in names)
 
-    found = {_name(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
-    infos = [ModuleInfo(path, type(node), leaves(node)) for path, node in found.items()]
-    return sorted(infos, key=lambda info: info.path.split(".") if info.path != ROOT else [])
+    found = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+    in_order = sorted(found, key=lambda path: [(isinstance(key, str), key) for key in path])
+    return [ModuleInfo(_name(path), type(found[path]), leaves(found[path])) for path in in_order]
 
 
 def unit_hook(cls: type, unit: UnitInfo, call: UnitCall) -> type:
@@ -224,7 +225,8 @@ class _PureCall:
         written = [old is not new for old, new in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True)]
         if any(written):
             raise ValueError(
-                f"unit {self.name!r}: its call writes to {sum(written)} of its parameters; a forward may read parameters "
+                f"unit {self.name!r}: its call writes to {sum(written)} of its parameters; a forward may read "
+                f"parameters "
                 "only: keep what it changes in another nnx.Variable"
             )
 

@@ -47,12 +47,12 @@ class Evaluator:
           ValueError: if there is nothing to evaluate.
         """
         total = weight = 0.0
-        before = None
-        for batch in itertools.chain(itertools.islice(self._batches(), self._num_batches or None), [None]):
-            current = None if batch is None else self._sums(state, self._shard_batch(batch))
-            if before is not None:
-                total, weight = total + float(before[0]), weight + float(before[1])
-            before = current
+        batches = itertools.islice(self._batches(), self._num_batches or None)
+        batch = next(batches, None)
+        while batch is not None:
+            sums = self._sums(state, self._shard_batch(batch))
+            batch = next(batches, None)
+            total, weight = total + float(sums[0]), weight + float(sums[1])
         if not weight:
             raise ValueError("the held-out batches hold no tokens; raise eval_fraction or eval_batches")
         return total / weight, weight

@@ -75,7 +75,9 @@ def as_job(value: Any, name: str) -> Job:
     unknown = [key for key in value if key not in known]
     missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
     if unknown or missing:
-        raise ValueError(f"job {name!r}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(known)}")
+        raise ValueError(
+            f"job {name!r}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(known)}"
+        )
     return Job(**{"name": name, **value})
 
 
@@ -104,7 +106,8 @@ def job_from_factory(spec: str) -> Job:
     """Load a job from `module:function`, importing from the working directory as `python -m` would.
 
     Raises:
-      ValueError: if the spec is malformed, or names no module or function. What the factory itself raises passes through.
+      ValueError: if the spec is malformed, or names no module or function. What the factory itself raises passes
+        through.
     """
     module_name, _, function = spec.partition(":")
     if not module_name or not function:
@@ -114,7 +117,7 @@ def job_from_factory(spec: str) -> Job:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"factory {spec!r}: no module named {error.name!r} from {os.getcwd()}") from error
     if not hasattr(module, function):

@@ -1,8 +1,8 @@
 """What a run reports about itself: throughput, MFU, memory; as JSON lines and as TensorBoard events.
 
-[Note: metrics.jsonl] One line per logged step, in the order of the steps, no step twice; a run that was resumed goes on
-in the same file. Steps that are logged: multiples of `log_every`, those with an evaluation, and the last one. All values
-are numbers or null; numbers that JSON has no word for (a loss that is NaN) are null.
+[Note: metrics.jsonl] One line per logged step, in the order of the steps, no step twice; a resumed run goes on in the
+same file. Logged are multiples of `log_every`, steps with an evaluation, and the last one. All values are numbers
+or null; a number that JSON has no word for (a loss that is NaN) is null.
 
     step                      from 1
     loss                      of this step alone: the mean over its tokens, before its update
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Dense bfloat16 FLOP/s of one device by what `device_kind` contains, from the vendors' datasheets; the first match counts.
+# Dense bfloat16 FLOP/s of one device by part of its `device_kind`, from the vendors' datasheets; first match counts.
 PEAK_FLOPS = {
     "GB300": 2500e12,
     "B300": 2250e12,
@@ -69,7 +69,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Return the peak memory of the fullest local device, or where devices do not say, this process's resident memory."""
+    """Return the peak memory of the fullest local device; where devices do not say, this process's resident memory."""
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -127,16 +127,25 @@ class Throughput:
         return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": per_device, "mfu": mfu, "step_s": step_s}
 
 
+def finite(record: Mapping[str, Any]) -> Record:
+    """Replace numbers that JSON has no word for by None."""
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+
+
 class JsonLines:
     """Appends one line per record to a file; see [Note: metrics.jsonl]. A line is in the file when `write` returns."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer nothing is left to be written, and to fail once more, when the file is closed.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
+        except OSError as error:
+            raise OSError(
+                f"{self._file.name} cannot be written ({error.strerror}); complete checkpoints stand"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

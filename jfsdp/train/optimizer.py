@@ -11,7 +11,20 @@ from jax.extend import core
 from jfsdp.layout.table import Layout, Leaf
 
 # Primitives whose result at an index reads other indices of a same-shaped or larger operand.
-_MIXING = ("reduce", "dot_general", "conv", "sort", "cum", "fft", "gather", "scatter", "argm", "rev", "transpose", "concat")
+_MIXING = (
+    "reduce",
+    "dot_general",
+    "conv",
+    "sort",
+    "cum",
+    "fft",
+    "gather",
+    "scatter",
+    "argm",
+    "rev",
+    "transpose",
+    "concat",
+)
 
 
 def check_elementwise(layout: Layout, tx: optax.GradientTransformation) -> None:

@@ -1,14 +1,14 @@
 """The directory of a run: never overwritten, and resumed only by the configuration that began it.
 
-    config.json      the configuration, and under "decides" all that the numbers depend on
-    checkpoints/     one directory per kept step
-    metrics.jsonl    one line per logged step
-    tensorboard/     the same for TensorBoard
-    summary.json     how the run ended
-    loss.png         the loss curve
-    sample.txt       text generated from the model
-    profile/         traces
-    replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metrics.jsonl as it was
+config.json      the configuration, and under "decides" all that the numbers depend on
+checkpoints/     one directory per kept step
+metrics.jsonl    one line per logged step
+tensorboard/     the same for TensorBoard
+summary.json     how the run ended
+loss.png         the loss curve
+sample.txt       text generated from the model
+profile/         traces
+replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metrics.jsonl as it was
 """
 
 from __future__ import annotations

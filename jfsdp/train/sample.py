@@ -47,7 +47,13 @@ def sample_texts(
 
 
 def _generate(
-    model: ShardedModel, state: TrainState, tokens: np.ndarray, start: int, vocab_size: int, temperature: float, seed: int
+    model: ShardedModel,
+    state: TrainState,
+    tokens: np.ndarray,
+    start: int,
+    vocab_size: int,
+    temperature: float,
+    seed: int,
 ) -> np.ndarray:
     mesh: Any = model.mesh
     split, whole = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())

@@ -56,7 +56,8 @@ def fully_shard(
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
       min_size: leaves with fewer elements (per layer) are replicated.
       shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
-      per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the root).
+      per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
+        root).
       engine, storage, prefetch, offload_policy: only "auto", "per_parameter", None and None are available.
 
     Raises:
@@ -64,11 +65,6 @@ def fully_shard(
     """
     _check_available(engine, storage, prefetch, offload_policy)
     nnx_model, mp_policy = NNXModel(model), mp_policy or MixedPrecisionPolicy()
-    if mp_policy.reduce_dtype not in (None, mp_policy.param_dtype):
-        raise ValueError(
-            f"reduce_dtype {mp_policy.reduce_dtype!r} differs from param_dtype {mp_policy.param_dtype!r}: engine 'auto' "
-            "reduces gradients in the dtype of the parameters in use; leave reduce_dtype None, or make both equal"
-        )
     mesh, strategy = make_mesh() if mesh is None else mesh, get_strategy(strategy)
     shapes = {path: tuple(leaf.shape) for path, leaf in nnx_model.params.items()}
     resolved = resolve_units(units, nnx_model.modules, shapes)
@@ -80,6 +76,8 @@ def fully_shard(
         remat=remat,
         per_unit=per_unit,
     )
+    for name, policy in policies.items():
+        _check_reduce_dtype(name, policy.mp_policy)
     layout = build_layout(
         nnx_model.params,
         resolved,
@@ -91,6 +89,15 @@ def fully_shard(
         shard_dim=shard_dim,
     )
     return ShardedModel(nnx_model, layout, mesh)
+
+
+def _check_reduce_dtype(unit: str, policy: MixedPrecisionPolicy) -> None:
+    if policy.reduce_dtype not in (None, policy.param_dtype):
+        raise ValueError(
+            f"unit {unit or '(root)'}: reduce_dtype {policy.reduce_dtype!r} differs from param_dtype "
+            f"{policy.param_dtype!r}: engine 'auto' reduces gradients in the dtype of the parameters in use; leave "
+            "reduce_dtype None, or make both equal"
+        )
 
 
 def _check_available(engine: str, storage: str, prefetch: Any, offload_policy: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,9 +48,7 @@ class TrainState:
         return {**self.params, **self.work}
 
 
-def make_state(
-    engine: AutoEngine, tx: optax.GradientTransformation, params: Arrays, model_state: Arrays
-) -> TrainState:
+def make_state(engine: AutoEngine, tx: optax.GradientTransformation, params: Arrays, model_state: Arrays) -> TrainState:
     """Build the first state from parameters of logical shape; call it inside `jit` with `state_shardings`.
 
     Layout:  parameters as they come -> [D/axes F] each, zero-padded along the split dim.
@@ -79,6 +78,19 @@ def make_work(engine: AutoEngine, params: Arrays) -> Arrays:
     return engine.constrain(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
 
 
+def with_work(state: TrainState, like: TrainState) -> TrainState:
+    """Give a state the low-precision copy that `like` has: it is a function of the masters.
+
+    Layout, Cost: as `make_work`.
+    """
+    if not like.work:
+        return dataclasses.replace(state, work={})
+    shardings: dict[str, Any] = {path: value.sharding for path, value in like.work.items()}
+    engine = AutoEngine(like.layout, next(iter(shardings.values())).mesh)
+    work = jax.jit(functools.partial(make_work, engine), out_shardings=shardings)(state.params)
+    return dataclasses.replace(state, work={path: work[path] for path in like.work})
+
+
 def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part that the optimizer sees: floating leaves. Moves no data."""
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}
@@ -98,7 +110,7 @@ def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> Tr
         opt_state=jax.tree_util.tree_map_with_path(
             lambda path, x: NamedSharding(mesh, opt_spec(layout, path, tuple(x.shape))), abstract_state.opt_state
         ),
-        model_state={name: whole for name in abstract_state.model_state},  # type: ignore[misc]
+        model_state=dict.fromkeys(abstract_state.model_state, whole),  # type: ignore[misc]
         num_skipped=whole,  # type: ignore[arg-type]
         layout=layout,
     )
@@ -115,7 +127,7 @@ def opt_spec(layout: Layout, path: tuple[Any, ...], shape: tuple[int, ...]) -> P
     if leaf is not None and shape == leaf.stored_shape:
         return leaf.spec("opt")
     axes = tuple(axis for axis, size in layout.mesh_sizes if size > 1 and axis in layout.strategy.opt.axes)
-    choice = choose_dim(name or "", shape, layout.num_shards(axes))
+    choice = choose_dim(name or "", shape, layout.num_shards(axes), min_size=layout.min_size)
     if choice.dim is None or choice.padding:
         return PartitionSpec()
     return PartitionSpec(*[axes if dim == choice.dim else None for dim in range(len(shape))])
@@ -127,9 +139,7 @@ def param_name(layout: Layout, path: tuple[Any, ...]) -> str | None:
     return next((key for key in reversed(keys) if key in layout.by_path), None)
 
 
-def abstract_state(
-    engine: AutoEngine, tx: optax.GradientTransformation, model_state: Mapping[str, Any]
-) -> TrainState:
+def abstract_state(engine: AutoEngine, tx: optax.GradientTransformation, model_state: Mapping[str, Any]) -> TrainState:
     """Return shapes, dtypes and shardings of a state. Moves no data."""
     layout = engine.layout
     stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves}
@@ -163,8 +173,11 @@ def bytes_per_device(abstract: Any) -> int:
 
 
 def array_bytes(x: Any) -> int:
-    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data. Moves no data."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data.
+
+    Moves no data.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(jax.random.key_data, x)
         return math.prod(x.shape) * x.dtype.itemsize
     shape = x.sharding.shard_shape(tuple(x.shape)) if x.sharding is not None else x.shape

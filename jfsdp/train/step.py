@@ -54,8 +54,8 @@ class StepConfig:
 class TrainStep:
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
-    Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, and what the loss returns as
-    `aux`.
+    Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, and what the loss
+    returns as `aux`.
     """
 
     def __init__(self, apply: ShardedApply, loss_fn: LossFn, tx: optax.GradientTransformation, config: StepConfig):
@@ -101,7 +101,8 @@ class TrainStep:
             size = x.shape[0] * num_processes if x.shape else None
             if size is None or size == 0 or size % (shards * accumulate):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size "
+                    f"batch{jax.tree_util.keystr(path)}: dim 0 (size {size}) cannot be split over axes "
+                    f"{DATA_AXES} (size "
                     f"{shards}) in {accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
                 )
         shape = jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), batch)

@@ -1,5 +1,7 @@
 """Unmodified models under hooks: state comes back, precision is FSDP2's, misuse is named."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ class Stateful(nnx.Module):
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, cls=Stateful, num=2):
+    def __init__(self, rngs, cls: Any = Stateful, num=2):
         self.layers = nnx.List([cls(rngs) for _ in range(num)])
         self.head = nnx.Linear(DIM, 1, rngs=rngs)
 
@@ -44,7 +46,7 @@ def batch():
     return np.random.default_rng(0).normal(size=(16, DIM)).astype(np.float32)
 
 
-def shard(factory=Net, units=(Stateful,), **options):
+def shard(factory: Any = Net, units: Any = (Stateful,), **options):
     return jfsdp.fully_shard(factory, units=units, min_size=1, **options)
 
 
@@ -57,7 +59,7 @@ def test_batch_statistics_and_rng_counts_come_out_of_the_units():
     assert set(after.model_state) == set(model.model.state)
     for path, variable in nnx.to_flat_state(nnx.state(wanted, nnx.Not(nnx.Param))):
         found, value = after.model_state[".".join(map(str, path))], variable.get_value()
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             found, value = jax.random.key_data(found), jax.random.key_data(value)
         np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6, err_msg=str(path))
 
@@ -73,7 +75,9 @@ def test_dropout_masks_differ_between_steps_rows_and_layers():
 
     def keep(model, x):
         masks = jnp.stack([layer(jnp.ones_like(x)) for layer in model.layers])
-        return jfsdp.Loss(masks.sum() + 0 * model.head(x).sum(), 1.0, {f"m{i}": row.sum() for i, row in enumerate(masks[0])})
+        return jfsdp.Loss(
+            masks.sum() + 0 * model.head(x).sum(), 1.0, {f"m{i}": row.sum() for i, row in enumerate(masks[0])}
+        )
 
     model = shard(lambda rngs: Net(rngs, Masks), (Masks,))
     step, state = model.train_step(keep, TX), model.init(TX)
@@ -93,7 +97,9 @@ def test_a_given_instance_keeps_its_weights_and_is_not_touched():
     np.testing.assert_array_equal(state.params["layers.0.linear.kernel"], kernel)
     model.train_step(mean_square, TX)(state, batch())
     assert type(instance.layers[0]) is Stateful
-    assert all(np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(nnx.state(instance, nnx.Param)), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(nnx.state(instance, nnx.Param)), strict=True)
+    )
 
 
 class Spy(nnx.Module):
@@ -129,7 +135,14 @@ def dtypes_seen(**policy):
 
 def test_parameters_in_use_and_inputs_have_param_dtype_and_integers_and_statistics_do_not():
     seen = dtypes_seen(param_dtype="bfloat16")
-    assert seen == {"x": "bfloat16", "w": "bfloat16", "int": "int32", "stat": "float32", "out": "bfloat16", "model": "bfloat16"}
+    assert seen == {
+        "x": "bfloat16",
+        "w": "bfloat16",
+        "int": "int32",
+        "stat": "float32",
+        "out": "bfloat16",
+        "model": "bfloat16",
+    }
 
 
 def test_inputs_stay_as_they_are_when_not_asked_to_be_cast():

@@ -140,7 +140,9 @@ def tower_params():
     from flax import nnx
 
     # Compiled as `init` compiles on CPU: with optimization the last bit depends on the shape of a loop.
-    make = jax.jit(lambda key: nnx.state(Tower(nnx.Rngs(key)), nnx.Param), compiler_options={"xla_backend_optimization_level": 0})
+    make = jax.jit(
+        lambda key: nnx.state(Tower(nnx.Rngs(key)), nnx.Param), compiler_options={"xla_backend_optimization_level": 0}
+    )
     return make(jax.random.key(0))
 
 

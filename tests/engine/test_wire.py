@@ -44,7 +44,7 @@ def test_llama_8b_on_64_gathers_29_551_and_scatters_15_810_gb():
     The one exception is the norms' scales (0.003 % of P): XLA sums their gradients in the float32 in which the model
     computes them, and reduces before it casts.
     """
-    found, wire = compiled_wire()
+    _, wire = compiled_wire()
     gathered = 2 * (2 * PARAMETERS - ROOT_PARAMETERS) * SHARE
     assert wire["all-gather", "bf16"] == gathered
     assert round(gathered / 1e9, 3) == 29.551
@@ -52,13 +52,19 @@ def test_llama_8b_on_64_gathers_29_551_and_scatters_15_810_gb():
     assert wire["reduce-scatter", "bf16"] == matrices
     assert wire["reduce-scatter", "f32"] == norms
     assert round((matrices + norms) / 1e9, 3) == 15.810
-    assert set(wire) == {("all-gather", "bf16"), *(("reduce-scatter", d) for d in ("bf16", "f32")), ("all-reduce", "f32")}
+    assert set(wire) == {
+        ("all-gather", "bf16"),
+        *(("reduce-scatter", d) for d in ("bf16", "f32")),
+        ("all-reduce", "f32"),
+    }
     assert wire["all-reduce", "f32"] < 100, "only the loss, its weight and the gradient norm are summed"
 
 
 def test_a_layer_list_puts_the_same_bytes_on_the_wire_as_a_stack():
     stacked, listed = (compiled_wire(num_layers=2, seq_len=1024, stacked=stacked)[1] for stacked in (True, False))
-    assert {key: size for key, size in listed.items() if size > 1e4} == {k: size for k, size in stacked.items() if size > 1e4}
+    assert {key: size for key, size in listed.items() if size > 1e4} == {
+        k: size for k, size in stacked.items() if size > 1e4
+    }
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op"])
@@ -104,5 +110,7 @@ def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
     compiled = model.lower_init(tx).compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2**20
-    assert memory.output_size_in_bytes == pytest.approx(12 * num_parameters(model.layout.leaves) / num_devices, rel=1e-5)
+    assert memory.output_size_in_bytes == pytest.approx(
+        12 * num_parameters(model.layout.leaves) / num_devices, rel=1e-5
+    )
     assert not hlo.collectives(compiled.as_text(), num_devices)

@@ -2,7 +2,9 @@
 
 import jax
 import pytest
+from flax import nnx
 
+import jfsdp
 from jfsdp.layout.policy import UnitPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import STRATEGIES, get_strategy
@@ -84,7 +86,7 @@ def test_an_unknown_setting_lists_the_settings():
 @pytest.mark.parametrize("remat", ["some", "", "FULL"])
 def test_an_unknown_remat_lists_the_remats(remat):
     with pytest.raises(
-        ValueError, match=r"unit 'embed': remat .* is unknown; use none, full, dots, names, or a policy"
+        ValueError, match=r"unit 'embed': remat .* is unknown; use none, full, dots, a tuple of names, or a policy"
     ):
         resolve(remat=remat)
 
@@ -104,13 +106,49 @@ def test_resharding_to_a_number_of_devices_is_refused(value):
         resolve(reshard=value)
 
 
-@pytest.mark.xfail(
-    raises=pytest.fail.Exception, reason="1 == True and 0 == False, so these numbers of devices pass as booleans"
-)
 @pytest.mark.parametrize("value", [0, 1])
 def test_the_numbers_zero_and_one_are_not_booleans(value):
     with pytest.raises(ValueError, match="is not None, True or False"):
         resolve(reshard=value)
+
+
+@pytest.mark.parametrize("remat", [True, ["a", "b"], 3])
+def test_a_remat_of_another_kind_is_refused(remat):
+    with pytest.raises(ValueError, match=r"remat .* is unknown"):
+        resolve(remat=remat)
+
+
+def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
+    policies = resolve_policies(
+        ["", "layers.0", "layers.0.mlp"],
+        strategy=get_strategy("full_shard"),
+        mp_policy=BF16,
+        reshard_after_forward=None,
+        remat="full",
+        per_unit={"layers.*": {"remat": "dots"}},
+    )
+    assert [policy.remat for policy in policies.values()] == ["none", "dots", "full"]
+
+
+def shard_linear(**settings):
+    model = lambda rngs: nnx.List([nnx.Linear(8, 8, rngs=rngs)])  # noqa: E731
+    return jfsdp.fully_shard(model, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[nnx.Linear], **settings)
+
+
+def test_a_reduction_in_another_dtype_than_the_parameters_is_refused():
+    with pytest.raises(ValueError, match="reduce_dtype 'float32' differs from param_dtype 'bfloat16': engine 'auto'"):
+        shard_linear(mp_policy=MixedPrecisionPolicy("bfloat16", reduce_dtype="float32"))
+    assert shard_linear(mp_policy=MixedPrecisionPolicy("bfloat16", reduce_dtype="bfloat16"))
+
+
+def test_a_reduction_in_another_dtype_is_refused_for_a_single_unit_too():
+    with pytest.raises(ValueError, match="reduce_dtype 'float32' differs from param_dtype 'bfloat16'"):
+        shard_linear(per_unit={"0": {"mp_policy": MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")}})
+
+
+def test_a_precision_that_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match="mp_policy"):
+        resolve(per_unit={"head": {"mp_policy": "bfloat16"}})
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Strategies as data: the presets, their other names, and the contradictions that are refused."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from jfsdp.layout.strategy import ALIASES, STRATEGIES, Split, Strategy, get_strategy
 
-# Strategy -> param, kept, grad accumulator, opt; docs/design.md, section 2. One entry differs from that table: zero1's
-# accumulator is "whole, not yet reduced" there, and the auto engine cannot defer a reduction.
+ROOT = Path(__file__).parents[2]
+
+# Strategy -> param, kept, grad accumulator, opt. ZeRO-1's accumulator would be "whole, not yet reduced"; engine auto
+# cannot defer a reduction, so zero1 is zero2 here.
 TABLE = {
     "ddp": ("whole", "whole", "whole", "whole"),
     "zero1": ("whole", "whole", "all", "all"),
@@ -22,6 +25,16 @@ TABLE = {
 
 def test_presets_are_the_table_of_the_design():
     rows = {s.name: tuple(split.value for split in (s.param, s.kept, s.grad, s.opt)) for s in STRATEGIES.values()}
+    assert rows == TABLE
+
+
+def test_the_table_in_the_documents_is_the_table_in_the_code():
+    rows = {}
+    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[0].startswith("`"):
+            names = re.findall(r"`(\w+)`", cells[0])
+            rows |= {get_strategy(name).name: tuple(cells[2:]) for name in names}
     assert rows == TABLE
 
 

@@ -170,13 +170,10 @@ def test_by_size_asks_children_first_and_counts_what_they_left():
     assert set(resolve(Net, by_size(80))) == {ROOT, "blocks.0", "blocks.1"}
 
 
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="by_size makes a unit of an nnx.List, which nobody calls; FSDP1 never wraps a ModuleList",
-)
 def test_by_size_leaves_containers_alone():
     """A list of modules has no `__call__` around which it could be gathered."""
-    assert "blocks" not in resolve(Net, by_size(100), nnx.Embed)
+    with pytest.raises(ValueError, match="is_large matches no module"):
+        resolve(Net, by_size(100))
 
 
 def test_by_size_above_every_module_matches_nothing():
@@ -222,11 +219,10 @@ def test_a_stated_number_of_layer_dims_outranks_the_guess():
     assert resolve(Net, Unit(Block, stacked=1))["blocks.0"].stacked == 1
 
 
-def test_matrices_that_share_their_first_dim_are_taken_for_a_stack():
-    """The guess errs to this side; a wrong one is undone by stating it."""
-    assert resolve(Square, "*")["query"].stacked == 0
-    assert resolve(lambda rngs: nnx.List([Square(rngs)]), Square)["0"].stacked == 1
-    assert resolve(lambda rngs: nnx.List([Square(rngs)]), Unit(Square, stacked=0))["0"].stacked == 0
+def test_matrices_that_share_their_first_dim_are_not_taken_for_a_stack():
+    """An attention without biases is made of such; a stack of matrices alone has to be stated."""
+    assert resolve(lambda rngs: nnx.List([Square(rngs)]), Square)["0"].stacked == 0
+    assert resolve(lambda rngs: nnx.List([Square(rngs)]), Unit(Square, stacked=1))["0"].stacked == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +237,7 @@ def test_a_choice_that_matches_nothing_lists_classes_and_paths(match):
 
 
 def test_a_long_list_of_paths_is_cut_and_counted():
-    with pytest.raises(ValueError, match=r"paths: 0, 0\.mlp, .*, \.\.\. \(60 in all\)$"):
+    with pytest.raises(ValueError, match=r"paths: 0, 1, 2, .*, 11, \.\.\. \(60 in all\)$"):
         resolve(lambda rngs: nnx.List([Block(rngs) for _ in range(12)]), "none")
 
 
@@ -276,7 +272,6 @@ def test_a_tied_weight_may_be_in_a_unit_that_holds_both_its_users():
     assert leaves_below(units, ROOT) == {"norm.scale"}
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="modules are sorted by name, so that layer 10 comes before layer 2")
 def test_units_stand_in_the_order_of_the_layers():
     units = resolve(lambda rngs: nnx.List([Block(rngs) for _ in range(11)]), Block)
     assert list(units) == [ROOT, *map(str, range(11))]

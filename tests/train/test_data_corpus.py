@@ -270,7 +270,7 @@ def test_a_larger_fraction_holds_out_what_a_smaller_one_did(tmp_path):
 
 
 def test_split_of_too_few_documents_raises(tmp_path):
-    with pytest.raises(ValueError, match="leaves none to train on.*set it to 0"):
+    with pytest.raises(ValueError, match=r"leaves none to train on.*set it to 0"):
         open_data(DataConfig(_corpus_of(tmp_path, 1)))
 
 

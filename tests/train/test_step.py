@@ -85,7 +85,9 @@ def test_the_step_lowers_without_devices():
     model = make(mesh=jfsdp.make_mesh())
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
     lowered = model.train_step(token_loss, TX).lower(model.abstract_state(TX), batch)
-    assert "donated" in lowered.as_text() or "jax.buffer_donor" in lowered.as_text() or "tf.aliasing" in lowered.as_text()
+    assert (
+        "donated" in lowered.as_text() or "jax.buffer_donor" in lowered.as_text() or "tf.aliasing" in lowered.as_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,9 @@ def test_bad_options_are_named(model, options, match):
 def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumulate):
     batch = make_batches(1, rows=rows)[0]
     step = model.train_step(token_loss, TX, accumulate=accumulate)
-    with pytest.raises(ValueError, match=rf"dim 0 \(size {rows}\) cannot be split over axes .*{accumulate} microbatches"):
+    with pytest.raises(
+        ValueError, match=rf"dim 0 \(size {rows}\) cannot be split over axes .*{accumulate} microbatches"
+    ):
         step(model.init(TX), batch)
 
 

@@ -1,0 +1,159 @@
+"""From a configuration to the parts of a run: job, sharded model, optimizer, step. Allocates nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
+from jfsdp.layout.precision import MixedPrecisionPolicy
+from jfsdp.layout.rules import DEFAULT_MIN_SIZE
+from jfsdp.train.config import TrainConfig, parse_fields, parse_profile
+from jfsdp.train.job import Job, load_job
+from jfsdp.train.loop import LoopConfig
+from jfsdp.train.sharded import ShardedModel, fully_shard
+from jfsdp.train.step import TrainStep
+
+
+@dataclasses.dataclass
+class Parts:
+    """What the configuration decides without data and devices' memory.
+
+    Attributes:
+      job, model, tx, step: the job, its model sharded, its optimizer and its training step.
+      schedule: the learning rate by number of updates made before.
+      loop: when things happen.
+      seq_len, global_batch: tokens per row, and rows per step of all devices together.
+      decides: all that the losses depend on, but for the data: a run is not resumed under another.
+    """
+
+    job: Job
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    step: TrainStep
+    schedule: Callable[[int], Any]
+    loop: LoopConfig
+    seq_len: int
+    global_batch: int
+    decides: dict[str, Any]
+
+
+def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
+    """Build everything that needs neither data nor memory of the devices.
+
+    Args:
+      stored: the `config.json` of the run to resume, or empty. Without `decay_steps` the schedule stays what it was, so
+        that a run can be prolonged.
+
+    Raises:
+      ValueError: for names, values and combinations that cannot be.
+    """
+    loop = make_loop(config)
+    job = load_job(config.model, config.factory).with_config(**parse_fields(config.model_config))
+    seq_len = job.seq_len if config.seq_len is None else config.seq_len
+    check_job(job, seq_len)
+    model = make_model(config, job)
+    decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
+    warmup = decay_steps // 20 if config.warmup is None else config.warmup
+    schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
+    tx = job.optimizer(schedule)
+    step = model.train_step(
+        job.loss,
+        tx,
+        accumulate=config.accumulate,
+        max_grad_norm=config.max_grad_norm,
+        skip_nonfinite=config.skip_nonfinite,
+    )
+    global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
+    check_rows(config, model)
+    decides = what_decides(config, job, seq_len, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
+    return Parts(job, model, tx, step, schedule, loop, seq_len, global_batch, decides)
+
+
+def make_model(config: TrainConfig, job: Job) -> ShardedModel:
+    """Shard the job's model as the configuration says."""
+    return fully_shard(
+        job.model,
+        mesh=make_run_mesh(config),
+        strategy=config.strategy,
+        units=job.units,
+        mp_policy=MixedPrecisionPolicy(config.param_dtype, config.reduce_dtype),
+        remat=config.remat,
+        engine=config.engine,
+        min_size=DEFAULT_MIN_SIZE if config.min_size is None else config.min_size,
+    )
+
+
+def make_loop(config: TrainConfig) -> LoopConfig:
+    """Say when things happen."""
+    return LoopConfig(
+        steps=config.steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        checkpoint_every=config.checkpoint_every,
+        profile=parse_profile(config.profile),
+    )
+
+
+def make_run_mesh(config: TrainConfig) -> Any:
+    """Arrange all devices of all processes into the mesh."""
+    try:
+        sizes = {"fsdp": 1, **parse_mesh(config.mesh)}
+        return make_mesh(**sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
+        raise ValueError(f"{error}{simulated}") from error
+
+
+def check_rows(config: TrainConfig, model: ShardedModel) -> None:
+    """Refuse a batch that cannot be cut into its microbatches, in the words of the step."""
+    if config.batch_per_device < 1 or config.batch_per_device % max(1, config.accumulate):
+        shards = num_data_shards(dict(model.layout.mesh_sizes))
+        raise ValueError(
+            f"batch_per_device={config.batch_per_device} ({config.batch_per_device * shards} rows on {shards} data "
+            f"shards) cannot be cut into accumulate={config.accumulate} microbatches; make it a multiple of that"
+        )
+
+
+def check_job(job: Job, seq_len: int) -> None:
+    """Refuse a job that is not trained on tokens: tokens are all that the data pipeline gives."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} must be at least 1")
+    batch = job.batch(1, seq_len)
+    if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
+        raise ValueError(
+            f"job {job.name!r} does not take batches of tokens and targets, which is all that the data gives"
+        )
+
+
+def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
+    """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
+
+    Raises:
+      ValueError: if the numbers make no schedule.
+    """
+    if not peak > 0 or not 0 <= floor <= 1:
+        raise ValueError(f"learning_rate={peak} must be positive, and min_learning_rate={floor} a fraction 0..1 of it")
+    if not 0 <= warmup < decay_steps:
+        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
+    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
+
+
+_DECIDING = ("seed", "accumulate", "param_dtype", "reduce_dtype", "learning_rate", "min_learning_rate")
+_DECIDING += ("max_grad_norm", "skip_nonfinite")
+
+
+def what_decides(config: TrainConfig, job: Job, seq_len: int, global_batch: int) -> dict[str, Any]:
+    """Return all that the losses depend on but data and schedule. Mesh and strategy change them by rounding only."""
+    is_data = dataclasses.is_dataclass(job.config) and not isinstance(job.config, type)
+    fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
+    return {
+        "model": config.model or config.factory,
+        **{f"model_config.{name}": value for name, value in fields.items()},
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        **{name: getattr(config, name) for name in _DECIDING},
+    }

@@ -1,0 +1,140 @@
+"""The configuration of a training run: plain data, which a command line shows as it stands. Importing it is cheap."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """What to train, on what, where and for how long."""
+
+    recipe: str = "none"
+    """Named defaults, which any other option overrides."""
+    model: str | None = None
+    """A job that an installed package offers, such as llama-8b."""
+    factory: str | None = None
+    """A job of your own instead: module:function."""
+    model_config: tuple[str, ...] = ()
+    """Fields of the model's configuration to change, as key=value."""
+
+    data: str = "stdlib"
+    """"stdlib" (Python's own sources), a directory, a glob, *.jsonl, or token files *.bin."""
+    tokenizer: str = "byte"
+    """"byte", or the path of a tokenizer.json."""
+    text_field: str = "text"
+    """Field of a JSONL object that holds the text."""
+    extensions: tuple[str, ...] = ()
+    """Keep only these files of a directory or glob, such as .py .md"""
+    token_dtype: str | None = None
+    """uint16 or uint32, for token files without a sidecar."""
+    eod_id: int | None = None
+    """End-of-document id of token files without a sidecar."""
+    eval_fraction: float = 0.05
+    """Share of the documents held out."""
+    cross_documents: bool = False
+    """Let attention and positions cross documents in a row."""
+
+    steps: int = 1000
+    """The total of the run, whatever was done before a resume."""
+    batch_per_device: int = 1
+    """Sequences per device and step."""
+    accumulate: int = 1
+    """Cut them into so many microbatches, one after the other."""
+    seq_len: int | None = None
+    """Tokens per sequence; default: the model's."""
+    seed: int = 0
+    """Of initialization, data order and sample."""
+
+    mesh: str = "fsdp=-1"
+    """Axis sizes, such as replica=2,fsdp=4; -1 takes the rest of the devices."""
+    strategy: str = "full_shard"
+    """ddp, zero1, full_shard, hybrid_shard, ..."""
+    engine: str = "auto"
+    """auto."""
+    remat: str = "full"
+    """What a unit recomputes in its backward: none, full, dots."""
+    param_dtype: str | None = "bfloat16"
+    """Of parameters in compute and on the wire; None: as they are stored (float32)."""
+    reduce_dtype: str | None = None
+    """Of gradients on the wire; None: param_dtype."""
+    min_size: int | None = None
+    """Leaves with fewer elements are replicated; None: the library's default."""
+
+    learning_rate: float = 3e-4
+    """The peak."""
+    warmup: int | None = None
+    """Steps to reach it; default: 5 % of decay_steps."""
+    decay_steps: int | None = None
+    """Steps until the cosine reaches its floor; default: steps, and on resume what the run began with."""
+    min_learning_rate: float = 0.1
+    """The floor, as a fraction of the peak."""
+    max_grad_norm: float | None = 1.0
+    """Clip gradients to this global norm; None does not clip."""
+    skip_nonfinite: bool = False
+    """Skip steps whose loss or gradient is not finite, and count them."""
+
+    run_dir: str | None = None
+    """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""
+    resume: str | None = None
+    """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP)."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0: only the last step. The last step is always saved."""
+    keep: int = 3
+    """How many of the newest checkpoints to keep; 0 keeps all."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: only after the last step."""
+    eval_batches: int = 32
+    """Held-out batches per evaluation, always the same; 0 takes all."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    sample_tokens: int = 200
+    """Length of the text generated at the end; 0 for none. Ends at seq_len."""
+    prompt: str = ""
+    """Its beginning."""
+    temperature: float = 0.8
+    """Its randomness; 0 takes the likeliest token."""
+    profile: str | None = None
+    """START:STOP, the first and the last step of a trace."""
+
+    simulate_devices: int = 0
+    """Make the CPU look like so many devices; 0 uses the real ones."""
+    deterministic: bool = False
+    """Bit-for-bit repeatable on GPUs too, and slower."""
+    cache_dir: str | None = None
+    """Compiled programs are kept here; default: ~/.cache/jfsdp."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, or auto under Slurm and the like; default: JAX_COORDINATOR_ADDRESS, or one process."""
+    num_processes: int | None = None
+    """How many processes; with --coordinator HOST:PORT."""
+    process_id: int | None = None
+    """Which of them this is; with --coordinator HOST:PORT."""
+    debug: bool = False
+    """Show tracebacks of errors."""
+
+
+def parse_fields(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read key=value pairs; values are Python literals, or else strings."""
+    fields = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--model-config {pair!r} is not key=value")
+        try:
+            fields[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            fields[key] = text
+    return fields
+
+
+def parse_profile(text: str | None) -> tuple[int, int] | None:
+    """Read START:STOP."""
+    if text is None:
+        return None
+    start, _, stop = text.partition(":")
+    if not (start.isdigit() and stop.isdigit()):
+        raise ValueError(f"--profile {text!r} is not START:STOP, such as 10:12")
+    return int(start), int(stop)

@@ -1,0 +1,298 @@
+"""One run from its data to its summary: opens, restores or initializes, loops, and leaves the results in `run_dir`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jfsdp.layout.table import num_parameters
+from jfsdp.train import run_dir as runs
+from jfsdp.train.build import Parts
+from jfsdp.train.config import TrainConfig
+from jfsdp.train.data import (
+    DataConfig,
+    NgramEntropies,
+    TokenData,
+    make_eval_iterator,
+    make_train_iterator,
+    ngram_entropies,
+    open_data,
+)
+from jfsdp.train.display import Display, make_display
+from jfsdp.train.evaluate import Evaluator
+from jfsdp.train.loop import Loop
+from jfsdp.train.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.train.runtime import enable_compilation_cache
+from jfsdp.train.state import TrainState
+from jfsdp.train.stop import StopSignal
+
+_ENTROPY_TOKENS = 20_000_000
+# What changes losses by rounding only: a run may be resumed with other values.
+_ROUNDING = ("mesh", "simulate_devices", "strategy", "engine", "remat", "min_size", "deterministic")
+
+
+class Run:
+    """A run of the training script; every process makes one, and process 0 alone writes what is not a checkpoint.
+
+    Args:
+      open_checkpoints: `jfsdp.checkpoint.manager.Checkpointer`; handed in, since checkpoints build upon this room.
+      begin: `time.perf_counter()` at the start of the program, for the summary.
+    """
+
+    def __init__(
+        self, config: TrainConfig, parts: Parts, run_dir: Path, open_checkpoints: Callable[..., Any], begin: float
+    ):
+        self.config, self.parts, self.run_dir, self.begin = config, parts, run_dir, begin
+        self.open_checkpoints = open_checkpoints
+        self.is_writer = jax.process_index() == 0
+        self.data: TokenData
+        self.display: Display
+        self.entropies: NgramEntropies | None = None
+
+    def run(self) -> None:
+        """Train, and leave the results.
+
+        Raises:
+          ValueError: for data, checkpoints or directories that cannot be used; before anything is written over.
+          OSError: if the disk is full or not writable.
+        """
+        try:
+            self.first = self._check_directory()
+            self.data = self._open_data()
+            decides = self._check_decides()
+            self.display = make_display(self.config.steps, self.first, self.is_writer)
+            with contextlib.closing(self.display):
+                self._greet()
+                if self.first >= self.config.steps:
+                    self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
+                else:
+                    self._train(decides)
+        finally:
+            with contextlib.suppress(OSError):
+                self.run_dir.rmdir()  # only if nothing was written
+
+    def _check_directory(self) -> int:
+        """Check the directory before any work is done; return how many steps are done already."""
+        if self.config.resume is None:
+            runs.check_new(self.run_dir)
+        runs.check_writable(self.run_dir)
+        first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
+        _wait_for_all("checked")  # before process 0 makes the directory look like that of a run
+        return first
+
+    def _open_data(self) -> TokenData:
+        names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
+        options = {name: getattr(self.config, name) for name in (*names, "cross_documents", "seed")}
+        config = DataConfig(seq_len=self.parts.seq_len, **options)
+        return open_data(config, vocab_size=self.parts.job.vocab_size)
+
+    def _check_decides(self) -> dict[str, Any]:
+        """Refuse to resume under another configuration; return what `config.json` is to say."""
+        data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
+        data |= {name: getattr(self.config, name) for name in ("eval_fraction", "cross_documents")}
+        decides = self.parts.decides | data
+        if self.config.resume is not None:
+            runs.check_same(self.run_dir, decides)
+        return decides
+
+    def _greet(self) -> None:
+        layout, data, config = self.parts.model.layout, self.data, self.config
+        mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
+        say = self.display.say
+        say(f"run directory: {self.run_dir}")
+        say(f"data {config.data!r}: {data.stats}; {len(data.eval)} held out")
+        if data.encoding == "byte" and self.is_writer:
+            self.entropies = ngram_entropies(data.train, max_tokens=_ENTROPY_TOKENS)
+            say(f"entropies: {self.entropies}")
+        say(
+            f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters, {layout.strategy.name} on "
+            f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
+            f"{self.parts.global_batch} rows of {self.parts.seq_len} tokens per step"
+        )
+        if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
+            say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
+
+    def _train(self, decides: dict[str, Any]) -> None:
+        enable_compilation_cache(self.config.cache_dir)
+        iterator = make_train_iterator(self.data, **self._share(1))
+        state = self._start_state(iterator)
+        if self.is_writer:
+            described = {"config": dataclasses.asdict(self.config), "decides": decides}
+            runs.write_json(self.run_dir / "config.json", described)
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
+            checkpoints = self.open_checkpoints(self.run_dir / "checkpoints", keep=self.config.keep or None)
+            stack.callback(iterator.close)
+            loop = self._make_loop(stack, iterator, checkpoints, stop)
+            try:
+                state, steps = loop.run(state, self.first)
+            except Exception:
+                with contextlib.suppress(Exception):
+                    checkpoints.close()  # what is being saved is worth waiting for
+                raise
+            checkpoints.close()
+            self._finish(loop, state, steps, stop)
+
+    def _share(self, accumulate: int) -> dict[str, int]:
+        """Return this process's part of each batch, as the data iterators take it."""
+        count = jax.process_count()
+        if self.parts.global_batch % count:
+            raise ValueError(f"{self.parts.global_batch} rows per step cannot be shared by {count} processes")
+        size = self.parts.global_batch // count // accumulate
+        return {"batch_size": size, "process_index": jax.process_index(), "process_count": count}
+
+    def _start_state(self, iterator: Any) -> TrainState:
+        """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
+        parts = self.parts
+        if not self.first:
+            if self.config.resume is not None:
+                self.display.say("no checkpoint to resume from yet: starting with step 1")
+                self._rewind()
+            return parts.model.init(parts.tx, self.config.seed)
+        checkpoints = self.open_checkpoints(self.run_dir / "checkpoints", keep=None)
+        state, extra = checkpoints.restore(like=parts.model.abstract_state(parts.tx), step=self.first)
+        checkpoints.close()
+        iterator.set_state(extra["data"])
+        self._rewind()
+        self.display.say(f"resumed after step {self.first}")
+        self._say_what_rounds_differently()
+        return state
+
+    def _say_what_rounds_differently(self) -> None:
+        theirs, ours = runs.read_config(self.run_dir).get("config", {}), dataclasses.asdict(self.config)
+        changed = [name for name in _ROUNDING if name in theirs and theirs[name] != ours[name]]
+        if changed:
+            pairs = "; ".join(f"{name} was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
+            self.display.say(f"note: {pairs}: the run goes on, but no longer bit for bit")
+
+    def _rewind(self) -> None:
+        _wait_for_all("restored")
+        if self.is_writer:
+            runs.rewind(self.run_dir, self.first)
+        _wait_for_all("rewound")
+
+    def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
+        parts, mesh = self.parts, self.parts.step.mesh
+        flops = parts.job.flops_per_token(parts.seq_len) if parts.job.flops_per_token else None
+        device = mesh.devices.flat[0]
+        writers = []
+        if self.is_writer:
+            writers = [
+                JsonLines(self.run_dir / "metrics.jsonl"),
+                TensorBoard(self.run_dir / "tensorboard", self.first + 1),
+            ]
+        for writer in writers:
+            stack.callback(writer.close)
+        return Loop(
+            config=parts.loop,
+            step=parts.step,
+            batches=map(self._prepare, iterator),
+            throughput=Throughput(parts.global_batch * parts.seq_len, mesh.devices.size, flops, device.device_kind),
+            learning_rate=parts.schedule,
+            evaluate=self._make_evaluator(),
+            checkpoints=checkpoints,
+            get_extra=lambda: {"data": iterator.get_state()},
+            stop=stop,
+            display=self.display,
+            writers=writers,
+            run_dir=self.run_dir,
+            max_in_flight=1 if device.platform == "cpu" else 2,
+        )
+
+    def _prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Drop what only says that a row is one document: without a mask attention is cheaper."""
+        if not self.config.cross_documents:
+            return batch
+        return {name: array for name, array in batch.items() if name not in ("segment_ids", "positions")}
+
+    def _make_evaluator(self) -> Callable[[TrainState], tuple[float, float]] | None:
+        if not len(self.data.eval):
+            return None
+
+        def batches() -> Iterator[Any]:
+            with contextlib.closing(make_eval_iterator(self.data, **self._share(self.config.accumulate))) as iterator:
+                yield from map(self._prepare, iterator)
+
+        return Evaluator(self.parts.model, self.parts.job.loss, batches, self.config.eval_batches)
+
+    def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
+        is_done = steps == self.config.steps
+        if is_done and self.config.sample_tokens and not stop.is_agreed(may_gather=True):
+            self._sample(state)
+        if not self.is_writer:
+            return
+        self._save_curve()
+        record = loop.last_record or {}
+        entropies = self.entropies and dataclasses.asdict(self.entropies)
+        summary = {
+            "steps": steps,
+            "is_done": is_done,
+            "stopped_by": None if is_done else stop.name,
+            "loss": record.get("loss"),
+            "eval_loss": record.get("eval_loss"),
+            "entropies": entropies,
+            "first_step_s": loop.first_step_s,
+            "total_s": time.perf_counter() - self.begin,
+        }
+        runs.write_json(self.run_dir / "summary.json", finite(summary))
+        self._say_goodbye(summary)
+
+    def _say_goodbye(self, summary: dict[str, Any]) -> None:
+        say, loss = self.display.say, summary["eval_loss"]
+        if not summary["is_done"]:
+            say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
+        if loss is not None:
+            beside = ""
+            if self.entropies is not None:
+                e = self.entropies
+                beside = f" (corpus: unigram {e.unigram:.4f}, bigram {e.bigram:.4f}, trigram {e.trigram:.4f})"
+            say(f"held-out loss {loss:.4f} nats per token{beside}")
+        say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
+
+    def _save_curve(self) -> None:
+        from jfsdp.train.curves import save_loss_curve
+
+        levels = {}
+        if self.entropies is not None:
+            levels = {name: getattr(self.entropies, name) for name in ("unigram", "bigram", "trigram")}
+        save_loss_curve(self.run_dir / "loss.png", read_jsonl(self.run_dir / "metrics.jsonl"), levels)
+
+    def _sample(self, state: TrainState) -> None:
+        from jfsdp.train.sample import sample_texts
+
+        config, tokenizer = self.config, self.data.tokenizer
+        if tokenizer is None:
+            self.display.say("no sample: token files come without a tokenizer")
+            return
+        try:
+            texts = sample_texts(
+                self.parts.model,
+                state,
+                tokenizer,
+                num_tokens=config.sample_tokens,
+                max_len=self.parts.seq_len,
+                prompt=config.prompt,
+                temperature=config.temperature,
+                seed=config.seed,
+            )
+        except ValueError as error:
+            self.display.say(f"no sample: {error}")
+            return
+        if self.is_writer:
+            (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
+        harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts[0])
+        self.display.say(f"sample (more in sample.txt):\n{harmless}")
+
+
+def _wait_for_all(name: str) -> None:
+    """Wait until every process is here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

@@ -1,0 +1,357 @@
+"""Checkpoints: bitwise from any layout into any other, and typed errors for what cannot be read or written."""
+
+import errno
+import functools
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.checkpoint.store import MANIFEST, read_manifest
+from jfsdp.train.state import TrainState, param_name
+
+TX = optax.adamw(1e-3)
+
+
+class Net(nnx.Module):
+    """A stack, a matrix that divides by nothing, a small vector, integers; beside them statistics and keys."""
+
+    def __init__(self, rngs, dim=12, extra=False):
+        make = nnx.vmap(lambda rngs: nnx.Linear(dim, 24, rngs=rngs), in_axes=0, out_axes=0)
+        self.stack = nnx.split_rngs(splits=2)(make)(rngs)
+        self.odd = nnx.Param(jax.random.normal(rngs.params(), (13, 11)))
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (5,)))
+        self.table = nnx.Param(jax.random.randint(rngs.params(), (8, 8), 0, 99))
+        self.seen = nnx.BatchStat(jax.random.normal(rngs.params(), (3, 3)))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        if extra:
+            self.extra = nnx.Param(jnp.ones(4))
+
+
+# Name -> how a model is sharded. On 3 and on 8 devices leaves are padded, each by another number.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"sizes": {"fsdp": 1}},
+    "full8": {"sizes": {"fsdp": 8}},
+    "full3": {"sizes": {"fsdp": 3}},
+    "hybrid2x4": {"sizes": {"replica": 2, "fsdp": 4}, "strategy": "hybrid_shard"},
+    "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
+    "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "strategy": "hfsdp", "param_dtype": "bfloat16"},
+    "ddp8": {"sizes": {"fsdp": 8}, "strategy": "ddp"},
+}
+
+# From every layout into other padding and into a low-precision copy; from whole leaves, and from padded ones with a
+# copy, into every layout.
+PAIRS = sorted(
+    {(source, target) for source in LAYOUTS for target in ("full3", "zero1bf16")}
+    | {(source, target) for source in ("ddp8", "hfsdp2x3bf16") for target in LAYOUTS}
+)
+
+
+def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
+    settings = dict(LAYOUTS[name])
+    sizes = settings.pop("sizes")
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    mp_policy = jfsdp.MixedPrecisionPolicy(settings.pop("param_dtype", None))
+    return jfsdp.fully_shard(factory, mesh=mesh, units=[nnx.Linear], mp_policy=mp_policy, min_size=8, **settings)
+
+
+def lived_in(state: TrainState) -> TrainState:
+    """A state as after some steps: moments of their own, counters that are not zero. Padding stays zero."""
+
+    def change(path: Any, value: jax.Array) -> jax.Array:
+        name = param_name(state.layout, path)
+        if name is None:
+            return jax.device_put(value + 7, value.sharding)
+        factor = 0.5 if "mu" in jax.tree_util.keystr(path) else -0.25
+        return jax.device_put(state.params[name] * factor, value.sharding)
+
+    opt_state = jax.tree_util.tree_map_with_path(change, state.opt_state)
+    step = jax.device_put(state.step + 41, state.step.sharding)
+    return TrainState(**{**vars(state), "opt_state": opt_state, "step": step})
+
+
+@functools.cache
+def saved_state(name: str) -> TrainState:
+    """Every layout's state has its own seed, so that no restore passes by chance."""
+    return lived_in(make_model(name).init(TX, seed=list(LAYOUTS).index(name)))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Any:
+    """Save a layout's state once; return the path."""
+
+    @functools.cache
+    def save(name: str) -> Path:
+        path = tmp_path_factory.mktemp("saved") / name
+        jfsdp.save(path, saved_state(name), extra={"from": name})
+        return path
+
+    return save
+
+
+def logical(state: TrainState) -> dict[str, np.ndarray]:
+    """Every array that belongs to training, by path, without padding; keys as data; no low-precision copy."""
+    arrays = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(state):
+        if path[0].name == "work":
+            continue
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        value, name = np.asarray(value), param_name(state.layout, path)
+        if name is not None and path[0].name in ("params", "opt_state"):
+            leaf = state.layout.by_path[name]
+            inside = tuple(map(slice, leaf.shape))
+            padding = value.copy()
+            padding[inside] = 0
+            assert not padding.any(), f"{name}: padding is not zero"
+            value = value[inside]
+        arrays[jax.tree_util.keystr(path)] = value
+    return arrays
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.shape, value.dtype) == (other[name].shape, other[name].dtype), name
+        assert value.tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source}-to-{target}" for source, target in PAIRS])
+def test_restore_is_bitwise_into_any_mesh_and_strategy(source, target, saved):
+    like = make_model(target).abstract_state(TX)
+    state = jfsdp.restore(saved(source), like=like)
+    assert_same_bits(logical(state), logical(saved_state(source)))
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    for value, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        assert (value.shape, value.dtype, value.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+    assert set(state.work) == set(like.work)
+    for name, copy in state.work.items():
+        assert np.asarray(copy).tobytes() == np.asarray(state.params[name].astype("bfloat16")).tobytes()
+
+
+def test_the_layouts_of_these_tests_cover_padding_and_low_precision_copies():
+    paddings = {name: {leaf.path: leaf.padding for leaf in saved_state(name).layout.leaves} for name in LAYOUTS}
+    assert paddings["full8"]["odd"]
+    assert paddings["full3"]["odd"]
+    assert paddings["full8"]["odd"] != paddings["full3"]["odd"]
+    assert not any(paddings["one"].values())
+    assert all(saved_state(name).work for name in LAYOUTS if "bf16" in name)
+
+
+def test_keys_are_restored_as_keys_that_draw_the_same(saved):
+    state = jfsdp.restore(saved("full8"), like=make_model("one").abstract_state(TX))
+    before = saved_state("full8").model_state
+    keys = [name for name, value in before.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)]
+    assert keys
+    for name in keys:
+        draws = [np.asarray(jax.random.uniform(s[name], (3,))) for s in (before, state.model_state)]
+        np.testing.assert_array_equal(draws[0], draws[1])
+
+
+def test_keys_of_another_implementation_are_restored_as_such(tmp_path):
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.weight = nnx.Param(jnp.ones(3))
+            self.key = nnx.Variable(jax.random.key(5, impl="rbg"))
+
+    model = jfsdp.fully_shard(Noisy)
+    state = model.init(TX)
+    jfsdp.save(tmp_path / "c", state)
+    restored = jfsdp.restore(tmp_path / "c", like=model.abstract_state(TX))
+    assert str(jax.random.key_impl(restored.model_state["key"])) == "rbg"
+    assert_same_bits(logical(restored), logical(state))
+
+
+def test_a_live_state_serves_as_like_and_is_left_as_it_was(saved):
+    like = make_model("full8").init(TX, seed=99)
+    before = logical(like)
+    state = jfsdp.restore(saved("full3"), like=like)
+    assert_same_bits(logical(state), logical(saved_state("full3")))
+    assert_same_bits(logical(like), before)
+
+
+def test_saving_leaves_the_state_usable(tmp_path):
+    state = saved_state("full8")
+    before = logical(state)
+    jfsdp.save(tmp_path / "c", state)
+    assert_same_bits(logical(state), before)
+
+
+def test_names_in_the_manifest_carry_no_mesh_and_no_strategy(saved):
+    manifests = [read_manifest(saved(name)) for name in LAYOUTS]
+    assert all(manifest["arrays"] == manifests[0]["arrays"] for manifest in manifests)
+    arrays = manifests[0]["arrays"]
+    assert arrays["params.odd"] == {"shape": [13, 11], "dtype": "float32", "key_impl": None}
+    assert arrays["opt_state.0.mu.odd"]["shape"] == [13, 11]
+    assert arrays["step"]["shape"] == []
+    assert not [name for name in arrays if name.startswith("work")]
+
+
+def test_extra_comes_back_from_the_manifest(saved, tmp_path):
+    assert read_manifest(saved("one"))["extra"] == {"from": "one"}
+    extra = {"list": [1, 2.5, None, "ü"], "nested": {"big": 2**60}}
+    jfsdp.save(tmp_path / "c", saved_state("one"), extra=extra)
+    assert read_manifest(tmp_path / "c")["extra"] == extra
+
+
+def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"checkpoint .*/one: exists already; choose another path, or remove it first"):
+        jfsdp.save(saved("one"), saved_state("full8"))
+    assert_same_bits(
+        logical(jfsdp.restore(saved("one"), like=make_model("one").abstract_state(TX))), logical(saved_state("one"))
+    )
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="exists already"):
+        jfsdp.save(tmp_path / "file", saved_state("one"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "run directory"])
+def test_what_is_no_checkpoint_is_refused(kind, tmp_path):
+    path = tmp_path / "c"
+    if kind == "empty":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("text")
+    elif kind == "run directory":
+        (path / "100").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=r"checkpoint .*/c: there is none .*pass the path given to save, or a step of a run"
+    ):
+        jfsdp.restore(path, like=make_model("one").abstract_state(TX))
+
+
+def refused(path: Any, factory: Any = Net, tx: Any = TX) -> str:
+    with pytest.raises(ValueError, match=f"checkpoint {path} is of another model or optimizer:") as error:
+        jfsdp.restore(path, like=make_model("full8", factory).abstract_state(tx))
+    return str(error.value)
+
+
+def test_a_checkpoint_of_a_smaller_model_names_what_is_missing(saved):
+    message = refused(saved("full3"), lambda rngs: Net(rngs, extra=True))
+    assert "missing from the checkpoint: opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra" in message
+    assert "in the checkpoint but not in the model" not in message
+    assert "of another shape" not in message
+
+
+def test_a_checkpoint_of_a_larger_model_names_what_is_extra(tmp_path):
+    state = make_model("full3", lambda rngs: Net(rngs, extra=True)).init(TX)
+    jfsdp.save(tmp_path / "c", state)
+    message = refused(tmp_path / "c")
+    assert "in the checkpoint but not in the model: opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra" in message
+    assert "missing" not in message
+
+
+def test_a_checkpoint_of_other_shapes_shows_both(saved):
+    message = refused(saved("full3"), lambda rngs: Net(rngs, dim=20))
+    assert "of another shape or dtype:" in message
+    assert "params.stack.kernel: checkpoint has float32[2, 12, 24], the model has float32[2, 20, 24]" in message
+    assert "odd" not in message
+
+
+def test_a_padded_shape_is_not_mistaken_for_a_logical_one(saved):
+    """On 8 devices the 13 rows are stored as 16; a model with 16 rows is another model all the same."""
+
+    class Padded(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.odd = nnx.Param(jnp.zeros((16, 11)))
+
+    assert saved_state("full8").params["odd"].shape == (16, 11)
+    message = refused(saved("full8"), Padded)
+    assert "params.odd: checkpoint has float32[13, 11], the model has float32[16, 11]" in message
+
+
+def test_a_checkpoint_of_another_dtype_is_refused(saved):
+    class Half(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.scale = nnx.Param(jnp.ones(5, jnp.bfloat16))
+
+    assert "params.scale: checkpoint has float32[5], the model has bfloat16[5]" in refused(saved("one"), Half)
+
+
+def test_a_checkpoint_of_another_optimizer_names_its_states(saved):
+    message = refused(saved("one"), tx=optax.sgd(1e-3, momentum=0.9))
+    assert "missing from the checkpoint: opt_state.0.trace.odd" in message
+    assert "in the checkpoint but not in the model: opt_state.0.count" in message
+
+
+def test_long_lists_of_differences_are_cut_and_counted(saved):
+    assert ", and " in refused(saved("one"), lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+
+
+def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
+    path = tmp_path / "c"
+    shutil.copytree(saved("one"), path)
+    file = path / MANIFEST / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+    with pytest.raises(ValueError, match=r"has format 99; this version of jfsdp reads 1"):
+        jfsdp.restore(path, like=make_model("one").abstract_state(TX))
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, used=10**6, free=100))
+    with pytest.raises(
+        OSError, match=r"checkpoint needs about [\d,]+ bytes, 100 are free; earlier ones are untouched"
+    ) as e:
+        jfsdp.save(tmp_path / "c", saved_state("full8"))
+    assert e.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_space_asked_for_is_about_what_is_written(tmp_path, monkeypatch):
+    asked = []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(path))
+    jfsdp.save(tmp_path / "deep" / "er" / "c", saved_state("full8"))
+    assert asked == [tmp_path]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_extra_that_json_cannot_write_leaves_nothing_behind(tmp_path):
+    with pytest.raises(ValueError, match="not JSON serializable; what goes beside a state must be plain JSON"):
+        jfsdp.save(tmp_path / "c", saved_state("one"), extra={1, 2})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_below_a_file_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"):
+        jfsdp.save(tmp_path / "file" / "c", saved_state("one"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (ValueError("RESOURCE_EXHAUSTED: writing chunk"), errno.ENOSPC),
+        (RuntimeError("Error opening file: Permission denied"), errno.EACCES),
+        (OSError(errno.EROFS, "Read-only file system"), errno.EROFS),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT),
+    ],
+)
+def test_errors_of_storage_libraries_become_one_kind_of_error(raised, code, tmp_path, monkeypatch):
+    """Simulated where the bytes would be written: a full or read-only disk cannot be made portably."""
+    import orbax.checkpoint as ocp
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    with pytest.raises(OSError, match=r"checkpoint was not written .*; earlier checkpoints are untouched") as error:
+        jfsdp.save(tmp_path / "c", saved_state("one"))
+    assert error.value.errno == code
+    assert error.value.__cause__ is raised
+    assert not (tmp_path / "c").exists()

@@ -1,0 +1,225 @@
+"""`jfsdp explain` and the entry point: what is printed, as text and as JSON, and how bad input ends."""
+
+import json
+import sys
+import time
+
+import pytest
+
+import jfsdp
+from jfsdp.cli import main
+
+TINY = ("explain", "--model", "llama-tiny")
+FACTORY = """
+import dataclasses, jax, jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 96, use_bias=False, rngs=rngs)
+        self.odd = nnx.Linear(33, 35, use_bias=False, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(7))
+
+def make():
+    return dict(model=Net, loss=None, batch=None, units=["up"], optimizer=optax.adam)
+
+def misspelt():
+    return dict(model=Net, loss=None, batch=None, unit=["up"], optimizer=optax.adam)
+
+def nothing_matches():
+    return make() | {"units": ["layers.*"]}
+"""
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """The name of a module with jobs, importable from the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "explained_jobs.py").write_text(FACTORY)
+    yield "explained_jobs"
+    sys.modules.pop("explained_jobs", None)
+
+
+def run_json(capsys, *args: str) -> dict:
+    assert main([*args, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def fails_with(capsys, *args: str) -> str:
+    """Run a command that must end with status 2, nothing on stdout and one line of error; return that line."""
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jfsdp: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_json_has_totals_and_leaves(capsys):
+    table = run_json(capsys, *TINY)
+    assert {
+        "num_parameters",
+        "state_bytes_per_device",
+        "padding_bytes_per_device",
+        "replicated_bytes_per_device",
+        "leaves",
+    } <= table.keys()
+    assert table["mesh"]["fsdp"] == 8
+    assert table["strategy"] == "full_shard"
+    for row in table["leaves"]:
+        assert {"path", "shape", "unit", "stages", "padding", "bytes_per_device", "reason"} <= row.keys()
+        assert {"param", "work", "use", "kept", "grad", "opt"} == row["stages"].keys()
+    assert sum(row["bytes_per_device"] for row in table["leaves"]) == table["state_bytes_per_device"] - 3 * 4
+
+
+def test_json_of_a_factory_counts_to_the_byte(capsys, factory):
+    """A matrix that divides, one padded from 35 to 40, a vector below min_size; 12 bytes each, and 3 counters."""
+    table = run_json(capsys, "explain", "--factory", f"{factory}:make", "--mesh", "fsdp=8")
+    assert table["num_parameters"] == 64 * 96 + 33 * 35 + 7
+    assert table["replicated_bytes_per_device"] == 12 * 7
+    assert table["padding_bytes_per_device"] == pytest.approx(12 * 5 * 33 / 8, abs=3)  # 35 grows by less: to 40
+    assert table["state_bytes_per_device"] == 12 * (64 * 96 + 33 * 40) // 8 + 12 * 7 + 12
+    rows = {row["path"]: row for row in table["leaves"]}
+    assert (rows["up.kernel"]["unit"], rows["scale"]["unit"]) == ("up", "")
+    assert (rows["odd.kernel"]["dim"], rows["odd.kernel"]["padding"]) == (1, 5)
+    assert rows["scale"]["reason"] == "replicated: 7 elements, below min_size 1024"
+
+
+def test_text_has_a_line_for_every_leaf_and_the_totals(capsys):
+    table = run_json(capsys, *TINY, "--strategy", "zero1")
+    assert main([*TINY, "--strategy", "zero1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("zero1 on fsdp=8: ")
+    for row in table["leaves"]:
+        (line,) = [line for line in lines if line.startswith(row["path"] + " ")]
+        assert line.rstrip().endswith(row["reason"])
+        assert f" {row['bytes_per_device']:,} " in line
+        assert f" {' '.join(map(str, row['shape']))} " in line
+    for unit in table["units"]:
+        assert any(line.startswith((unit["name"] or "(root)") + " ") and unit["class"] in line for line in lines)
+    totals = "\n".join(lines[-2:])
+    assert f"state per device: {table['state_bytes_per_device']:,} bytes" in totals
+    assert f"padding {table['padding_bytes_per_device']:,}" in totals
+    assert f"replicated {table['replicated_bytes_per_device']:,} bytes" in totals
+
+
+def test_options_reach_the_layout(capsys):
+    table = run_json(
+        capsys,
+        *TINY,
+        *("--mesh", "replica=2,fsdp=4", "--strategy", "hsdp", "--param-dtype", "float16", "--min-size", "100000"),
+        *("--model-config", "num_layers=2", "stacked=false"),
+    )
+    assert table["strategy"] == "hybrid_shard"
+    assert table["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "tensor": 1}
+    assert table["mp_policy"]["param_dtype"] == "float16"
+    assert len(table["units"]) == 3
+    assert all("below min_size 100000" in row["reason"] for row in table["leaves"])
+    assert {row["stages"]["use"]["dtype"] for row in table["leaves"]} == {"float16"}
+
+
+def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
+    start = time.monotonic()
+    table = run_json(capsys, "explain", "--model", "llama-405b", "--strategy", "full_shard", "--mesh", "fsdp=1024")
+    assert time.monotonic() - start < 60
+    assert table["num_parameters"] == 405_853_388_800
+    assert table["padding_bytes_per_device"] == table["replicated_bytes_per_device"] == 0
+    assert table["state_bytes_per_device"] == 12 * 405_853_388_800 // 1024 + 12
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are "),
+        (
+            ("--model", "llama-tiny", "--strategy", "zero4"),
+            "strategy 'zero4' is unknown; the strategies are ddp, zero1",
+        ),
+        (
+            ("--model", "llama-tiny", "--param-dtype", "int8"),
+            "param_dtype 'int8' is not one of float32, bfloat16, float16",
+        ),
+        (
+            ("--model", "llama-tiny", "--mesh", "data=8"),
+            "mesh axis 'data' is unknown; the axes are pipe, replica, fsdp",
+        ),
+        (("--model", "llama-tiny", "--mesh", "eight"), "'eight' is not AXIS=SIZE"),
+        (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
+        (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
+        (("--model", "llama-tiny", "--model-config", "layers"), "model-config 'layers' is not KEY=VALUE"),
+        ((), "give exactly one of --model NAME and --factory module:function"),
+        (("--model", "llama-tiny", "--factory", "a:b"), "give exactly one of --model NAME and --factory"),
+        (("--factory", "explained_jobs:none"), "module explained_jobs has no 'none'"),
+        (("--factory", "explained_jobs"), "factory 'explained_jobs' is not module:function"),
+        (("--factory", "not_there_at_all:make"), "no module named 'not_there_at_all'"),
+        (("--factory", "explained_jobs:misspelt"), "unknown fields ['unit'], missing fields ['units']"),
+        (
+            ("--factory", "explained_jobs:nothing_matches"),
+            "unit 'layers.*' matches no module; classes: Linear, Net; paths: ",
+        ),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_line(capsys, factory, args, message):
+    assert message in fails_with(capsys, "explain", *args)
+
+
+def test_an_unknown_field_of_the_configuration_lists_the_fields(capsys):
+    line = fails_with(capsys, *TINY, "--model-config", "layers=2")
+    assert "'layers'" in line
+    assert "num_layers" in line
+
+
+@pytest.mark.parametrize("args", [("--version",), ("-V",)])
+def test_version_is_printed(capsys, args):
+    assert main(args) == 0
+    assert capsys.readouterr().out == f"jfsdp {jfsdp.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("--help",), ()])
+def test_help_lists_the_subcommands(capsys, args):
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "explain" in out
+    assert "models" in out
+
+
+def test_help_of_explain_lists_its_options(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["explain", "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for option in (
+        "--model",
+        "--factory",
+        "--model-config",
+        "--mesh",
+        "--strategy",
+        "--param-dtype",
+        "--min-size",
+        "--json",
+    ):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    "args", [("explore",), ("explain", "--modle", "llama-tiny"), ("explain", "--min-size", "many")]
+)
+def test_arguments_that_do_not_parse_end_with_status_2(capsys, args):
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err
+
+
+def test_models_lists_what_can_be_explained(capsys):
+    assert main(["models"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "llama-405b" in names
+    assert names == sorted(names)

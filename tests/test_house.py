@@ -1,0 +1,141 @@
+"""The house rules that a machine can read: who may import whom, what `import jfsdp` costs, what is public."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jfsdp
+
+PACKAGE = Path(jfsdp.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, section 4.
+ALLOWED = {
+    "layout": (),
+    "modules": ("layout",),
+    "engine": ("layout", "modules"),
+    "train": ("layout", "modules", "engine"),
+    "checkpoint": ("layout", "train.state"),
+    "cli": ("",),  # everything
+}
+LAZY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tyro", "rich", "numpy")
+
+
+def module_name(file: Path) -> str:
+    """The dotted name below `jfsdp`; empty for the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Every module that a file imports anywhere, full names; `from a import b` gives `a.b` if that is a module."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None and node.level == 0, f"{file}:{node.lineno}: relative import"
+            for alias in node.names:
+                is_module = (PACKAGE.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def is_below(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name == ancestor or name.startswith(ancestor + ".")
+
+
+def violations(room: str) -> list[str]:
+    found = []
+    for file in FILES:
+        importer = module_name(file)
+        for imported in imports(file):
+            if is_below(importer, room) and is_below(imported, "jfsdp"):
+                inner = imported.removeprefix("jfsdp").removeprefix(".")
+                # The package's front door (no inner name) leads into every room, so only `cli` may go through it.
+                if not any(is_below(inner, other) for other in (room, *ALLOWED[room])):
+                    found.append(f"{importer} imports {imported}")
+    return found
+
+
+def test_every_room_has_a_rule():
+    assert {module_name(file).partition(".")[0] for file in FILES} - {""} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_rooms_import_only_what_the_design_allows(room):
+    assert violations(room) == []
+
+
+def test_a_forbidden_import_would_be_seen(tmp_path, monkeypatch):
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "bad.py").write_text(
+        "import jfsdp\ndef f():\n    from jfsdp.engine.auto import AutoEngine\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "FILES", [tmp_path / "layout" / "bad.py"])
+    assert violations("layout") == ["layout.bad imports jfsdp", "layout.bad imports jfsdp.engine.auto"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_only_modules_import_flax(file):
+    if not is_below(module_name(file), "modules"):
+        assert not [name for name in imports(file) if is_below(name, "flax")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_no_file_imports_private_jax_or_the_models_and_scripts_beside_the_package(file):
+    forbidden = ("jax._src", "jaxlib", "models", "jfsdp_models", "scripts", "tests")
+    assert not [name for name in imports(file) if any(is_below(name, other) for other in forbidden)]
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE.parent / "models").glob("*.py")), ids=lambda file: file.stem)
+def test_models_are_plain_flax_and_never_import_jfsdp(file):
+    assert not [name for name in imports(file) if is_below(name, "jfsdp")]
+
+
+def test_importing_jfsdp_loads_nothing_heavy():
+    code = f"import sys, jfsdp; print([name for name in {LAZY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_core_loads_no_storage_data_or_command_line():
+    """What is needed to shard and train is jax, flax and optax; the rest is loaded when it is used."""
+    heavy = {"orbax", "grain", "matplotlib", "tyro", "tensorboardX", "tokenizers"}
+    code = f"import sys, jfsdp; jfsdp.fully_shard, jfsdp.save, jfsdp.Checkpointer; print({heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_public_names_are_few_sorted_and_listed_by_dir():
+    assert list(jfsdp.__all__) == sorted(set(jfsdp.__all__))
+    assert len(jfsdp.__all__) <= 25
+    assert set(jfsdp.__all__) <= set(dir(jfsdp))
+
+
+@pytest.mark.parametrize("name", jfsdp.__all__)
+def test_public_names_resolve_and_are_documented(name):
+    value = getattr(jfsdp, name)
+    if callable(value):
+        doc = inspect.getdoc(value) or ""
+        assert doc
+        assert not doc.startswith(f"{name}("), "a dataclass without a docstring of its own"
+
+
+def test_public_names_are_those_that_type_checkers_see():
+    """The lazy table and the block under TYPE_CHECKING must not drift apart."""
+    (block,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(seen) == list(jfsdp.__all__)
+    for name, module in seen.items():
+        assert getattr(importlib.import_module(str(module)), name) is getattr(jfsdp, name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jfsdp' has no attribute 'fully_shart'"):
+        _ = jfsdp.fully_shart  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,101 @@
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from jfsdp.train.display import Silent
+from jfsdp.train.loop import Loop, LoopConfig
+from jfsdp.train.metrics import Throughput
+from jfsdp.train.stop import StopSignal
+
+
+class Records:
+    """Stands for every part of a loop that is told something, and notes it."""
+
+    def __init__(self):
+        self.lines, self.saved, self.evaluated = [], [], []
+
+    def write(self, record):
+        self.lines.append(record)
+
+    def save(self, step, state, extra):
+        self.saved.append((step, state, extra))
+
+
+def run_loop(first=0, stop_after=None, **config):
+    records, stop, position = Records(), StopSignal(), itertools.count(first + 1)
+
+    def step(state, batch):
+        if batch == stop_after:
+            stop.name = "SIGTERM"
+        names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
+        return state + 1, {name: jnp.float32(batch) for name in names} | {"num_skipped": jnp.float32(0)}
+
+    def evaluate(state):
+        records.evaluated.append(state)
+        return 0.5, 7.0
+
+    loop = Loop(
+        config=LoopConfig(**config),
+        step=step,  # type: ignore[arg-type]
+        batches=position,
+        throughput=Throughput(10, 1, None, "cpu"),
+        learning_rate=lambda count: count / 100,
+        evaluate=evaluate,
+        checkpoints=records,
+        get_extra=dict,
+        stop=stop,
+        display=Silent(),
+        writers=[records],
+        run_dir=None,  # type: ignore[arg-type]
+    )
+    state, steps = loop.run(first, first)  # type: ignore[arg-type]
+    return records, state, steps
+
+
+def steps_of(records):
+    return [line["step"] for line in records.lines]
+
+
+def test_logged_are_multiples_evaluations_and_the_last_step_each_once():
+    records, _, steps = run_loop(steps=11, log_every=4, eval_every=6, checkpoint_every=4)
+    assert steps == 11
+    assert steps_of(records) == [4, 6, 8, 11]
+    assert [line["eval_loss"] for line in records.lines] == [None, 0.5, None, 0.5]
+    assert [step for step, *_ in records.saved] == [4, 8, 11]
+    assert records.evaluated == [6, 11]
+
+
+def test_a_line_tells_of_its_own_step():
+    records, _, _ = run_loop(steps=3, log_every=1)
+    assert [line["loss"] for line in records.lines] == [1, 2, 3]
+    assert [line["learning_rate"] for line in records.lines] == [0.0, 0.01, 0.02]
+    assert [line["tokens_seen"] for line in records.lines] == [10, 20, 30]
+    assert records.lines[0]["step_s"] is None, "the step that compiles has no rate"
+    assert records.lines[1]["step_s"] is not None
+    assert records.lines[0]["correct"] == 1, "what the loss returns as aux is kept"
+
+
+def test_a_resumed_loop_counts_on():
+    records, state, steps = run_loop(first=6, steps=9, log_every=1)
+    assert steps_of(records) == [7, 8, 9] and (state, steps) == (9, 9)
+
+
+def test_a_stop_saves_the_step_at_once_and_evaluates_nothing():
+    records, _, steps = run_loop(steps=100, stop_after=3, log_every=50, eval_every=3)
+    assert steps == 3 and steps_of(records) == [3]
+    assert [step for step, *_ in records.saved] == [3]
+    assert records.evaluated == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 1, "eval_every": -1}, "eval_every=-1 must be 0"),
+        ({"steps": 9, "profile": (5, 3)}, "profile=5:3 is not START:STOP"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        LoopConfig(**config)
