@@ -15,9 +15,9 @@ from pathlib import Path
 
 import tyro
 
-from jfsdp.train import run_dir as runs
-from jfsdp.train.config import TrainConfig
-from jfsdp.train.runtime import configure_xla, initialize_processes
+from jfsdp.launch.runtime import configure_xla, enable_compilation_cache, initialize_processes
+from jfsdp.train.run import directory as runs
+from jfsdp.train.run.config import TrainConfig
 
 RECIPES = {
     "none": TrainConfig(),
@@ -134,15 +134,16 @@ def train(config: TrainConfig) -> None:
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
-        from jfsdp.train.build import build
+        from jfsdp.train.run.build import build
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
         parts = build(config, stored)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    enable_compilation_cache(config.cache_dir)
     from jfsdp.checkpoint.manager import Checkpointer
-    from jfsdp.train.run import Run
+    from jfsdp.train.run.training import Run
 
     Run(config, parts, run_dir, Checkpointer, begin).run()
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import jax
 
-from jfsdp.train.display import Display
-from jfsdp.train.metrics import Record, Throughput, memory_bytes
+from jfsdp.train.run.display import Display
+from jfsdp.train.run.metrics import Record, Throughput, memory_bytes
+from jfsdp.train.run.stop import StopSignal
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import Metrics, TrainStep
-from jfsdp.train.stop import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from jfsdp.train.build import build, make_schedule
-from jfsdp.train.config import TrainConfig, parse_fields
+from jfsdp.train.run.build import build, make_schedule
+from jfsdp.train.run.config import TrainConfig, parse_fields
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 
@@ -27,7 +27,7 @@ CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1")
         ({"steps": 0}, "must be at least 1"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
         (
-            {"factory": "tests.train.test_build:image_job", "model": None, "model_config": ()},
+            {"factory": "tests.train.run.test_build:image_job", "model": None, "model_config": ()},
             "does not take batches of tokens and targets",
         ),
     ],

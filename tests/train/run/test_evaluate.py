@@ -8,9 +8,9 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.train.data import ByteTokenizer
-from jfsdp.train.evaluate import Evaluator
 from jfsdp.train.job import find_job
-from jfsdp.train.sample import sample_texts
+from jfsdp.train.run.evaluate import Evaluator
+from jfsdp.train.run.sample import sample_texts
 
 TINY = {"dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32}
 

@@ -12,9 +12,6 @@ from typing import Any
 import jax
 
 from jfsdp.layout.table import num_parameters
-from jfsdp.train import run_dir as runs
-from jfsdp.train.build import Parts
-from jfsdp.train.config import TrainConfig
 from jfsdp.train.data import (
     DataConfig,
     NgramEntropies,
@@ -24,13 +21,15 @@ from jfsdp.train.data import (
     ngram_entropies,
     open_data,
 )
-from jfsdp.train.display import Display, make_display
-from jfsdp.train.evaluate import Evaluator
-from jfsdp.train.loop import Loop
-from jfsdp.train.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
-from jfsdp.train.runtime import enable_compilation_cache
+from jfsdp.train.run import directory as runs
+from jfsdp.train.run.build import Parts
+from jfsdp.train.run.config import TrainConfig
+from jfsdp.train.run.display import Display, make_display
+from jfsdp.train.run.evaluate import Evaluator
+from jfsdp.train.run.loop import Loop
+from jfsdp.train.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.train.run.stop import StopSignal
 from jfsdp.train.state import TrainState
-from jfsdp.train.stop import StopSignal
 
 _ENTROPY_TOKENS = 20_000_000
 # What changes losses by rounding only: a run may be resumed with other values.
@@ -119,7 +118,6 @@ class Run:
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
-        enable_compilation_cache(self.config.cache_dir)
         iterator = make_train_iterator(self.data, **self._share(1))
         state = self._start_state(iterator)
         if self.is_writer:
@@ -256,7 +254,7 @@ class Run:
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _save_curve(self) -> None:
-        from jfsdp.train.curves import save_loss_curve
+        from jfsdp.train.run.curves import save_loss_curve
 
         levels = {}
         if self.entropies is not None:
@@ -264,7 +262,7 @@ class Run:
         save_loss_curve(self.run_dir / "loss.png", read_jsonl(self.run_dir / "metrics.jsonl"), levels)
 
     def _sample(self, state: TrainState) -> None:
-        from jfsdp.train.sample import sample_texts
+        from jfsdp.train.run.sample import sample_texts
 
         config, tokenizer = self.config, self.data.tokenizer
         if tokenizer is None:

@@ -3,8 +3,8 @@ import signal
 
 import pytest
 
-from jfsdp.train.runtime import configure_xla, initialize_processes, merge_flags
-from jfsdp.train.stop import StopSignal
+from jfsdp.launch.runtime import configure_xla, initialize_processes, merge_flags
+from jfsdp.train.run.stop import StopSignal
 
 
 def test_flags_replace_those_of_the_same_name_and_keep_the_others():

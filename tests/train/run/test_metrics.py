@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from jfsdp.train import metrics
-from jfsdp.train.metrics import JsonLines, Throughput, peak_flops, read_jsonl
+from jfsdp.train.run import metrics
+from jfsdp.train.run.metrics import JsonLines, Throughput, peak_flops, read_jsonl
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from jfsdp.train.display import Silent
-from jfsdp.train.loop import Loop, LoopConfig
-from jfsdp.train.metrics import Throughput
-from jfsdp.train.stop import StopSignal
+from jfsdp.train.run.display import Silent
+from jfsdp.train.run.loop import Loop, LoopConfig
+from jfsdp.train.run.metrics import Throughput
+from jfsdp.train.run.stop import StopSignal
 
 
 class Records:

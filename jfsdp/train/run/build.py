@@ -11,9 +11,9 @@ import optax
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE
-from jfsdp.train.config import TrainConfig, parse_fields, parse_profile
 from jfsdp.train.job import Job, load_job
-from jfsdp.train.loop import LoopConfig
+from jfsdp.train.run.config import TrainConfig, parse_fields, parse_profile
+from jfsdp.train.run.loop import LoopConfig
 from jfsdp.train.sharded import ShardedModel, fully_shard
 from jfsdp.train.step import TrainStep
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jfsdp.train import run_dir as runs
+from jfsdp.train.run import directory as runs
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""How processes start: what must be said to JAX and XLA first."""
