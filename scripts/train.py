@@ -15,7 +15,12 @@ from pathlib import Path
 
 import tyro
 
-from jfsdp.launch.runtime import configure_xla, enable_compilation_cache, initialize_processes
+from jfsdp.launch.runtime import (
+    configure_xla,
+    enable_compilation_cache,
+    initialize_processes,
+    without_plugin_chatter,
+)
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
 
@@ -122,6 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def start_cpu() -> None:
+    """Start JAX on the CPU without remarks on the GPU that is not there."""
+    with without_plugin_chatter():
+        import jax
+
+        jax.devices()
+
+
 def _describe(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {str(error.filename)!r}"
@@ -134,6 +147,8 @@ def train(config: TrainConfig) -> None:
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
+        if os.environ.get("JAX_PLATFORMS") == "cpu":
+            start_cpu()
         from jfsdp.train.run.build import build
 
         run_dir = find_run_dir(config)

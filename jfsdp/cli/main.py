@@ -12,6 +12,7 @@ import tyro
 import jfsdp
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
+from jfsdp.launch.runtime import without_plugin_chatter
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 
@@ -40,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
+    with without_plugin_chatter():
+        import jax  # noqa: F401
     try:
         return command.run()
     except (ValueError, OSError) as error:

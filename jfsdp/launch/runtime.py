@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -36,6 +39,28 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
     if deterministic:
         flags["xla_gpu_deterministic_ops"] = "true"
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
+
+
+_CHATTER = ("All log messages before absl::InitializeLog()", "cudart_stub.cc")
+
+
+@contextlib.contextmanager
+def without_plugin_chatter() -> Iterator[None]:
+    """Hold back what JAX's CUDA plugin prints at import on a machine without a GPU; anything else is printed at the end.
+
+    The plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0).
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr.fileno(), 2)
+            held.seek(0)
+            lines = held.read().decode(errors="replace").splitlines(keepends=True)
+            sys.stderr.write("".join(line for line in lines if not any(text in line for text in _CHATTER)))
 
 
 def merge_flags(text: str, flags: dict[str, str]) -> str:

@@ -60,13 +60,13 @@ def _epochs(data, process_count, num_epochs):
 
 @pytest.mark.parametrize("process_count", [1, 2, 3])
 def test_each_epoch_gives_every_document_to_exactly_one_process(one_row_documents, process_count):
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0))
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     for epoch in _epochs(data, process_count, num_epochs=3):
         assert sorted(epoch.ravel()) == list(range(NUM_DOCUMENTS))
 
 
 def test_processes_that_do_not_divide_the_documents_still_share_them_all(one_row_documents):
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0))
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     seen = []
     for i, share in enumerate((3, 3, 2, 2, 2)):
         batches = _take(make_train_iterator(data, batch_size=1, process_index=i, process_count=5), share)
@@ -83,10 +83,24 @@ def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_docum
     assert (first[0] != first[1]).any() and (first[0] != other[0]).any()
 
 
+def test_rows_of_a_window_are_the_same_rows_in_another_order(uneven_documents):
+    def rows(shuffle_rows):
+        data = open_data(DataConfig(uneven_documents, seq_len=16, eval_fraction=0, shuffle_rows=shuffle_rows))
+        return [batch["tokens"].tobytes() for batch in _take(make_train_iterator(data, batch_size=1), 40)]
+
+    in_order, shuffled = rows(0), rows(8)
+    assert in_order != shuffled
+    for start in range(0, 40, 8):
+        assert sorted(in_order[start : start + 8]) == sorted(shuffled[start : start + 8])
+
+
+@pytest.mark.parametrize("shuffle_rows", [0, 5, 1024])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("num_consumed", [0, 1, 7, 60])
-def test_restored_state_continues_bit_for_bit_in_a_fresh_pipeline(uneven_documents, prefetch, num_consumed):
-    config = DataConfig(uneven_documents, seq_len=64, eval_fraction=0.1)
+def test_restored_state_continues_bit_for_bit_in_a_fresh_pipeline(
+    uneven_documents, prefetch, num_consumed, shuffle_rows
+):
+    config = DataConfig(uneven_documents, seq_len=64, eval_fraction=0.1, shuffle_rows=shuffle_rows)
     options = {"batch_size": 2, "process_index": 1, "process_count": 2, "prefetch_batches": prefetch}
     original = make_train_iterator(open_data(config), **options)
     _take(original, num_consumed)

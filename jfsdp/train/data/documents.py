@@ -34,7 +34,8 @@ class DataConfig:
       eval_fraction: share of the documents held out; 0 holds out none.
       split_seed: chooses which; apart from `seed`, so that runs with other seeds share the held-out text.
       cross_documents: False: a token sees its own document only. True: a row is one segment of the concatenated stream.
-      seed: the order of the documents.
+      seed: the order of documents and rows.
+      shuffle_rows: rows of a training window that are shuffled among themselves; 0 keeps those of a document together.
     """
 
     data: str
@@ -50,12 +51,15 @@ class DataConfig:
     split_seed: int = 0
     cross_documents: bool = False
     seed: int = 0
+    shuffle_rows: int = 1024
 
     def __post_init__(self):
         if self.seq_len < 1:
             raise ValueError(f"seq_len={self.seq_len}: must be at least 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
+        if self.shuffle_rows < 0:
+            raise ValueError(f"shuffle_rows={self.shuffle_rows}: must be 0 (no shuffling of rows) or more")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: must be in 0..2**32-1")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jfsdp.train.data.documents import INPUT, START, TARGET, TokenData
+from jfsdp.train.data.documents import INPUT, START, TARGET, DataConfig, TokenData
 
 _STATE_VERSION = 1
 _Batch = dict[str, np.ndarray]
@@ -55,7 +55,7 @@ class DataIterator(Iterator[_Batch]):
     def set_state(self, state: dict[str, Any]):
         """Continue where `get_state` was called, bit for bit, in this or another process.
 
-        Cost: reads and tokenizes the one document that the last row ended in.
+        Cost: reads and tokenizes again the documents of one window of `shuffle_rows` rows.
 
         Raises:
           ValueError: if the state belongs to another stream (data, seed, seq_len, process count..); names what differs.
@@ -88,7 +88,10 @@ def make_train_iterator(
     Each epoch has its own order, drawn from `seed`; every document goes to exactly one process in it. Shares hold
     unequal numbers of tokens, so processes may be in different epochs at the same step.
 
-    Memory: the batches read ahead, and one document as pairs, 12 bytes per token.
+    Rows cut from one document would otherwise follow each other, so that a batch is one topic: the rows of a window are
+    shuffled again.
+
+    Memory: the batches read ahead, one document and `shuffle_rows` rows as pairs, 12 bytes per token.
 
     Args:
       data: from `open_data`.
@@ -111,7 +114,7 @@ def make_train_iterator(
 
     documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
     share = documents[process_index::process_count].repeat()
-    rows = _pack(share, data.config.seq_len)
+    rows = _shuffle_rows(_pack(share, data.config.seq_len), data.config)
     batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
     stream = _describe(data, "train", batch_size, process_index, process_count)
     return DataIterator(_prefetch(batches, prefetch_batches), stream)
@@ -162,6 +165,14 @@ def _pack(documents: Any, seq_len: int) -> Any:
     return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
 
 
+def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
+    if config.shuffle_rows < 2:
+        return rows
+    import grain
+
+    return grain.experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
+
+
 def _prefetch(batches: Any, prefetch_batches: int) -> Any:
     import grain
 
@@ -201,6 +212,7 @@ def _describe(data: TokenData, split: str, batch_size: int, process_index: int, 
         "eval_fraction": config.eval_fraction,
         "split_seed": config.split_seed,
         "seed": config.seed,
+        "shuffle_rows": config.shuffle_rows,
         "batch_size": batch_size,
         "process_index": process_index,
         "process_count": process_count,

@@ -37,6 +37,8 @@ class TrainConfig:
     """Share of the documents held out."""
     cross_documents: bool = False
     """Let attention and positions cross documents in a row."""
+    shuffle_rows: int = 1024
+    """Rows of a window that are shuffled among themselves; 0 keeps the rows of a document together."""
 
     steps: int = 1000
     """The total of the run, whatever was done before a resume."""

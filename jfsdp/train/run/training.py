@@ -87,14 +87,14 @@ class Run:
 
     def _open_data(self) -> TokenData:
         names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
-        options = {name: getattr(self.config, name) for name in (*names, "cross_documents", "seed")}
+        options = {name: getattr(self.config, name) for name in (*names, "cross_documents", "shuffle_rows", "seed")}
         config = DataConfig(seq_len=self.parts.seq_len, **options)
         return open_data(config, vocab_size=self.parts.job.vocab_size)
 
     def _check_decides(self) -> dict[str, Any]:
         """Refuse to resume under another configuration; return what `config.json` is to say."""
         data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
-        data |= {name: getattr(self.config, name) for name in ("eval_fraction", "cross_documents")}
+        data |= {name: getattr(self.config, name) for name in ("eval_fraction", "cross_documents", "shuffle_rows")}
         decides = self.parts.decides | data
         if self.config.resume is not None:
             runs.check_same(self.run_dir, decides)
