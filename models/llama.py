@@ -20,9 +20,9 @@ everything is bfloat16 but the inside of norms, the softmax and the rotation, wh
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend
@@ -31,128 +31,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-AttentionChoice = Literal["auto", "xla", "cudnn"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Stretch the rotary embedding to longer contexts as Llama 3.1 does (`rope_type: llama3` of Hugging Face).
-
-    Wavelengths above `original_context / low_freq_factor` are stretched by `factor`, those below
-    `original_context / high_freq_factor` are kept, and those between are interpolated.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def __post_init__(self):
-        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"RopeScaling.high_freq_factor={self.high_freq_factor} must exceed "
-                f"low_freq_factor={self.low_freq_factor}; Llama 3 uses 4.0 and 1.0"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Hold the dimensions and options of one model.
-
-    Args:
-      vocab_size: V, rows of the embedding.
-      dim: D, width of the residual stream.
-      num_layers: L.
-      num_heads: H, query heads.
-      num_kv_heads: K, key/value heads; must divide `num_heads`.
-      ffn_dim: F, width inside the SwiGLU.
-      head_dim: A, size of one head; None: `dim // num_heads`. Qwen 3 and others choose it freely.
-      norm_eps: added to the mean square under the root.
-      rope_theta: base of the rotary wavelengths.
-      rope_scaling: Llama 3.1's stretching, or None.
-      local_window_size: keys that one query sees, itself included (Mistral's `sliding_window`); None: all before it.
-      tied: the head is the transposed embedding, and `lm_head` does not exist.
-      qkv_bias: biases on the query, key and value projections (Qwen 2).
-      qk_norm: RMSNorm over each query and key head before the rotation (Qwen 3).
-      stacked: store layers stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
-      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel].
-
-    Raises:
-      ValueError: for values that contradict each other; names field, value and remedy.
-    """
-
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_dim: int
-    head_dim: int | None = None
-    norm_eps: float = 1e-5
-    rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
-    local_window_size: int | None = None
-    tied: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    stacked: bool = True
-    attention: AttentionChoice = "auto"
-
-    def __post_init__(self):
-        _require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
-        _require_positive(self, "norm_eps", "rope_theta")
-        if self.num_heads % self.num_kv_heads:
-            divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
-            raise ValueError(
-                f"LlamaConfig.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"choose one of {divisors}"
-            )
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise ValueError(
-                f"LlamaConfig.dim={self.dim} is not a multiple of num_heads={self.num_heads}; "
-                "choose such a dim, or pass head_dim="
-            )
-        if self.head_size <= 0 or self.head_size % 2:
-            raise ValueError(
-                f"LlamaConfig.head_dim={self.head_size} must be positive and even, since the rotary embedding pairs "
-                "its halves; pass another head_dim="
-            )
-        if self.local_window_size is not None and self.local_window_size < 1:
-            raise ValueError(
-                f"LlamaConfig.local_window_size={self.local_window_size} must be at least 1 (the query itself); "
-                "pass None for no window"
-            )
-        if self.attention not in get_args(AttentionChoice):
-            raise ValueError(
-                f"LlamaConfig.attention={self.attention!r} is unknown; choose one of {get_args(AttentionChoice)}"
-            )
-
-    @property
-    def head_size(self) -> int:
-        """Return A: `head_dim`, or where that is None `dim // num_heads`."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def matmul_params_per_layer(self) -> int:
-        """Count the weights of one layer that take part in matmuls (so no norms and no biases)."""
-        attention = 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_size
-        return attention + 3 * self.dim * self.ffn_dim
-
-    @property
-    def num_params(self) -> int:
-        """Count all parameters; a tied head counts once."""
-        norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
-        tables = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
-
-
-def _require_positive(config: Any, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if not value > 0:
-            raise ValueError(f"{type(config).__name__}.{field}={value} must be positive; pass {field}= above 0")
+from .llama_config import PRESETS, AttentionChoice, LlamaConfig, flops_per_token
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -466,19 +345,6 @@ def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decay_mask)
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Count the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
-
-    N counts the weights that take part in matmuls: the head (tied or not), but not the lookup, norms or biases. The
-    attention term counts scores and values over all T keys, *without* the causal half, which is the convention of
-    PaLM (arXiv 2204.02311, appendix B) and torchtitan; with a window, T is the window where that is shorter.
-    Recomputed activations do not count: this is for MFU, not for hardware utilization.
-    """
-    matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
-    num_keys = min(seq_len, config.local_window_size or seq_len)
-    return 6.0 * matmul_params + 12.0 * config.num_layers * config.num_heads * config.head_size * num_keys
-
-
 def abstract_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch for `next_token_loss`; `packed`: with `weights`, `segment_ids` and `positions`."""
     ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
@@ -487,47 +353,6 @@ def abstract_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> di
         weights = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.float32)
         batch |= {"weights": weights, "segment_ids": ids, "positions": ids}
     return batch
-
-
-_llama3 = partial(LlamaConfig, vocab_size=128_256, num_kv_heads=8)
-_llama32_scaling = RopeScaling(factor=32.0)
-_llama31_scaling = RopeScaling(factor=8.0)
-_qwen = partial(LlamaConfig, rope_theta=1e6, norm_eps=1e-6)
-
-PRESETS: dict[str, LlamaConfig] = {
-    # Bytes and eight special tokens; small enough to learn on a CPU.
-    "llama-tiny": LlamaConfig(
-        vocab_size=264, dim=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=352, rope_theta=10_000.0
-    ),
-    "llama-1b": _llama3(dim=2048, num_layers=16, num_heads=32, ffn_dim=8192, rope_scaling=_llama32_scaling, tied=True),
-    "llama-3b": _llama3(dim=3072, num_layers=28, num_heads=24, ffn_dim=8192, rope_scaling=_llama32_scaling, tied=True),
-    "llama-8b": _llama3(dim=4096, num_layers=32, num_heads=32, ffn_dim=14_336, rope_scaling=_llama31_scaling),
-    "llama-70b": _llama3(dim=8192, num_layers=80, num_heads=64, ffn_dim=28_672, rope_scaling=_llama31_scaling),
-    "llama-405b": _llama3(dim=16_384, num_layers=126, num_heads=128, ffn_dim=53_248, rope_scaling=_llama31_scaling),
-    "mistral-7b": LlamaConfig(
-        vocab_size=32_000,
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_dim=14_336,
-        rope_theta=10_000.0,
-        local_window_size=4096,
-    ),
-    "qwen2.5-7b": _qwen(
-        vocab_size=152_064, dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, ffn_dim=18_944, qkv_bias=True
-    ),
-    "qwen3-8b": _qwen(
-        vocab_size=151_936,
-        dim=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_dim=12_288,
-        head_dim=128,
-        qk_norm=True,
-    ),
-}
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:

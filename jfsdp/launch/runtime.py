@@ -46,7 +46,7 @@ _CHATTER = ("All log messages before absl::InitializeLog()", "cudart_stub.cc")
 
 @contextlib.contextmanager
 def without_plugin_chatter() -> Iterator[None]:
-    """Hold back what JAX's CUDA plugin prints at import on a machine without a GPU; anything else is printed at the end.
+    """Hold back what JAX's CUDA plugin prints on a machine without a GPU; anything else is printed at the end.
 
     The plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0).
     """

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from jfsdp.launch.runtime import configure_xla, initialize_processes, merge_flags
+from jfsdp.launch.runtime import configure_xla, initialize_processes, merge_flags, without_plugin_chatter
 from jfsdp.train.run.stop import StopSignal
 
 
@@ -32,3 +32,12 @@ def test_the_first_signal_asks_to_stop_and_the_second_is_not_caught(number):
         os.kill(os.getpid(), number)
         assert stop.is_agreed(may_gather=False) and stop.name == number.name
         assert signal.getsignal(number) is before
+
+
+def test_only_the_plugins_chatter_is_held_back(capfd):
+    with without_plugin_chatter():
+        os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n")
+        os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers on your machine\n")
+        os.write(2, b"something that matters\n")
+    os.write(2, b"and afterwards\n")
+    assert capfd.readouterr().err == "something that matters\nand afterwards\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jfsdp_models import llama  # pyright: ignore[reportMissingImports] (installed as an import hook)
+from jfsdp_models import llama, llama_config  # pyright: ignore[reportMissingImports] (installed as an import hook)
 
 SMALL = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, rope_theta=10_000.0, attention="xla"
@@ -22,7 +22,7 @@ VARIANTS = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "mistral": {"local_window_size": 5},
-    "scaled": {"rope_scaling": llama.RopeScaling(original_context=16)},
+    "scaled": {"rope_scaling": llama_config.RopeScaling(original_context=16)},
 }
 PUBLISHED_PARAMS = {
     "llama-1b": 1_235_814_400,
@@ -187,7 +187,7 @@ def test_num_params_counts_every_variant(variant):
     assert sum(w.size for w in weights_by_name(model).values()) == model.config.num_params
 
 
-@pytest.mark.parametrize("scaling", [None, llama.RopeScaling(), llama.RopeScaling(factor=32.0)])
+@pytest.mark.parametrize("scaling", [None, llama_config.RopeScaling(), llama_config.RopeScaling(factor=32.0)])
 @pytest.mark.parametrize("name", ["llama-8b", "llama-1b"])
 def test_rope_frequencies_follow_the_published_rule(name, scaling):
     config = dataclasses.replace(llama.PRESETS[name], rope_scaling=scaling)
@@ -485,6 +485,6 @@ def test_a_bad_config_names_field_value_and_remedy(overrides, message):
 
 def test_bad_rope_scaling_is_refused():
     with pytest.raises(ValueError, match=r"high_freq_factor=1.0 must exceed low_freq_factor=4.0"):
-        llama.RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
+        llama_config.RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
     with pytest.raises(ValueError, match="factor=0 must be positive"):
-        llama.RopeScaling(factor=0)
+        llama_config.RopeScaling(factor=0)
