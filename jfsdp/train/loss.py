@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 
 
+RESERVED = ("loss", "grad_norm", "weight", "num_skipped")
+
+
 class Loss(NamedTuple):
     """A loss as a sum and the weight to divide it by: exact under uneven masks (the mean of means is not the mean).
 
@@ -29,12 +32,15 @@ def as_loss(value: Any) -> Loss:
     counts as a `Loss`, so that models need not import jfsdp.
 
     Raises:
-      ValueError: if total, weight or an aux value is not a scalar, or the total is not floating.
+      ValueError: if total, weight or an aux value is not a scalar, the total is not floating, or an aux name is taken.
     """
     if not hasattr(value, "total"):
         value = Loss(value, 1.0)
     total, weight = jnp.asarray(value.total), jnp.asarray(value.weight, jnp.float32)
     aux = {key: jnp.asarray(x, jnp.float32) for key, x in (getattr(value, "aux", None) or {}).items()}
+    taken = [name for name in aux if name in RESERVED]
+    if taken:
+        raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
     for name, scalar in {"total": total, "weight": weight, **aux}.items():
         if scalar.shape:
             raise ValueError(f"loss_fn: {name} has shape {scalar.shape}; return a scalar, or jfsdp.Loss(total, weight)")

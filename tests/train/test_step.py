@@ -126,6 +126,12 @@ def test_a_loss_that_is_not_a_scalar_is_refused(model):
         model.train_step(lambda model, batch: model(batch["tokens"]).sum(-1), TX)(model.init(TX), make_batches(1)[0])
 
 
+def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
+    with pytest.raises(ValueError, match="aux names grad_norm are those of the step's own metrics"):
+        step = model.train_step(lambda model, batch: jfsdp.Loss(1.0, 1.0, {"grad_norm": 0.0}), TX)
+        step(model.init(TX), make_batches(1)[0])
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
