@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jfsdp.engine.auto import AutoEngine, cast_floating
+from jfsdp.engine.dataflow import passes_through
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.units import ROOT
-from jfsdp.modules.nnx import NNXModel, root_hook, unit_hook
+from jfsdp.modules.nnx import NNXModel, inner_names, root_hook, unit_hook
 
 
 class ShardedApply:
@@ -20,7 +23,10 @@ class ShardedApply:
 
     def __init__(self, model: NNXModel, engine: AutoEngine):
         self.model, self.engine, self.layout = model, engine, engine.layout
-        self._called: set[str] = set()
+        self._open: list[str] = []
+        self._guards = {
+            leaf.path: self._guard(leaf.path, leaf.unit) for leaf in self.layout.leaves if leaf.unit != ROOT
+        }
         self._hooks = {
             unit.name: unit_hook(model.module_class(unit.name), unit, self._call_unit)
             for unit in self.layout.units
@@ -43,31 +49,80 @@ class ShardedApply:
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
 
         Raises:
-          ValueError: if a unit is never called, or is called on slices that the layout does not know.
+          ValueError: if a unit's weight is read outside its `__call__`, a call writes parameters, or a unit is called on
+            slices that the layout does not know.
         """
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
-        self._called.clear()
+
+        def evaluate(full: Arrays, rest: Any) -> tuple[Any, Arrays, Arrays]:
+            model = self.model.bind({**full, **rest["params"]}, rest["state"], self._hooks, self._guards)
+            out = fn(model, *rest["batch"])
+            return out, *self.model.collect(model)
+
+        names, may_write = [*root, *inner], False
+
+        def params_after(full: Arrays, rest: Any) -> Any:
+            after = evaluate(full, rest)[1]
+            return [after[path] for path in names]
 
         def run(full: Arrays, rest: Any) -> Any:
-            model = self.model.bind({**full, **rest["params"]}, rest["state"], self._hooks)
-            out = fn(model, *rest["batch"])
-            return out, self.model.collect(model)
+            nonlocal may_write
+            out, after, state = evaluate(full, rest)
+            may_write = any(after[path] is not value for path, value in (*full.items(), *rest["params"].items()))
+            return out, state
 
         rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
         out = self.engine.call_unit(ROOT, run, root, rest)
-        self._check_called()
+        if may_write:
+            self._check_writes(ROOT, params_after, names, root, rest)
         return out
 
     def _call_unit(self, name: str, run: Any, shards: Arrays, rest: Any) -> Any:
-        self._called.add(name)
-        out, state = self.engine.call_unit(name, run, shards, rest)
+        self._open.append(name)
+        try:
+            out, state = self.engine.call_unit(name, run, shards, rest)
+            if run.may_write:
+                self._check_writes(name, run.params_after, run.names, shards, rest)
+        finally:
+            self._open.pop()
         return cast_floating(out, self.layout.policy(name).mp_policy.output_dtype), state
 
-    def _check_called(self) -> None:
-        silent = [name for name in self._hooks if name != ROOT and name not in self._called]
-        if silent:
+    def _check_writes(self, unit: str, params_after: Any, names: Sequence[str], shards: Arrays, rest: Any) -> None:
+        """Refuse a call that writes parameters.
+
+        A transform such as nnx.remat hands back as new values what it was given: so they are traced to where they come
+        from. `params_after(full, rest)` returns the parameters after the call in the order of `names`.
+        """
+        full = self.engine.full_shapes(unit, shards)
+        before = jax.tree.leaves(({path: path for path in full}, _name_params(rest)))
+        jaxpr = jax.make_jaxpr(params_after)(full, rest).jaxpr
+        written = [
+            name for name, at in zip(names, passes_through(jaxpr), strict=True) if at is None or before[at] != name
+        ]
+        if written:
             raise ValueError(
-                f"units never called: {', '.join(map(repr, silent))}; a unit is gathered around its __call__, so its "
-                "weights would be read while they are sharded: choose as units the modules that are called, or none"
+                f"unit {unit or '(root)'}: its call writes to {len(written)} of its parameters "
+                f"({', '.join(written[:4])}); a forward may read parameters only: keep what it changes in another "
+                "nnx.Variable"
             )
+
+    def _guard(self, path: str, unit: str) -> Callable[..., Any]:
+        def guard(variable: Any, value: Any) -> Any:
+            if unit not in self._open:
+                raise ValueError(
+                    f"{path}: read outside the __call__ of its unit {unit!r}, where it is not gathered (a tied weight, "
+                    "or another method of the module?); leave it to the root unit, or make a unit of a module whose "
+                    "__call__ holds all its uses"
+                )
+            return value
+
+        return guard
+
+
+def _name_params(rest: dict[str, Any]) -> dict[str, Any]:
+    """Put names in place of the inner weights of a call's other arguments, and nothing in place of other arrays."""
+    named = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
+    params = rest["params"]
+    is_named = isinstance(params, dict)
+    return named | {"params": {path: path for path in params} if is_named else inner_names(params)}

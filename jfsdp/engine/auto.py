@@ -50,11 +50,17 @@ class AutoEngine:
             reshard=policy.reshard_after_forward,
             remat=policy.remat,
         )
-        full = {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
-            for leaf, gone in zip(leaves, sliced, strict=True)
+        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement)
+
+    def full_shapes(self, name: str, shards: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of a unit's weights once they are gathered. Moves no data."""
+        leaves = [self.layout.by_path[path] for path in self.layout.unit(name).leaves]
+        return {
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.shape[_num_sliced(leaf, shards[leaf.path].ndim) :], leaf.stage("use").dtype
+            )
+            for leaf in leaves
         }
-        return call_unit(run, shards, rest, full, movement)
 
     def _gather(self, leaves: Sequence[Leaf], sliced: Sequence[int], shards: Arrays) -> Arrays:
         """All-gather a unit's weights in their dtype in use; see [Note: low precision on the wire]."""

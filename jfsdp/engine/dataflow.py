@@ -27,6 +27,32 @@ def depends_on(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
     return [is_reached(atom) for atom in jaxpr.outvars]
 
 
+def passes_through(jaxpr: Any) -> list[int | None]:
+    """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data."""
+    origin: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+        if inner is None or eqn.primitive.name in ("scan", "while") or not _is_call(inner, eqn):
+            continue
+        for var, index in zip(eqn.outvars, passes_through(inner), strict=True):
+            atom = None if index is None else eqn.invars[index]
+            if atom is not None and not isinstance(atom, core.Literal) and atom in origin:
+                origin[var] = origin[atom]
+    return [None if isinstance(atom, core.Literal) else origin.get(atom) for atom in jaxpr.outvars]
+
+
+def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """Cut a jaxpr down to the equations that some of its outputs need; effects that they do not need go. Moves no data."""
+    outvars = [atom for atom, keep in zip(jaxpr.outvars, wanted, strict=True) if keep]
+    needed = {atom for atom in outvars if not isinstance(atom, core.Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, core.Literal))
+    return jaxpr.replace(eqns=eqns[::-1], outvars=outvars)
+
+
 def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
     if not any(marked):
         return [False] * len(eqn.outvars)

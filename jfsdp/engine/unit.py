@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jfsdp.engine.dataflow import depends_on
+from jfsdp.engine.dataflow import depends_on, keep_outputs
 from jfsdp.layout.policy import Remat
 
 Arrays = dict[str, jax.Array]
@@ -161,13 +161,12 @@ def _linearize(
     is_activation = [position >= len(weights) for position in range(len(inputs))]
     saved = tuple(depends_on(closed.jaxpr, is_activation)[num_out:])
 
+    dropped = keep_outputs(closed.jaxpr, [False] * num_out + [not keep for keep in saved])
+
     def weight_only(full: Arrays) -> list[Any]:
-        # XLA removes the part of the forward that only the kept residuals need: its inputs here are zeros.
-        if all(saved):
-            return []
-        zeros = [_zeros_like(aval.aval) for aval in closed.jaxpr.invars[len(weights) :]]
-        again = core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(full), *zeros)
-        return [value for value, kept in zip(again[num_out:], saved, strict=True) if not kept]
+        # Nothing that is left reads an activation: zeros stand in for them.
+        zeros = [_zeros_like(var.aval) for var in dropped.invars[len(weights) :]]
+        return core.eval_jaxpr(dropped, closed.consts, *jax.tree.leaves(full), *zeros)
 
     kept = [value for value, keep in zip(results[num_out:], saved, strict=True) if keep]
     return results[:num_out], kept, _Plan(tree, saved, weight_only)

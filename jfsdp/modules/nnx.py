@@ -50,27 +50,39 @@ class NNXModel:
         _, params, state = nnx.split(model, nnx.Param, ...)
         return _arrays(nnx.to_flat_state(params)), _arrays(nnx.to_flat_state(state))
 
-    def bind(self, params: Mapping[str, Any], state: Mapping[str, Any], hooks: Mapping[str, type]) -> nnx.Module:
-        """Build the model around arrays, with the class of each module in `hooks` (by path) swapped."""
+    def bind(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        hooks: Mapping[str, type],
+        guards: Mapping[str, Callable[..., Any]],
+    ) -> nnx.Module:
+        """Build the model around arrays, with the class of each module in `hooks` (by path) swapped.
+
+        Args:
+          guards: by parameter, `f(variable, value) -> value`, called at every read of it.
+        """
         flat = [_with_arrays(self._params, params), _with_arrays(self._state, state)]
         model = nnx.merge(self.graphdef, *(nnx.from_flat_state(part) for part in flat))
-        for path, module in nnx.iter_graph(model):
-            if isinstance(module, nnx.Module) and _name(path) in hooks:
-                module.__class__ = hooks[_name(path)]
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Module) and _name(path) in hooks:
+                _set_class(node, hooks[_name(path)])
+            elif isinstance(node, nnx.Param) and _name(path) in guards:
+                node.set_metadata(on_get_value=guards[_name(path)])
         return model
 
-    def collect(self, model: nnx.Module) -> Arrays:
-        """Return the state other than parameters that a bound model holds after its calls.
+    def collect(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
+        """Return the parameters and the other state that a bound model holds after its calls.
 
         Raises:
-          ValueError: if the calls created or removed state.
+          ValueError: if the calls created or removed some.
         """
-        _, _, state = nnx.split(model, nnx.Param, ...)
-        arrays = _arrays(nnx.to_flat_state(state))
-        if arrays.keys() != self.state.keys():
-            changed = sorted(arrays.keys() ^ self.state.keys())
+        _, *parts = nnx.split(model, nnx.Param, ...)
+        params, state = (_arrays(nnx.to_flat_state(part)) for part in parts)
+        changed = sorted((params.keys() ^ self.params.keys()) | (state.keys() ^ self.state.keys()))
+        if changed:
             raise ValueError(f"the model's call created or removed state: {', '.join(changed)}; create it in __init__")
-        return arrays
+        return params, state
 
     def module_class(self, path: str) -> type:
         return next(module.cls for module in self.modules if module.path == path)
@@ -128,14 +140,15 @@ def unit_hook(cls: type, unit: UnitInfo, call: UnitCall) -> type:
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         hook = type(self)
         inputs = _Inputs(args, kwargs)
-        self.__class__ = cls
+        _set_class(self, cls)
         try:
             graphdef, *parts = nnx.split((self, inputs.dynamic), *_filters(own))
         finally:
-            self.__class__ = hook
+            _set_class(self, hook)
         pure = _PureCall(unit.name, graphdef, parts, own, inputs)
         out, new_state = call(unit.name, pure, pure.weights, pure.rest)
-        nnx.update((self, inputs.dynamic), _with_leaves(parts[2], new_state))
+        if new_state:
+            nnx.update((self, inputs.dynamic), _with_leaves(parts[2], new_state))
         return pure.rebuild(out)
 
     return _subclass(cls, hooked)
@@ -151,6 +164,11 @@ def root_hook(cls: type, cast_inputs: Callable[[Any], Any], cast_outputs: Callab
         return jax.tree.map(lambda x: cast_outputs(x) if _is_array(x) else x, out)
 
     return _subclass(cls, hooked)
+
+
+def _set_class(module: nnx.Module, cls: type) -> None:
+    # Not by assignment: NNX forbids that below a transform that it does not know (jax.checkpoint, lax.cond; flax 0.12.8).
+    object.__setattr__(module, "__class__", cls)
 
 
 def _subclass(cls: type, call: Callable[..., Any]) -> type:
@@ -190,6 +208,11 @@ class _Inputs:
         return jax.tree.unflatten(self.tree, [next(values) if is_dynamic else x for x, is_dynamic in pairs])
 
 
+def inner_names(params: Sequence[Any]) -> list[str]:
+    """Name the weights of inner units that a unit's call reads, by their place."""
+    return [f"weight {index} of an inner unit" for index in range(len(params))]
+
+
 class _PureCall:
     """A unit's call as a pure function of its weights and the rest; keeps the Python parts of its output aside."""
 
@@ -200,9 +223,22 @@ class _PureCall:
         self.paths = [own[_name(path[1:])] for path, _ in nnx.to_flat_state(parts[0])]
         self.weights = dict(zip(self.paths, weights, strict=True))
         self.rest = dict(zip(("params", "state", "inputs"), rest, strict=True))
+        self.names, self.may_write = [*self.paths, *inner_names(self.rest["params"])], False
 
     def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Run the module; return the arrays of its output and its state afterwards."""
+        out, after = self._run(full, rest)
+        leaves, self._out_tree = jax.tree.flatten(out)
+        self._out_static = [None if _is_array(x) else x for x in leaves]
+        self._out_is_array = [_is_array(x) for x in leaves]
+        return [x for x in leaves if _is_array(x)], after[2]
+
+    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> list[Any]:
+        """Run the module; return the parameters it holds afterwards, its own and those of inner units."""
+        _, after = self._run(full, rest)
+        return [*after[0], *after[1]]
+
+    def _run(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, list[list[Any]]]:
         before = [[full[path] for path in self.paths], rest["params"], rest["state"], rest["inputs"]]
         filled = [_with_leaves(part, values) for part, values in zip(self.parts, before, strict=True)]
         module, dynamic = nnx.merge(self.graphdef, *filled)
@@ -210,24 +246,16 @@ class _PureCall:
         out = module(*args, **kwargs)
         graphdef, *after = nnx.split((module, dynamic), *self.filters)
         after = list(map(jax.tree.leaves, after))
-        self._check(graphdef, before, after)
-        leaves, self._out_tree = jax.tree.flatten(out)
-        self._out_static = [None if _is_array(x) else x for x in leaves]
-        self._out_is_array = [_is_array(x) for x in leaves]
-        return [x for x in leaves if _is_array(x)], after[2]
+        self._check(graphdef)
+        params = zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True)
+        self.may_write = any(old is not new for old, new in params)
+        return out, after
 
-    def _check(self, graphdef: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    def _check(self, graphdef: Any) -> None:
         if graphdef != self.graphdef:
             raise ValueError(
                 f"unit {self.name!r}: its call created, removed or replaced attributes; create all state in __init__ "
                 "(a call may only change the values of variables that are there)"
-            )
-        written = [old is not new for old, new in zip([*before[0], *before[1]], [*after[0], *after[1]], strict=True)]
-        if any(written):
-            raise ValueError(
-                f"unit {self.name!r}: its call writes to {sum(written)} of its parameters; a forward may read "
-                f"parameters "
-                "only: keep what it changes in another nnx.Variable"
             )
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:

@@ -173,13 +173,113 @@ def expect(match, factory, units, **options):
         model.train_step(mean_square, TX)(model.init(TX), batch())
 
 
-def test_a_unit_that_is_never_called_is_named():
+def test_a_unit_that_is_never_called_gets_no_gradient():
     class Unused(Net):
         def __init__(self, rngs):
             super().__init__(rngs)
             self.extra = Stateful(rngs)
 
-    expect("units never called: 'extra'", Unused, (Stateful,))
+    model = shard(Unused, (Stateful,))
+    start = model.init(TX)
+    before = np.asarray(start.params["extra.linear.kernel"])
+    state, _ = model.train_step(mean_square, TX)(start, batch())
+    np.testing.assert_array_equal(state.params["extra.linear.kernel"], before)
+
+
+class TiedNet(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(37, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.embed.attend(self.embed(jnp.abs(x[:, :4]).astype(jnp.int32)))
+
+
+def test_a_weight_read_by_another_method_of_its_unit_is_refused_and_fine_in_the_root():
+    expect(r"embed\.embedding: read outside the __call__ of its unit 'embed'", TiedNet, (nnx.Embed,))
+    model = shard(TiedNet, ())
+    _, metrics = model.train_step(mean_square, TX)(model.init(TX), batch())
+    wanted = mean_square(nnx.jit(lambda: TiedNet(nnx.Rngs(0)))(), batch())
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_a_penalty_on_the_weights_of_a_unit_is_refused():
+    def penalized(model, x):
+        return mean_square(model, x) + jnp.sum(model.layers[0].linear.kernel[...] ** 2)
+
+    model = shard(lambda rngs: Net(rngs, Spy), (Spy,))
+    with pytest.raises(ValueError, match=r"layers\.0\.linear\.kernel: read outside"):
+        model.train_step(penalized, TX)(model.init(TX), batch())
+
+
+def wrapped(transform):
+    class Wrapped(Spy):
+        def __call__(self, x):
+            return transform(lambda module, x: jnp.tanh(module(x)))(self.linear, x)
+
+    return Wrapped
+
+
+@pytest.mark.parametrize(
+    "transform", [nnx.remat, nnx.jit, lambda f: nnx.remat(nnx.jit(f))], ids=["remat", "jit", "both"]
+)
+def test_flax_transforms_inside_a_unit_are_no_writes(transform):
+    factory = lambda rngs: Net(rngs, wrapped(transform))  # noqa: E731
+    model = shard(factory, ("layers.*",))
+    state, metrics = model.train_step(mean_square, TX)(model.init(TX), batch())
+    plain = nnx.jit(lambda: Net(nnx.Rngs(0), wrapped(lambda f: f)))()
+    np.testing.assert_allclose(metrics["loss"], mean_square(plain, batch()), rtol=1e-5)
+    assert state is not None
+
+
+@pytest.mark.parametrize(
+    "around",
+    [jax.checkpoint, jax.jit, lambda f: lambda x: jax.lax.cond(x.sum() > -1e9, f, lambda x: x, x)],
+    ids=["checkpoint", "jit", "cond"],
+)
+def test_jax_transforms_around_a_unit_work(around):
+    class Around(Net):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = around(layer.__call__)(x)
+            return self.head(x)
+
+    model = shard(lambda rngs: Around(rngs, Plain), (Plain,))
+    _, metrics = model.train_step(mean_square, TX)(model.init(TX), batch())
+    wanted = mean_square(nnx.jit(lambda: Net(nnx.Rngs(0), Plain))(), batch())
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x))
+
+
+def test_a_write_to_a_parameter_of_the_root_is_refused():
+    class RootWriter(Net):
+        def __call__(self, x):
+            self.head.kernel[...] = self.head.kernel[...] * 0.9
+            return super().__call__(x)
+
+    expect("unit \\(root\\): its call writes to 1 of its parameters", RootWriter, (Stateful,))
+
+
+def test_a_debug_callback_in_a_unit_sees_real_values_only():
+    seen = []
+
+    class Watched(Plain):
+        def __call__(self, x):
+            out = super().__call__(x)
+            jax.debug.callback(lambda value: seen.append(float(value)), jnp.abs(out).sum())
+            return out
+
+    model = shard(lambda rngs: Net(rngs, Watched, 1), (Watched,), remat="none")
+    _, metrics = model.train_step(mean_square, TX)(model.init(TX), batch())
+    jax.block_until_ready(metrics)
+    jax.effects_barrier()
+    assert seen and 0.0 not in seen
 
 
 def test_a_call_that_writes_parameters_is_refused():
