@@ -75,6 +75,9 @@ class LlamaConfig:
     def __post_init__(self):
         _require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
         _require_positive(self, "norm_eps", "rope_theta")
+        for field in ("tied", "qkv_bias", "qk_norm", "stacked"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"LlamaConfig.{field}={getattr(self, field)!r} must be True or False")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.tree import check_matches, entries, make_manifest, rebuild
-from jfsdp.train.state import TrainState, bytes_per_device, with_work
+from jfsdp.train.state import TrainState, with_work
 
 STATE, MANIFEST = "state", "manifest"
 
@@ -121,7 +121,7 @@ def check_space(path: Path, state: TrainState) -> None:
       OSError: naming the bytes needed and free.
     """
     parent = next(p for p in [path, *path.parents] if p.exists())
-    needed = bytes_per_device(state) * len(state.step.sharding.addressable_devices)
+    needed = sum(_owned_bytes(entry.value) for entry in entries(state).values())
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise OSError(
@@ -129,6 +129,11 @@ def check_space(path: Path, state: TrainState) -> None:
             f"checkpoint needs about {needed:,} bytes, {free:,} are free; earlier ones are untouched",
             str(path),
         )
+
+
+def _owned_bytes(array: jax.Array) -> int:
+    """Return what this process writes of an array: each shard once, whoever else holds a copy of it."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
 
 
 @contextlib.contextmanager

@@ -28,11 +28,12 @@ class Explain:
     model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=8"
-    """Axis sizes, of pipe, replica, fsdp, tensor."""
+
+    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies."""
     strategy: str = "full_shard"
     """ddp, zero1, zero2, full_shard (zero3), shard_grad_op, hybrid_shard (hsdp), hybrid_shard_zero2, hfsdp."""
     param_dtype: str = "bfloat16"
-    """Dtype of parameters in use and on the wire: bfloat16, float16 or float32."""
+    """Dtype of parameters in use and on the wire: bfloat16 or float32."""
     min_size: int = 1024
     """Leaves with fewer elements per layer are replicated."""
     json: bool = False

@@ -49,8 +49,8 @@ class ShardedApply:
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
 
         Raises:
-          ValueError: if a unit's weight is read outside its `__call__`, a call writes parameters, or a unit is called on
-            slices that the layout does not know.
+          ValueError: if a unit's weight is read outside its `__call__`, if a call writes parameters, or if a unit is
+            called on slices that the layout does not know.
         """
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}

@@ -42,7 +42,7 @@ def passes_through(jaxpr: Any) -> list[int | None]:
 
 
 def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
-    """Cut a jaxpr down to the equations that some of its outputs need; effects that they do not need go. Moves no data."""
+    """Cut a jaxpr down to the equations that the wanted outputs need; other effects go. Moves no data."""
     outvars = [atom for atom, keep in zip(jaxpr.outvars, wanted, strict=True) if keep]
     needed = {atom for atom in outvars if not isinstance(atom, core.Literal)}
     eqns = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 
 def compiler_options(mesh: Any) -> dict[str, Any]:
     """Return compiler options for a step on this mesh's platform. Moves no data.
@@ -25,4 +27,4 @@ def init_options(mesh: Any) -> dict[str, Any]:
 
 
 def _platform(mesh: Any) -> str:
-    return mesh.devices.flat[0].platform
+    return "none" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

@@ -60,6 +60,10 @@ def resolve_policies(
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
     """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"mp_policy {mp_policy!r} is not a jfsdp.MixedPrecisionPolicy, such as one of param_dtype='bfloat16'"
+        )
     names = list(units)
     overrides: dict[str, dict[str, Any]] = {name: {} for name in names}
     for pattern, settings in (per_unit or {}).items():

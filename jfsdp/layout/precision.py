@@ -54,6 +54,16 @@ def is_float(dtype: object) -> bool:
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))  # type: ignore[arg-type]
 
 
+def is_inexact(dtype: object) -> bool:
+    """Tell whether a gradient can be taken of this dtype: floating or complex. Moves no data."""
+    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))  # type: ignore[arg-type]
+
+
+def sum_dtype(dtype: str) -> str:
+    """Return the dtype in which gradients of a master of `dtype` are summed: at least float32. Moves no data."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
 def item_bytes(dtype: object) -> int:
     """Return the bytes of one element. Moves no data."""
     return int(np.dtype(jnp.dtype(dtype)).itemsize)  # type: ignore[arg-type]

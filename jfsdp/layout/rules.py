@@ -40,7 +40,7 @@ def choose_dim(
     size = math.prod(shape[stacked:])
     dim = None if shard_dim is None else _check_dim(path, shape, stacked, shard_dim)
     if num_shards == 1:
-        return DimChoice(None, 0, "whole: one shard")
+        return DimChoice(None, 0, "whole: this strategy splits nothing over this mesh")
     if dim is not None:
         return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as asked")
     if size < min_size:

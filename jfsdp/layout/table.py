@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.layout.mesh import axis_sizes
 from jfsdp.layout.policy import UnitPolicy
-from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
+from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, choose_dim
 from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.units import UnitInfo
@@ -203,7 +203,7 @@ def _build_leaf(
         dtype=dtype,
         unit=unit.name,
         stacked=unit.stacked,
-        trainable=is_float(dtype),
+        trainable=is_inexact(dtype),
         dim=choice.dim,
         padding=choice.padding,
         reason=choice.reason,
@@ -225,7 +225,7 @@ def _stages(dtype: str, strategy: Strategy, policy: UnitPolicy, sizes: Mapping[s
         "work": Stage(param, use) if has_work else None,
         "use": Stage((), use),
         "kept": Stage(param if policy.reshard_after_forward else (), use),
-        "grad": Stage(_axes(strategy.grad, sizes), dtype),
+        "grad": Stage(_axes(strategy.grad, sizes), sum_dtype(dtype)),
         "opt": Stage(opt, dtype),
     }
 

@@ -64,12 +64,12 @@ def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
 
 
 def resolve_units(
-    units: Sequence[Any], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
+    units: Any, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, UnitInfo]:
     """Match unit choices against a model's modules and give every leaf an owner. Moves no data.
 
     Args:
-      units: `Unit`s, or what `Unit.match` takes.
+      units: a list of `Unit`s, or of what `Unit.match` takes; or one of these alone.
       modules: all modules of the model, the root first.
       shapes: logical shapes by leaf name.
 
@@ -80,6 +80,8 @@ def resolve_units(
       ValueError: if a choice matches no module; if two choices match one module; if a leaf is shared by two units that
         are not nested.
     """
+    if isinstance(units, (str, Unit)) or callable(units):
+        units = [units]
     chosen = _match_all([unit if isinstance(unit, Unit) else Unit(unit) for unit in units], modules, shapes)
     by_path = {module.path: module for module in modules}
     owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}

@@ -44,7 +44,7 @@ class NNXModel:
         self.state = {name: _struct(value) for name, value in _arrays(self._state).items()}
         self.modules = _modules(model)
 
-    def create(self, seed: jax.Array) -> tuple[Arrays, Arrays]:
+    def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""
         model = self.instance if self.instance is not None else self.factory(nnx.Rngs(jax.random.key(seed)))
         _, params, state = nnx.split(model, nnx.Param, ...)
@@ -89,6 +89,8 @@ class NNXModel:
 
 
 def _abstract(factory: Any) -> nnx.Module:
+    if any(base.__module__.startswith("flax.linen") for base in type(factory).__mro__):
+        raise ValueError("the model is a flax.linen module, and only flax.nnx modules are supported")
     if not callable(factory):
         raise ValueError(f"model {factory!r} is neither an nnx.Module nor a factory f(rngs) -> nnx.Module")
     model = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
@@ -167,7 +169,7 @@ def root_hook(cls: type, cast_inputs: Callable[[Any], Any], cast_outputs: Callab
 
 
 def _set_class(module: nnx.Module, cls: type) -> None:
-    # Not by assignment: NNX forbids that below a transform that it does not know (jax.checkpoint, lax.cond; flax 0.12.8).
+    # Not by assignment, which NNX forbids below transforms of JAX itself (jax.checkpoint, lax.cond; flax 0.12.8).
     object.__setattr__(module, "__class__", cls)
 
 

@@ -33,10 +33,11 @@ def as_loss(value: Any) -> Loss:
     Raises:
       ValueError: if total, weight or an aux value is not a scalar, the total is not floating, or an aux name is taken.
     """
-    if not hasattr(value, "total"):
-        value = Loss(value, 1.0)
-    total, weight = jnp.asarray(value.total), jnp.asarray(value.weight, jnp.float32)
-    aux = {key: jnp.asarray(x, jnp.float32) for key, x in (getattr(value, "aux", None) or {}).items()}
+    given = value if hasattr(value, "total") else Loss(value, 1.0)
+    if isinstance(given.total, (tuple, list, dict)):
+        raise ValueError("loss_fn: returned a collection; return a scalar, or jfsdp.Loss(total, weight, aux)")
+    total, weight = jnp.asarray(given.total), jnp.asarray(given.weight, jnp.float32)
+    aux = {key: jnp.asarray(x, jnp.float32) for key, x in (getattr(given, "aux", None) or {}).items()}
     taken = [name for name in aux if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")

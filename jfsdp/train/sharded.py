@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,9 +11,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.auto import AutoEngine
-from jfsdp.engine.options import init_options
-from jfsdp.layout.mesh import make_mesh
+from jfsdp.engine.auto import AutoEngine, pad_leaf
+from jfsdp.engine.options import compiler_options, init_options
+from jfsdp.layout.mesh import DATA_AXES, make_mesh
 from jfsdp.layout.policy import Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE
@@ -23,7 +23,7 @@ from jfsdp.layout.units import resolve_units
 from jfsdp.modules.nnx import NNXModel
 from jfsdp.train import state as states
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import LossFn, StepConfig, TrainStep
+from jfsdp.train.step import LossFn, StepConfig, TrainStep, check_lowers
 
 
 def fully_shard(
@@ -31,7 +31,7 @@ def fully_shard(
     *,
     mesh: Mesh | AbstractMesh | None = None,
     strategy: str | Strategy = "full_shard",
-    units: Sequence[Any] = (),
+    units: Any = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: None = None,
     reshard_after_forward: bool | None = None,
@@ -41,6 +41,7 @@ def fully_shard(
     storage: str = "per_parameter",
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: ShardDim | None = None,
+    frozen: None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ShardedModel:
     """Decide where every parameter of a Flax NNX model stands on a mesh. Moves no data and allocates nothing.
@@ -58,14 +59,16 @@ def fully_shard(
       shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root).
-      engine, storage, prefetch, offload_policy: only "auto", "per_parameter", None and None are available.
+      engine, storage, prefetch, offload_policy, frozen: only "auto", "per_parameter", None, None and None are
+        available.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
     """
-    _check_available(engine, storage, prefetch, offload_policy)
+    _check_available(engine, storage, prefetch, offload_policy, frozen)
     nnx_model, mp_policy = NNXModel(model), mp_policy or MixedPrecisionPolicy()
     mesh, strategy = make_mesh() if mesh is None else mesh, get_strategy(strategy)
+    _check_mesh(mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in nnx_model.params.items()}
     resolved = resolve_units(units, nnx_model.modules, shapes)
     policies = resolve_policies(
@@ -92,6 +95,10 @@ def fully_shard(
 
 
 def _check_reduce_dtype(unit: str, policy: MixedPrecisionPolicy) -> None:
+    if policy.param_dtype == "float16":
+        raise ValueError(
+            f"unit {unit or '(root)'}: param_dtype 'float16' needs loss scaling, which is not supported; use 'bfloat16'"
+        )
     if policy.reduce_dtype not in (None, policy.param_dtype):
         raise ValueError(
             f"unit {unit or '(root)'}: reduce_dtype {policy.reduce_dtype!r} differs from param_dtype "
@@ -100,7 +107,19 @@ def _check_reduce_dtype(unit: str, policy: MixedPrecisionPolicy) -> None:
         )
 
 
-def _check_available(engine: str, storage: str, prefetch: Any, offload_policy: Any) -> None:
+def _check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    for axis, size in mesh.shape.items():
+        if axis not in DATA_AXES and size > 1:
+            raise ValueError(
+                f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only "
+                f"repeat each "
+                f"other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
+            )
+
+
+def _check_available(engine: str, storage: str, prefetch: Any, offload_policy: Any, frozen: Any) -> None:
+    if frozen is not None:
+        raise ValueError("frozen: leaves without a gradient are not supported; leave it None")
     if engine != "auto":
         raise ValueError(f"engine {engine!r} is unknown; the engines are auto")
     if storage != "per_parameter":
@@ -112,7 +131,9 @@ def _check_available(engine: str, storage: str, prefetch: Any, offload_policy: A
 
 
 class ShardedModel:
-    """A model and its layout. Holds no arrays: those are in the `TrainState` that `init` returns."""
+    """A model and its layout. The arrays are in the `TrainState` that `init` returns; a model given as an instance is
+    kept too, for as long as this object lives.
+    """
 
     def __init__(self, model: NNXModel, layout: Layout, mesh: Mesh | AbstractMesh):
         self.model, self.layout, self.mesh = model, layout, mesh
@@ -130,19 +151,33 @@ class ShardedModel:
         Memory:  a device computes its part of each leaf only. A model given as an instance keeps its weights; they are
                  moved from where they are.
         """
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"seed={seed} must be in 0..2**31-1")
         if self.model.instance is None:
             return self._compile_init(tx)(seed)
-        params, model_state = self.model.create(jax.numpy.uint32(seed))
+        params, model_state = self.model.create(seed)
+        shardings = self._shardings(tx)
+        stored = {path: self._place(path, value, shardings.params[path]) for path, value in params.items()}
         make = functools.partial(states.make_state, self.engine, tx)
-        return jax.jit(make, out_shardings=self._shardings(tx))(*jax.device_put((params, model_state), self._whole()))
+        return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
+
+    def _place(self, path: str, value: jax.Array, sharding: Any) -> jax.Array:
+        """Send each device its part of a leaf of the given instance."""
+        leaf = self.layout.by_path[path]
+        return jax.device_put(pad_leaf(value, leaf), sharding)
 
     def lower_init(self, tx: optax.GradientTransformation) -> Any:
-        """Lower `init` of a model given as a factory; needs no devices."""
+        """Lower `init` of a model given as a factory; the devices of a deviceless topology will do."""
+        check_lowers(self.mesh)
         return self._compile_init(tx).lower(jax.ShapeDtypeStruct((), jax.numpy.int32))
 
     def _compile_init(self, tx: optax.GradientTransformation) -> Any:
         def make(seed: Any) -> TrainState:
-            return states.make_state(self.engine, tx, *self.model.create(seed))
+            params, model_state = self.model.create(seed)
+            stored = {path: pad_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
+            return states.make_state(self.engine, tx, stored, model_state)
 
         return jax.jit(make, out_shardings=self._shardings(tx), compiler_options=init_options(self.mesh))
 
@@ -184,8 +219,7 @@ class ShardedModel:
         Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped.
         """
 
-        @jax.jit
         def run(state: TrainState, *inputs: Any) -> Any:
             return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
-        return run
+        return jax.jit(run, compiler_options=compiler_options(self.mesh))

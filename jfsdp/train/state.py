@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.auto import AutoEngine, pad_leaf
+from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.table import Layout
@@ -49,13 +49,12 @@ class TrainState:
 
 
 def make_state(engine: AutoEngine, tx: optax.GradientTransformation, params: Arrays, model_state: Arrays) -> TrainState:
-    """Build the first state from parameters of logical shape; call it inside `jit` with `state_shardings`.
+    """Build the first state from parameters of stored shape; call it inside `jit` with `state_shardings`.
 
-    Layout:  parameters as they come -> [D/axes F] each, zero-padded along the split dim.
+    Layout:  parameters as they come -> [D/axes F] each.
     Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
     """
-    by_path = engine.layout.by_path
-    stored = engine.constrain({path: pad_leaf(value, by_path[path]) for path, value in params.items()}, "param")
+    stored = engine.constrain(params, "param")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=stored,

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, num_data_shards
+from jfsdp.layout.report import summary
 from jfsdp.train.loss import Loss, as_loss
 from jfsdp.train.state import TrainState, make_work, state_shardings, trainable
 
@@ -41,8 +42,8 @@ class StepConfig:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate} must be at least 1")
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
         if self.reduce == "once":
             raise ValueError('reduce="once" cannot be had from engine "auto", where XLA reduces; use reduce="every"')
         if self.reduce != "every":
@@ -73,10 +74,28 @@ class TrainStep:
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.
         """
-        return self._compile_for(state)(state, self.shard_batch(batch))
+        if state.step.is_deleted():
+            raise ValueError(
+                "the state given was donated to an earlier step and is gone; keep what the step returns: "
+                "state, metrics = step(state, batch)"
+            )
+        if state.layout != self.layout:
+            raise ValueError(
+                f"the state has another layout ({summary(state.layout)}) than this step ({summary(self.layout)}); make "
+                "it with this model's init, or restore it with like=model.abstract_state(tx)"
+            )
+        batch = self.shard_batch(batch)
+        result = self._compile_for(state)(state, batch)
+        self._batch_shape = _batch_shape(batch)
+        return result
 
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
-        """Lower the step for shapes; needs no devices. Takes the shapes of a *global* batch."""
+        """Lower the step for shapes, those of a *global* batch; the devices of a deviceless topology will do.
+
+        Raises:
+          ValueError: if the mesh names no platform to lower for, or the batch cannot be split.
+        """
+        check_lowers(self.mesh)
         self._check_batch(abstract_batch, 1)
         sharding = batch_sharding(self.mesh)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_batch)
@@ -86,7 +105,7 @@ class TrainStep:
         """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
         if all(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(batch)):
             self._check_batch(batch, 1)
-            return batch
+            return jax.device_put(batch, batch_sharding(self.mesh))
         self._check_batch(batch, jax.process_count())
         sharding = batch_sharding(self.mesh)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
@@ -98,17 +117,20 @@ class TrainStep:
         if not leaves:
             raise ValueError("the batch holds no arrays")
         for path, x in leaves:
-            size = x.shape[0] * num_processes if x.shape else None
+            size = x.shape[0] * num_processes if getattr(x, "shape", ()) else None
             if size is None or size == 0 or size % (shards * accumulate):
                 raise ValueError(
                     f"batch{jax.tree_util.keystr(path)}: dim 0 (size {size}) cannot be split over axes "
                     f"{DATA_AXES} (size "
                     f"{shards}) in {accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
                 )
-        shape = jax.tree.map(lambda x: (x.shape[1:], str(x.dtype)), batch)
+        shape = _batch_shape(batch)
         if self._batch_shape is not None and shape != self._batch_shape:
-            raise ValueError(f"the batch changed: this step was built for {self._batch_shape}, and got {shape}")
-        self._batch_shape = shape
+            raise ValueError(
+                f"the batch changed: this step was built for {self._batch_shape}, and got {shape}; make another "
+                f"train_step "
+                "for batches of another form"
+            )
 
     def _compile_for(self, state: TrainState) -> Any:
         if self._jitted is None:
@@ -125,21 +147,23 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         grads, loss, model_state = self._gradients(state, batch)
-        grads = self.apply.engine.constrain({path: grad / loss.weight for path, grad in grads.items()}, "opt")
+        weight = jnp.where(loss.weight > 0, loss.weight, 1.0)  # nothing counted: no loss, and a gradient of zeros
+        grads = self.apply.engine.constrain({path: grad / weight for path, grad in grads.items()}, "opt")
         grad_norm = optax.tree.norm(grads)
-        grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
+        grads = self._to_dtype(clip_by_norm(grads, grad_norm, self.config.max_grad_norm), "param")
         new = dataclasses.replace(self._update(state, grads), model_state=model_state)
+        _check_dtypes(state, new)
         new = dataclasses.replace(self._guard(state, new, loss, grad_norm), step=state.step + 1)
         metrics = {
-            "loss": loss.total / loss.weight,
+            "loss": loss.total / weight,
             "grad_norm": grad_norm,
             "weight": loss.weight,
             "num_skipped": new.num_skipped.astype(jnp.float32),
         }
-        return new, metrics | {key: value / loss.weight for key, value in (loss.aux or {}).items()}
+        return new, metrics | {key: value / weight for key, value in (loss.aux or {}).items()}
 
     def _gradients(self, state: TrainState, batch: Any) -> tuple[Arrays, Loss, Arrays]:
-        """Sum gradients, totals and weights over the microbatches; gradients end in the masters' dtypes."""
+        """Sum gradients, totals and weights over the microbatches; gradients at least in float32."""
         weights = trainable(self.layout, state.source)
         others = {path: value for path, value in state.source.items() if path not in weights}
 
@@ -149,7 +173,7 @@ class TrainStep:
 
         def gradients(model_state: Arrays, microbatch: Any) -> tuple[Arrays, Loss, Arrays]:
             grads, (loss, after) = jax.grad(total, has_aux=True)(weights, model_state, microbatch)
-            return self._to_master(grads), loss, after
+            return self._to_dtype(grads, "grad"), loss, after
 
         if self.config.accumulate == 1:
             return gradients(state.model_state, batch)
@@ -172,9 +196,9 @@ class TrainStep:
 
         return jax.lax.scan(body, start, micro)[0]
 
-    def _to_master(self, grads: Arrays) -> Arrays:
+    def _to_dtype(self, grads: Arrays, stage: str) -> Arrays:
         by_path = self.layout.by_path
-        return {path: grad.astype(by_path[path].dtype) for path, grad in grads.items()}
+        return {path: grad.astype(by_path[path].stage(stage).dtype) for path, grad in grads.items()}
 
     def _update(self, state: TrainState, grads: Arrays) -> TrainState:
         """Update each parameter where the optimizer's states stand, then bring it back to where it rests."""
@@ -191,6 +215,30 @@ class TrainStep:
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         return dataclasses.replace(kept, num_skipped=old.num_skipped + (~finite).astype(jnp.int32))
+
+
+def check_lowers(mesh: Any) -> None:
+    """Refuse to lower for a mesh of sizes alone: it does not say for which platform."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "the mesh has no devices, so there is no platform to lower for; use jfsdp.make_mesh(devices=...), with "
+            "those of jax.experimental.topologies where the hardware is elsewhere"
+        )
+
+
+def _batch_shape(batch: Any) -> Any:
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", batch)
+
+
+def _check_dtypes(old: TrainState, new: TrainState) -> None:
+    """Refuse an optimizer whose state changes its types: the state would no longer be what its layout says."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+    for (path, a), b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)}: the optimizer turns {a.dtype}{list(a.shape)} into "
+                f"{b.dtype}{list(b.shape)}; give it a state dtype that stays (mu_dtype=, say)"
+            )
 
 
 def batch_sharding(mesh: Any) -> NamedSharding:

@@ -110,15 +110,15 @@ def test_options_reach_the_layout(capsys):
     table = run_json(
         capsys,
         *TINY,
-        *("--mesh", "replica=2,fsdp=4", "--strategy", "hsdp", "--param-dtype", "float16", "--min-size", "100000"),
+        *("--mesh", "replica=2,fsdp=4", "--strategy", "hsdp", "--param-dtype", "float32", "--min-size", "100000"),
         *("--model-config", "num_layers=2", "stacked=false"),
     )
     assert table["strategy"] == "hybrid_shard"
     assert table["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "tensor": 1}
-    assert table["mp_policy"]["param_dtype"] == "float16"
+    assert table["mp_policy"]["param_dtype"] == "float32"
     assert len(table["units"]) == 3
     assert all("below min_size 100000" in row["reason"] for row in table["leaves"])
-    assert {row["stages"]["use"]["dtype"] for row in table["leaves"]} == {"float16"}
+    assert {row["stages"]["use"]["dtype"] for row in table["leaves"]} == {"float32"}
 
 
 def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):

@@ -127,8 +127,8 @@ def test_a_loss_that_is_not_a_scalar_is_refused(model):
 
 
 def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
+    step = model.train_step(lambda model, batch: jfsdp.Loss(1.0, 1.0, {"grad_norm": 0.0}), TX)
     with pytest.raises(ValueError, match="aux names grad_norm are those of the step's own metrics"):
-        step = model.train_step(lambda model, batch: jfsdp.Loss(1.0, 1.0, {"grad_norm": 0.0}), TX)
         step(model.init(TX), make_batches(1)[0])
 
 
@@ -136,6 +136,11 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
     ("options", "match"),
     [
         ({"strategy": "zero9"}, "ddp, zero1"),
+        ({"frozen": ["embed"]}, "frozen: leaves without a gradient"),
+        ({"mp_policy": "bfloat16"}, "is not a jfsdp.MixedPrecisionPolicy"),
+        ({"mp_policy": jfsdp.MixedPrecisionPolicy("float16")}, "'float16' needs loss scaling"),
+        ({"mesh": jfsdp.make_mesh(tensor=2)}, r"axis 'tensor' \(size 2\): nothing is split over it"),
+        ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "manual"}, "engine 'manual' is unknown"),
         ({"storage": "flat"}, "per_parameter"),
         ({"prefetch": 1}, "leave it None"),
@@ -174,3 +179,106 @@ def test_a_vocabulary_sized_leaf_is_never_replicated_silently(model):
 
 def test_jax_dtype_objects_are_taken_as_names():
     assert jfsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16).param_dtype == "bfloat16"
+
+
+def test_a_donated_state_is_refused_before_it_reaches_xla(model):
+    step, batch, state = model.train_step(token_loss, TX), make_batches(1)[0], model.init(TX)
+    step(state, batch)
+    with pytest.raises(ValueError, match="was donated to an earlier step"):
+        step(state, batch)
+
+
+def test_a_state_of_another_strategy_is_refused(model):
+    other = make(strategy="ddp").init(TX)
+    with pytest.raises(ValueError, match=r"another layout \(ddp on fsdp=8: .* than this step \(full_shard"):
+        model.train_step(token_loss, TX)(other, make_batches(1)[0])
+
+
+def test_a_batch_that_fails_does_not_spoil_the_step(model):
+    step, batch, state = model.train_step(token_loss, TX), make_batches(1)[0], model.init(TX)
+    with pytest.raises(KeyError, match="targets"):
+        step(state, {"tokens": batch["tokens"]})
+    step(state, batch)
+
+
+def test_a_batch_in_which_nothing_counts_gives_no_loss_and_no_gradient(model):
+    batch = make_batches(1)[0]
+    state, metrics = model.train_step(token_loss, TX)(model.init(TX), batch | {"weights": 0 * batch["weights"]})
+    assert (float(metrics["loss"]), float(metrics["grad_norm"])) == (0.0, 0.0)
+    assert all(np.isfinite(np.asarray(x)).all() for x in state.params.values())
+
+
+def low_precision(dtype):
+    from flax import nnx
+
+    class Low(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 16, rngs=rngs, param_dtype=dtype)
+
+        def __call__(self, x):
+            return abs(self.linear(x)).astype(jnp.float32)
+
+    return Low
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
+def test_masters_of_any_inexact_dtype_are_trained_and_keep_their_dtypes(dtype, tmp_path):
+    model = jfsdp.fully_shard(low_precision(dtype), min_size=1)
+    step = model.train_step(lambda model, x: model(x).mean(), TX, max_grad_norm=1.0, accumulate=2)
+    start = model.init(TX)
+    before = {name: np.asarray(x) for name, x in start.params.items()}
+    types = jax.tree.map(lambda x: x.dtype, start)
+    state, _ = step(start, np.ones((16, 16), np.float32))
+    assert jax.tree.map(lambda x: x.dtype, state) == types
+    assert all((np.asarray(state.params[name]) != before[name]).any() for name in before)
+    jfsdp.save(tmp_path / "c", state)
+    jfsdp.restore(tmp_path / "c", model.abstract_state(TX))
+
+
+def test_an_optimizer_whose_state_changes_its_types_is_refused(model):
+    def update(updates, state, params=None):
+        return updates, state + 0.5
+
+    drifting = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    with pytest.raises(ValueError, match=r"opt_state.*turns int32.* into float32"):
+        model.train_step(token_loss, drifting)(model.init(drifting), make_batches(1)[0])
+
+
+def test_labels_by_name_and_padded_leaves_go_together():
+    model = make(mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
+    labels = {leaf.path: "adam" if leaf.padding else "muon" for leaf in model.layout.leaves}
+    model.train_step(token_loss, optax.multi_transform({"adam": TX, "muon": optax.sgd(0.1)}, labels))
+    model.train_step(token_loss, optax.apply_if_finite(TX, 3))
+    model.train_step(token_loss, optax.adam(1e-3, mu_dtype="bfloat16"))
+
+
+def test_a_lone_unit_need_not_stand_in_a_list():
+    assert jfsdp.fully_shard(Tower, units=Block).layout == jfsdp.fully_shard(Tower, units="blocks").layout
+    assert len(jfsdp.fully_shard(Tower, units=jfsdp.by_size(100)).layout.units) > 1
+
+
+def test_a_model_on_a_mesh_without_devices_has_shapes_only():
+    model = make(mesh=jfsdp.make_abstract_mesh({"fsdp": 8}))
+    state = model.abstract_state(TX)
+    for call in (model.init, model.lower_init):
+        with pytest.raises(ValueError, match="the mesh has no devices"):
+            call(TX)
+    with pytest.raises(ValueError, match="no platform to lower for"):
+        model.train_step(token_loss, TX).lower(state, make_batches(1)[0])
+
+
+def test_a_linen_module_is_refused_by_name():
+    from flax import linen
+
+    with pytest.raises(ValueError, match=r"flax\.linen module, and only flax\.nnx"):
+        jfsdp.fully_shard(linen.Dense(3))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "full_shard"])
+def test_a_save_asks_for_the_bytes_that_it_writes(strategy):
+    from jfsdp.checkpoint.store import _owned_bytes
+    from jfsdp.checkpoint.tree import entries
+
+    state = make(strategy=strategy).init(TX)
+    whole = sum(entry.value.nbytes for entry in entries(state).values())
+    assert sum(_owned_bytes(entry.value) for entry in entries(state).values()) == whole

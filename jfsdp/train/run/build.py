@@ -11,8 +11,8 @@ import optax
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE
-from jfsdp.train.job import Job, load_job
-from jfsdp.train.run.config import TrainConfig, parse_fields, parse_profile
+from jfsdp.train.job import Job, load_job, parse_config
+from jfsdp.train.run.config import TrainConfig, parse_profile
 from jfsdp.train.run.loop import LoopConfig
 from jfsdp.train.sharded import ShardedModel, fully_shard
 from jfsdp.train.step import TrainStep
@@ -52,7 +52,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
       ValueError: for names, values and combinations that cannot be.
     """
     loop = make_loop(config)
-    job = load_job(config.model, config.factory).with_config(**parse_fields(config.model_config))
+    job = load_job(config.model, config.factory).with_config(**parse_config(config.model_config))
     seq_len = job.seq_len if config.seq_len is None else config.seq_len
     check_job(job, seq_len)
     model = make_model(config, job)
@@ -95,6 +95,7 @@ def make_loop(config: TrainConfig) -> LoopConfig:
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
         profile=parse_profile(config.profile),
+        skips_nonfinite=config.skip_nonfinite,
     )
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +113,6 @@ class TrainConfig:
     """Which of them this is; with --coordinator HOST:PORT."""
     debug: bool = False
     """Show tracebacks of errors."""
-
-
-def parse_fields(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read key=value pairs; values are Python literals, or else strings."""
-    fields = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not key or not equals:
-            raise ValueError(f"--model-config {pair!r} is not key=value")
-        try:
-            fields[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            fields[key] = text
-    return fields
 
 
 def parse_profile(text: str | None) -> tuple[int, int] | None:

@@ -13,12 +13,16 @@ replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metric
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +80,8 @@ def check_new(run_dir: Path) -> None:
         )
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(
-            f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; name another directory with "
-            "--run-dir, or remove it"
+            f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; begin it again with --resume, "
+            "or name another directory with --run-dir"
         )
 
 
@@ -170,3 +174,43 @@ def _step_of(line: str) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+@contextlib.contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Hold the directory for this process, as long as it lives: two runs in one directory would destroy each other.
+
+    Raises:
+      ValueError: if another process holds it; names it.
+    """
+    path = run_dir / "lock"
+    with path.open("a+") as file:
+        if not _lock(file) or not _is_still(path, file):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"run directory {str(run_dir)!r} is in use by {holder}; wait for it, stop it, or name another --run-dir"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock(file: Any) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            raise  # else: a file system without locks, on which users have to take care themselves
+    return True
+
+
+def _is_still(path: Path, file: Any) -> bool:
+    """Tell whether the locked file is the one at `path`: the holder before may just have removed it."""
+    return path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino

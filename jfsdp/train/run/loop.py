@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ class LoopConfig:
       steps: the total of the run, whatever was done before a resume.
       log_every, eval_every, checkpoint_every: periods in steps.
       profile: first and last step of a trace; None takes none.
+      skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
     """
 
     steps: int
@@ -32,6 +34,7 @@ class LoopConfig:
     eval_every: int = 0
     checkpoint_every: int = 0
     profile: tuple[int, int] | None = None
+    skips_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -90,6 +93,7 @@ class Loop:
     max_in_flight: int = 2
     first_step_s: float | None = None
     last_record: Record | None = None
+    last_saved: int | None = None
 
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
@@ -100,7 +104,7 @@ class Loop:
           The last state, and how many steps were taken in all.
         """
         in_flight: list[jax.Array] = []
-        step = first
+        step = self.last_saved = first
         try:
             while step < self.config.steps:
                 step += 1
@@ -121,7 +125,7 @@ class Loop:
         return state, step
 
     def _take_step(self, state: TrainState, is_first: bool) -> tuple[TrainState, Metrics]:
-        batch = next(self.batches)
+        batch = self._next_batch(state)
         if not is_first:
             self.throughput.count_step()
             return self.step(state, batch)
@@ -133,6 +137,17 @@ class Loop:
         self.throughput.restart()
         return state, metrics
 
+    def _next_batch(self, state: TrainState) -> Any:
+        """Take the next batch; where the data cannot be read on, save what was trained before the error goes on."""
+        try:
+            return next(self.batches)
+        except (ValueError, OSError):
+            step = int(state.step)
+            if self.last_saved != step and step > 0:
+                self.checkpoints.save(step, state, self.get_extra())
+                self.display.say(f"the data cannot be read on; step {step} is saved")
+            raise
+
     def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool) -> None:
         config = self.config
         interrupted = is_last and step < config.steps
@@ -140,8 +155,21 @@ class Loop:
         if is_last or is_eval or self._is_due(config.log_every, step):
             self._log(state, metrics, step, is_eval)
         if is_last or self._is_due(config.checkpoint_every, step):
+            self._check_finite(metrics, step)
             with self.throughput.paused():
                 self.checkpoints.save(step, state, self.get_extra())
+                self.last_saved = step
+
+    def _check_finite(self, metrics: Metrics, step: int) -> None:
+        """Never let a diverged state push a good one out of the checkpoints that are kept."""
+        values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        if not self.config.skips_nonfinite and not all(map(math.isfinite, values.values())):
+            raise ValueError(
+                f"step {step}: the run has diverged (loss {values['loss']}, gradient norm "
+                f"{values['grad_norm']}); its state "
+                "is not saved, and earlier checkpoints stand. Resume from one of them with a lower --learning-rate, or "
+                "with --skip-nonfinite"
+            )
 
     def _is_due(self, period: int, step: int) -> bool:
         return period > 0 and step % period == 0

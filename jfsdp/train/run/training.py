@@ -61,26 +61,32 @@ class Run:
           ValueError: for data, checkpoints or directories that cannot be used; before anything is written over.
           OSError: if the disk is full or not writable.
         """
+        runs.check_writable(self.run_dir)
         try:
-            self.first = self._check_directory()
-            self.data = self._open_data()
-            decides = self._check_decides()
-            self.display = make_display(self.config.steps, self.first, self.is_writer)
-            with contextlib.closing(self.display):
-                self._greet()
-                if self.first >= self.config.steps:
-                    self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
-                else:
-                    self._train(decides)
+            with contextlib.ExitStack() as held:
+                if self.is_writer:
+                    held.enter_context(runs.only_writer(self.run_dir))
+                self._run()
         finally:
             with contextlib.suppress(OSError):
                 self.run_dir.rmdir()  # only if nothing was written
+
+    def _run(self) -> None:
+        self.first = self._check_directory()
+        self.data = self._open_data()
+        decides = self._check_decides()
+        self.display = make_display(self.config.steps, self.first, self.is_writer)
+        with contextlib.closing(self.display):
+            self._greet()
+            if self.first >= self.config.steps:
+                self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
+            else:
+                self._train(decides)
 
     def _check_directory(self) -> int:
         """Check the directory before any work is done; return how many steps are done already."""
         if self.config.resume is None:
             runs.check_new(self.run_dir)
-        runs.check_writable(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
         _wait_for_all("checked")  # before process 0 makes the directory look like that of a run
         return first
@@ -217,7 +223,9 @@ class Run:
             with contextlib.closing(make_eval_iterator(self.data, **self._share(self.config.accumulate))) as iterator:
                 yield from map(self._prepare, iterator)
 
-        return Evaluator(self.parts.model, self.parts.job.loss, batches, self.config.eval_batches)
+        return Evaluator(
+            self.parts.model, self.parts.job.loss, batches, self.config.eval_batches * self.config.accumulate
+        )
 
     def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
         is_done = steps == self.config.steps

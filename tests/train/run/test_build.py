@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jfsdp.train.run.build import build, make_schedule
-from jfsdp.train.run.config import TrainConfig, parse_fields
+from jfsdp.train.run.config import TrainConfig
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 
@@ -20,7 +20,7 @@ CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1")
         ({"engine": "magic"}, "engine 'magic' is unknown"),
         ({"remat": "some"}, "remat 'some' is unknown; use none, full"),
         ({"model_config": ("width=3",)}, "unexpected keyword argument 'width'; its fields are .*dim"),
-        ({"model_config": ("dim",)}, "--model-config 'dim' is not key=value"),
+        ({"model_config": ("dim",)}, "model-config 'dim' is not KEY=VALUE"),
         ({"batch_per_device": 3, "accumulate": 2}, r"batch_per_device=3 \(24 rows on 8 data shards\) cannot be cut"),
         ({"warmup": 100}, "warmup=100 must be at least 0 and below decay_steps=100"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
@@ -53,11 +53,8 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
     assert [round(float(schedule(n)), 6) for n in (0, 1, 4, 20, 99)] == [0.2, 0.4, 1.0, 0.1, 0.1]
 
 
-def test_model_fields_are_literals_or_strings():
-    assert parse_fields(["dim=64", "tied=True", "attention=xla", "eps=1e-6", "window=None"]) == {
-        "dim": 64,
-        "tied": True,
-        "attention": "xla",
-        "eps": 1e-6,
-        "window": None,
-    }
+def test_a_false_field_of_the_model_is_false():
+    parts = build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=false")), {})
+    assert "layers.0.attn.q_proj.kernel" in parts.model.layout.by_path
+    with pytest.raises(ValueError, match=r"LlamaConfig.stacked='no' must be True or False"):
+        build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=no")), {})

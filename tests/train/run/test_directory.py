@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -76,3 +77,12 @@ def test_the_newest_run_of_a_name_is_the_last_one_that_saved_something(tmp_path)
     assert runs.newest_run_dir("stdlib", str(tmp_path)).name == "stdlib-20260102-000000"
     with pytest.raises(ValueError, match="no run to resume"):
         runs.newest_run_dir("llama", str(tmp_path))
+
+
+def test_a_directory_in_use_is_refused_and_names_its_holder(tmp_path):
+    in_use = pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on")
+    with runs.only_writer(tmp_path), in_use, runs.only_writer(tmp_path):
+        pass
+    with runs.only_writer(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []

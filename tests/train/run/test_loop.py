@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -7,6 +8,11 @@ from jfsdp.train.run.display import Silent
 from jfsdp.train.run.loop import Loop, LoopConfig
 from jfsdp.train.run.metrics import Throughput
 from jfsdp.train.run.stop import StopSignal
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: int
 
 
 class Records:
@@ -22,14 +28,14 @@ class Records:
         self.saved.append((step, state, extra))
 
 
-def run_loop(first=0, stop_after=None, **config):
-    records, stop, position = Records(), StopSignal(), itertools.count(first + 1)
+def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, records=None, **config):
+    records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
 
     def step(state, batch):
         if batch == stop_after:
             stop.name = "SIGTERM"
         names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
-        return state + 1, {name: jnp.float32(batch) for name in names} | {"num_skipped": jnp.float32(0)}
+        return State(state.step + 1), {name: loss_of(batch) for name in names} | {"num_skipped": jnp.float32(0)}
 
     def evaluate(state):
         records.evaluated.append(state)
@@ -49,8 +55,36 @@ def run_loop(first=0, stop_after=None, **config):
         writers=[records],
         run_dir=None,  # type: ignore[arg-type]
     )
-    state, steps = loop.run(first, first)  # type: ignore[arg-type]
+    state, steps = loop.run(State(first), first)  # type: ignore[arg-type]
     return records, state, steps
+
+
+def test_a_diverged_state_is_not_saved_and_earlier_ones_stand():
+    records = Records()
+    with pytest.raises(ValueError, match=r"step 6: the run has diverged \(loss nan"):
+        run_loop(
+            steps=9,
+            checkpoint_every=2,
+            records=records,
+            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
+        )
+    assert [step for step, *_ in records.saved] == [2, 4]
+
+
+def test_a_diverged_step_that_was_skipped_may_be_saved():
+    records, *_ = run_loop(steps=4, checkpoint_every=2, skips_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
+    assert [step for step, *_ in records.saved] == [2, 4]
+
+
+def test_what_was_trained_is_saved_when_the_data_cannot_be_read_on():
+    def batches():
+        yield from range(1, 6)
+        raise ValueError("line 7 is not JSON")
+
+    records = Records()
+    with pytest.raises(ValueError, match="line 7"):
+        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
+    assert [step for step, *_ in records.saved] == [4, 5]
 
 
 def steps_of(records):
@@ -63,7 +97,7 @@ def test_logged_are_multiples_evaluations_and_the_last_step_each_once():
     assert steps_of(records) == [4, 6, 8, 11]
     assert [line["eval_loss"] for line in records.lines] == [None, 0.5, None, 0.5]
     assert [step for step, *_ in records.saved] == [4, 8, 11]
-    assert records.evaluated == [6, 11]
+    assert [state.step for state in records.evaluated] == [6, 11]
 
 
 def test_a_line_tells_of_its_own_step():
@@ -78,7 +112,7 @@ def test_a_line_tells_of_its_own_step():
 
 def test_a_resumed_loop_counts_on():
     records, state, steps = run_loop(first=6, steps=9, log_every=1)
-    assert steps_of(records) == [7, 8, 9] and (state, steps) == (9, 9)
+    assert steps_of(records) == [7, 8, 9] and (state.step, steps) == (9, 9)
 
 
 def test_a_stop_saves_the_step_at_once_and_evaluates_nothing():
