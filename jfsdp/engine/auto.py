@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jfsdp.engine.unit import Arrays, Movement, call_unit
 from jfsdp.layout.precision import is_float
@@ -97,10 +97,6 @@ class AutoEngine:
         """State the layout of leaves as they are stored: `stage` of each. XLA inserts what it takes to get there."""
         return {path: self._constrain(value, self.layout.by_path[path], stage, 0) for path, value in values.items()}
 
-    def replicate(self, value: Any) -> Any:
-        """State that every array of a pytree is whole on every device."""
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec()))
-
 
 def cast_floating(values: Any, dtype: str | None) -> Any:
     """Cast the floating arrays of a pytree; None casts nothing. Moves no data between devices."""
@@ -137,8 +133,3 @@ def _pad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
 def pad_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
     """Bring a leaf of logical shape into its stored shape; the padding is zeros. Moves no data between devices."""
     return _pad(value, leaf, 0)
-
-
-def unpad_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Bring a leaf of stored shape into its logical shape. Moves no data between devices."""
-    return _unpad(value, leaf, 0)
