@@ -79,17 +79,6 @@ def padding_elements(leaf: Leaf) -> int:
     return math.prod(leaf.stored_shape) - math.prod(leaf.shape)
 
 
-def padding_bytes(layout: Layout, leaf: Leaf) -> int:
-    """Return the share of `leaf_bytes` that is padding, averaged over devices (it all stands on the last ones)."""
-    total = math.prod(leaf.stored_shape)
-    return leaf_bytes(layout, leaf) * padding_elements(leaf) // total if total else 0
-
-
-def is_replicated(leaf: Leaf) -> bool:
-    """Tell whether the rule kept this leaf whole on every device although there are shards to split it into."""
-    return leaf.reason.startswith("replicated")
-
-
 def format_layout(layout: Layout) -> str:
     """Write the table as aligned text: one line per leaf, then the totals."""
     header = ["path", "shape", "unit", "param", "use", "opt", "bytes/device", "reason"]
