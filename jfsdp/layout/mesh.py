@@ -7,6 +7,7 @@ inside a host. Code asks for the role of an axis ("the batch is split over ...")
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,3 +133,54 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 def num_data_shards(sizes: Mapping[str, int]) -> int:
     """Return how many parts the batch is split into. Moves no data."""
     return math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+
+
+def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too. Moves no data."""
+    return tuple(name for name in mesh.axis_names if name.partition("_")[0] in DATA_AXES)
+
+
+def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) -> Mesh:
+    """Return a mesh of the same devices in the same order, with some axes as several. Moves no data."""
+    if not sub_axes:
+        return mesh
+    parts = [part for axis, size in mesh.shape.items() for part in sub_axes.get(axis, [(axis, size)])]
+    names, sizes = zip(*parts, strict=True)
+    kinds = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(sizes, names, axis_types=kinds)  # type: ignore[return-value]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
+
+
+def node_size(mesh: Mesh | AbstractMesh) -> int | None:
+    """Return how many devices of a mesh share a host; None where the mesh does not know, or hosts differ.
+
+    Moves no data.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return None
+    counts = Counter(device.process_index for device in mesh.devices.flat)
+    return counts.most_common(1)[0][1] if len(set(counts.values())) == 1 else None
+
+
+def group_mesh(mesh: Mesh | AbstractMesh, size: int) -> Mesh | AbstractMesh:
+    """Regroup the data axes of a mesh: `fsdp` of this size, `replica` the rest, the same devices in the same order.
+
+    Moves no data.
+
+    Raises:
+      ValueError: if `size` does not divide the number of data shards.
+    """
+    num_shards = num_data_shards(dict(mesh.shape))
+    if size < 1 or num_shards % size:
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ValueError(
+            f"sharding_factor={size} does not divide the {num_shards} devices of axes {DATA_AXES}; use one of "
+            f"{divisors}"
+        )
+    sizes = {"pipe": mesh.shape.get("pipe", 1), "replica": num_shards // size, "fsdp": size}
+    sizes["tensor"] = mesh.shape.get("tensor", 1)
+    if isinstance(mesh, AbstractMesh):
+        return make_abstract_mesh(sizes)
+    grid = mesh.devices.reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

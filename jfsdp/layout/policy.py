@@ -1,4 +1,4 @@
-"""What holds for a unit as a whole: its precision, whether it is resharded after forward, what its remat saves."""
+"""What holds for a unit as a whole: precision, resharding after forward, remat; and what is offloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,56 @@ from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.units import ROOT, matches_glob
 
 REMATS = ("none", "full", "dots")
-Remat = str | tuple[str, ...] | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveNames:
+    """A remat that saves named values, on the device or in the host's memory, and recomputes the rest. Moves no data.
+
+    Attributes:
+      save: names given to `jax.ad_checkpoint.checkpoint_name` whose values stay on the device.
+      offload: names whose values wait for the backward in pinned host memory.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("save", "offload"):
+            names = getattr(self, field)
+            is_names = isinstance(names, Iterable) and not isinstance(names, str)
+            if not is_names or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"SaveNames: {field}={names!r} is not a tuple of names")
+            object.__setattr__(self, field, tuple(names))
+        both = sorted(set(self.save) & set(self.offload))
+        if both:
+            raise ValueError(f"SaveNames: {', '.join(both)} cannot be both saved and offloaded")
+
+
+Remat = str | tuple[str, ...] | SaveNames | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPolicy:
+    """What waits in pinned host memory while it is not used; each on its own. Moves no data.
+
+    Leaves below `min_size` stay on the device. Compute and update run on the device: what they need is copied there,
+    leaf by leaf, and back. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
+
+    Attributes:
+      params: the parameters at rest; each unit's shards are copied to the device before its gather.
+      grads: the gradient accumulators.
+      opt_state: the optimizer's arrays that have the shape of a parameter (moments, averages; not factored ones).
+    """
+
+    params: bool = False
+    grads: bool = False
+    opt_state: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"OffloadPolicy: {field.name}={getattr(self, field.name)!r} must be True or False")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +69,30 @@ class UnitPolicy:
 
     Attributes:
       mp_policy: its precision.
-      reshard_after_forward: False keeps the gathered parameters until the unit's backward.
+      reshard_after_forward: False keeps the gathered parameters until the unit's backward; n keeps them split n ways
+        over neighbouring devices, which makes the gather of the backward cheaper (hpZ); 1 is False.
       remat: "none" (save what the backward needs), "full" (save only the unit's inputs), "dots" (save matmul results
-        without batch dims), a tuple of names given to `jax.ad_checkpoint.checkpoint_name`, or a policy function of
-        `jax.checkpoint_policies`. Whatever it says, a resharded unit saves nothing that depends on its weights alone.
+        without batch dims), names given to `jax.ad_checkpoint.checkpoint_name` (a tuple, or `SaveNames` where some are
+        offloaded), or a policy function of `jax.checkpoint_policies`. Whatever it says, a resharded unit saves nothing
+        that depends on its weights alone.
     """
 
     mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     remat: Remat
 
     def __post_init__(self) -> None:
         if not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise ValueError(f"mp_policy {self.mp_policy!r} is not a jfsdp.MixedPrecisionPolicy")
-        is_names = isinstance(self.remat, tuple) and all(isinstance(name, str) for name in self.remat)
-        if self.remat not in REMATS and not is_names and not callable(self.remat):
+        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 1:
             raise ValueError(
-                f"remat {self.remat!r} is unknown; use {', '.join(REMATS)}, a tuple of names, or a policy of "
-                "jax.checkpoint_policies"
+                f"reshard_after_forward={self.reshard_after_forward} must be at least 1 device, True or False"
+            )
+        is_names = isinstance(self.remat, tuple) and all(isinstance(name, str) for name in self.remat)
+        if not (is_names or isinstance(self.remat, SaveNames) or callable(self.remat) or self.remat in REMATS):
+            raise ValueError(
+                f"remat {self.remat!r} is unknown; use {', '.join(REMATS)}, a tuple of names, jfsdp.SaveNames, or a "
+                "policy of jax.checkpoint_policies"
             )
 
 
@@ -46,9 +101,10 @@ def resolve_policies(
     *,
     strategy: Strategy,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     remat: Remat,
     per_unit: Mapping[str, Mapping[str, Any]] | None,
+    node_size: int | None = None,
 ) -> dict[str, UnitPolicy]:
     """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no
     data.
@@ -56,6 +112,7 @@ def resolve_policies(
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others as `kept` says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
     for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
+    `node_size` is how many devices of the mesh share a host, where that is known.
 
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
@@ -75,7 +132,10 @@ def resolve_policies(
     defaults = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "remat": remat}
     root = {**defaults, "remat": "none"}
     defaults["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
-    return {name: _resolve(name, strategy, **{**(defaults if name else root), **overrides[name]}) for name in names}
+    settings = {name: {**(defaults if name else root), **overrides[name]} for name in names}
+    policies = {name: _resolve(name, strategy, node_size, **settings[name]) for name in names}
+    UnitPolicy(mp_policy, False, remat)  # refuses a wrong remat also where no unit is to have it
+    return policies
 
 
 def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,23 +149,42 @@ def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _resolve(
-    name: str, strategy: Strategy, mp_policy: MixedPrecisionPolicy, reshard_after_forward: bool | None, remat: Remat
+    name: str,
+    strategy: Strategy,
+    node_size: int | None,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+    remat: Remat,
 ) -> UnitPolicy:
     shown = repr(name) if name else "(root)"
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ValueError(
-            f"unit {shown}: reshard_after_forward={reshard_after_forward!r} is not None, True or False; "
-            f"resharding to a "
-            "number of devices (hpZ) is not supported"
+            f"unit {shown}: reshard_after_forward={reshard_after_forward!r} is not None, True, False or a number of "
+            "devices"
         )
-    if reshard_after_forward and strategy.kept is Split.WHOLE:
+    reshard = reshard_after_forward
+    if reshard is None:
+        reshard = _default_reshard(shown, strategy, node_size) if name != ROOT else False
+    if reshard == 1 and reshard is not True:  # one device has it all
+        reshard = False
+    if reshard and not strategy.axes("kept"):
+        when = "between forward and backward" if strategy.axes("param") else "at rest"
         raise ValueError(
-            f"unit {shown}: reshard_after_forward=True contradicts strategy {strategy.name!r}, which keeps parameters "
-            "whole between forward and backward; use full_shard or hybrid_shard, or leave it None"
+            f"unit {shown}: reshard_after_forward={reshard} contradicts strategy {strategy.name!r}, which keeps "
+            f"parameters whole {when}; use full_shard or hybrid_shard, or leave it None"
         )
-    default = strategy.kept is not Split.WHOLE and name != ROOT
-    reshard = default if reshard_after_forward is None else bool(reshard_after_forward)
     try:
         return UnitPolicy(mp_policy, reshard, remat)
     except ValueError as error:
         raise ValueError(f"unit {shown}: {error}") from error
+
+
+def _default_reshard(unit: str, strategy: Strategy, node_size: int | None) -> bool | int:
+    if strategy.kept is not Split.NODE:
+        return bool(strategy.axes("kept"))
+    if node_size is None:
+        raise ValueError(
+            f"unit {unit}: strategy {strategy.name!r} keeps parameters split over the devices of one host, and this "
+            "mesh does not say how many those are; pass reshard_after_forward=n"
+        )
+    return node_size

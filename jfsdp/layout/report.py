@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.table import Layout, Leaf, Stage, num_parameters
+from jfsdp.layout.precision import is_inexact, item_bytes
+from jfsdp.layout.strategy import Strategy, show
+from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage, num_parameters
 
 GIB = 2**30
 
@@ -15,15 +16,17 @@ def describe_stage(leaf: Leaf, stage: Stage | None) -> str:
     """Write a stage as `[4096/fsdp 14336] bfloat16`, `whole bfloat16`, or `-` where there is none."""
     if stage is None:
         return "-"
+    what = stage.dtype if stage.memory == DEVICE else f"{stage.dtype} on {stage.memory}"
     if leaf.dim is None or not stage.axes:
-        return f"whole {stage.dtype}"
-    split = "/".join(("", *stage.axes))
+        return f"whole {what}"
+    first = stage.axes[0] if stage.ways is None else f"{stage.axes[0]}:{stage.ways}"
+    split = "/".join(("", first, *stage.axes[1:]))
     dims = [f"{size}{split}" if dim == leaf.dim else str(size) for dim, size in enumerate(leaf.stored_shape)]
-    return f"[{' '.join(dims)}] {stage.dtype}"
+    return f"[{' '.join(dims)}] {what}"
 
 
 def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
-    """Return one row of the table as plain data; bytes are per device and count parameters at rest."""
+    """Return one row of the table as plain data; bytes count parameters at rest, per device."""
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),
@@ -36,6 +39,7 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
         "reason": leaf.reason,
         "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},
         "bytes_per_device": leaf_bytes(layout, leaf),
+        "host_bytes_per_device": leaf_bytes(layout, leaf, HOST),
     }
 
 
@@ -43,7 +47,8 @@ def _stage_to_dict(leaf: Leaf, name: str, stage: Stage | None) -> dict[str, Any]
     if stage is None:
         return None
     spec = [list(entry) if isinstance(entry, tuple) else entry for entry in leaf.spec(name)]
-    return {"spec": spec, "dtype": stage.dtype}
+    ways = {} if stage.ways is None else {"ways": stage.ways}
+    return {"spec": spec, "dtype": stage.dtype, "memory": stage.memory} | ways
 
 
 def layout_to_dict(layout: Layout) -> dict[str, Any]:
@@ -51,6 +56,7 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
     return {
         "mesh": dict(layout.mesh_sizes),
         "strategy": layout.strategy.name,
+        "strategy_stages": strategy_stages(layout.strategy),
         "mp_policy": {"param_dtype": layout.mp_policy.param_dtype, "reduce_dtype": layout.mp_policy.reduce_dtype},
         "units": [
             {
@@ -64,14 +70,27 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
             for unit, policy in zip(layout.units, layout.policies, strict=True)
         ],
         "num_parameters": num_parameters(layout.leaves),
+        "num_frozen_parameters": num_parameters(frozen_leaves(layout)),
         "leaves": [leaf_to_dict(layout, leaf) for leaf in layout.leaves],
     }
 
 
-def leaf_bytes(layout: Layout, leaf: Leaf) -> int:
-    """Return the bytes per device of a leaf's parameters at rest: the master and, where there is one, the work copy."""
-    work = layout.stage_bytes(leaf, "work") if leaf.has_work else 0
-    return layout.stage_bytes(leaf, "param") + work
+def leaf_bytes(layout: Layout, leaf: Leaf, memory: str = DEVICE) -> int:
+    """Return the bytes per device of a leaf's parameters at rest, the master and, where there is one, the work copy, as
+    far as they stand in that memory.
+    """
+    stages = ("param", "work") if leaf.has_work else ("param",)
+    return sum(layout.stage_bytes(leaf, name) for name in stages if leaf.stage(name).memory == memory)
+
+
+def strategy_stages(strategy: Strategy) -> dict[str, str]:
+    """Return in words over which axes a strategy splits each stage."""
+    return {name: show(getattr(strategy, name)) for name in ("param", "kept", "grad", "opt")}
+
+
+def frozen_leaves(layout: Layout) -> list[Leaf]:
+    """Return the leaves of inexact dtype that are not trained: those that somebody froze."""
+    return [leaf for leaf in layout.leaves if not leaf.trainable and is_inexact(leaf.dtype)]
 
 
 def padding_elements(leaf: Leaf) -> int:
@@ -98,9 +117,10 @@ def _row(layout: Layout, leaf: Leaf) -> list[str]:
 def summary(layout: Layout) -> str:
     """Write mesh, strategy, parameters and units in one line."""
     mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1) or "one device"
-    total = sum(leaf_bytes(layout, leaf) for leaf in layout.leaves)
+    total, host = (sum(leaf_bytes(layout, leaf, memory) for leaf in layout.leaves) for memory in (DEVICE, HOST))
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
     return (
         f"{layout.strategy.name} on {mesh}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
         f"{len(layout.leaves)} leaves and {len(layout.units)} units; {total / GIB:.3f} GiB per device at rest"
+        f"{f', {host / GIB:.3f} GiB in host memory' if host else ''}"
     )

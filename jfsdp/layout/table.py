@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.mesh import axis_sizes
 from jfsdp.layout.policy import UnitPolicy
-from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
-from jfsdp.layout.rules import DEFAULT_MIN_SIZE, choose_dim
-from jfsdp.layout.strategy import Split, Strategy
+from jfsdp.layout.precision import MixedPrecisionPolicy, item_bytes
+from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
 
-ShardDim = Callable[[str, tuple[int, ...]], int | None]
+DEVICE, HOST = "device", "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a leaf: over which mesh axes its split dim is spread (none: whole), and its dtype."""
+    """One stage of a leaf.
+
+    Attributes:
+      axes: the mesh axes over which its split dim is spread, major to minor; () is whole.
+      dtype: its dtype.
+      memory: "device", or "pinned_host" where it is offloaded.
+      ways: the first of `axes` is split this many ways over its neighbouring devices, and repeated beyond them (hpZ);
+        None: all of it.
+    """
 
     axes: tuple[str, ...]
     dtype: str
+    memory: str = DEVICE
+    ways: int | None = None
+
+
+SubAxes = Mapping[str, tuple[tuple[str, int], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +46,7 @@ class Leaf:
     """One parameter: its logical shape, its owner, its split dim and padding with the reason, and its stages.
 
     Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
-      `opt`.
+      `opt` (both None for a leaf that is not trained).
     """
 
     path: str
@@ -51,7 +63,7 @@ class Leaf:
     def stage(self, name: str) -> Stage:
         stage = dict(self.stages)[name]
         if stage is None:
-            raise ValueError(f"{self.path}: has no stage {name!r}")
+            raise ValueError(f"{self.path}: has no stage {name!r} ({self.reason})")
         return stage
 
     @property
@@ -71,13 +83,30 @@ class Leaf:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] + self.padding, *self.shape[self.dim + 1 :])
 
-    def spec(self, stage: str, *, sliced: int = 0) -> PartitionSpec:
-        """Return the spec of a stage; `sliced` leading dims are gone (inside a scan over a stack)."""
-        axes = self.stage(stage).axes
+    def spec(self, stage: str, *, sliced: int = 0, sub_axes: SubAxes | None = None) -> PartitionSpec:
+        """Return the spec of a stage.
+
+        Args:
+          sliced: this many leading dims are gone (inside a scan over a stack).
+          sub_axes: for a mesh whose axes are split, the parts of each axis; needed where a stage has `ways`.
+        """
+        axes = _expand(self.stage(stage), sub_axes or {})
         entries: list[Any] = [None] * len(self.shape)
         if self.dim is not None and axes:
             entries[self.dim] = axes if len(axes) > 1 else "".join(axes)
         return PartitionSpec(*entries[sliced:])
+
+
+def _expand(stage: Stage, sub_axes: SubAxes) -> tuple[str, ...]:
+    expanded: list[str] = []
+    for place, axis in enumerate(stage.axes):
+        parts = sub_axes.get(axis, ((axis, 0),))
+        if place == 0 and stage.ways is not None:
+            sizes = [size for _, size in parts]
+            minor = (parts[i:] for i in range(len(parts)) if math.prod(sizes[i:]) == stage.ways)
+            parts = next(minor, parts)
+        expanded += [name for name, _ in parts]
+    return tuple(expanded)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,20 +144,83 @@ class Layout:
     def policy(self, name: str) -> UnitPolicy:
         return self.policies[[unit.name for unit in self.units].index(name)]
 
+    @functools.cached_property
+    def sub_axes(self) -> SubAxes:
+        """The axes that some stage splits only in part, each as (name, size) of its parts, major to minor."""
+        ways: dict[str, dict[int, str]] = {}
+        for leaf in self.leaves:
+            for _, stage in leaf.stages:
+                if stage is not None and stage.ways is not None:
+                    ways.setdefault(stage.axes[0], {}).setdefault(stage.ways, leaf.unit)
+        return {axis: split_axis(axis, dict(self.mesh_sizes)[axis], units) for axis, units in ways.items()}
+
+    def gathered(self) -> Layout:
+        """Return the layout of a step that gathers all parameters before its first microbatch."""
+
+        def stages(leaf: Leaf) -> dict[str, Stage | None]:
+            use = leaf.stage("use")
+            return dict(leaf.stages) | {"param": use, "work": None, "kept": use}
+
+        policies = tuple(
+            policy if isinstance(policy.reshard_after_forward, bool) else dataclasses.replace(policy, **_RESHARD)
+            for policy in self.policies
+        )
+        leaves = (dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=tuple(leaves), policies=policies)
+
     def num_shards(self, axes: Iterable[str]) -> int:
         """Return into how many parts these axes split a dim."""
         sizes = dict(self.mesh_sizes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
+    def num_parts(self, stage: Stage) -> int:
+        """Return into how many parts a stage splits a leaf's dim."""
+        if stage.ways is None:
+            return self.num_shards(stage.axes)
+        return stage.ways * self.num_shards(stage.axes[1:])
+
     def stage_bytes(self, leaf: Leaf, stage: str) -> int:
         """Return the bytes per device of one stage of a leaf, padding included."""
         elements = math.prod(leaf.stored_shape)
-        shards = 1 if leaf.dim is None else self.num_shards(leaf.stage(stage).axes)
+        shards = 1 if leaf.dim is None else self.num_parts(leaf.stage(stage))
         return elements * item_bytes(leaf.stage(stage).dtype) // shards
 
     def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str, *, sliced: int = 0) -> NamedSharding:
-        """Return the sharding of a leaf's stage on a mesh of this layout's sizes."""
-        return NamedSharding(mesh, leaf.spec(stage, sliced=sliced))  # type: ignore[arg-type]
+        """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes, its axes split or not."""
+        on_device = self.on_device(mesh, leaf, stage, sliced=sliced)
+        return on_device.with_memory_kind(HOST) if leaf.stage(stage).memory == HOST else on_device
+
+    def on_device(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str, *, sliced: int = 0) -> NamedSharding:
+        """Return the sharding of a leaf's stage while it is on the device.
+
+        Raises:
+          ValueError: if the stage splits an axis in part and the mesh has that axis in one.
+        """
+        kind = leaf.stage(stage)
+        if kind.ways is not None and kind.axes[0] in mesh.axis_names:
+            raise ValueError(
+                f"{leaf.path}: stage {stage!r} splits axis {kind.axes[0]!r} (size {mesh.shape[kind.axes[0]]}) "
+                f"{kind.ways} ways only; use split_mesh(mesh, layout.sub_axes)"
+            )
+        return NamedSharding(mesh, leaf.spec(stage, sliced=sliced, sub_axes=self._sub_axes_on(mesh)))  # type: ignore[arg-type]
+
+    def named_sharding(self, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of a spec over the axes of the layout, on a mesh whose axes may be split."""
+        entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        expanded = [self.axes_on(mesh, axes) or None for axes in entries]
+        return NamedSharding(mesh, PartitionSpec(*expanded))  # type: ignore[arg-type]
+
+    def axes_on(self, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of axes on a mesh of this layout's sizes, its axes split or not."""
+        return _expand(Stage(tuple(axes), ""), self._sub_axes_on(mesh))
+
+    def _sub_axes_on(self, mesh: Mesh | AbstractMesh) -> SubAxes:
+        """Read from a mesh how `split_mesh` has split the axes of the layout."""
+        split = [axis for axis, _ in self.mesh_sizes if axis not in mesh.axis_names]
+        return {
+            axis: tuple((name, mesh.shape[name]) for name in mesh.axis_names if name.startswith(f"{axis}_"))
+            for axis in split
+        }
 
     def abstract(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> jax.ShapeDtypeStruct:
         """Return shape, dtype and sharding of a leaf's stage as it is stored."""
@@ -141,101 +233,28 @@ class Layout:
         return format_layout(self)
 
 
-def build_layout(
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    units: Mapping[str, UnitInfo],
-    policies: Mapping[str, UnitPolicy],
-    *,
-    mesh: Mesh | AbstractMesh,
-    strategy: Strategy,
-    mp_policy: MixedPrecisionPolicy,
-    min_size: int = DEFAULT_MIN_SIZE,
-    shard_dim: ShardDim | None = None,
-) -> Layout:
-    """Decide every stage of every leaf. Moves no data.
+_RESHARD = {"reshard_after_forward": True}
+
+
+def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
+    """Split an axis so that each of `ways` is the size of some of its minor parts. Moves no data.
 
     Args:
-      leaves: logical shape and dtype by path.
-      units: as `resolve_units` returns them.
-      policies: precision, resharding and remat of each unit, by unit name.
-      mesh: only its axis names and sizes matter.
-      shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
+      ways: numbers of devices, each with the unit that asks for it.
 
     Raises:
-      ValueError: for an axis that jfsdp does not know, or a `shard_dim` that is not a dim.
+      ValueError: if one of `ways` does not divide the next, or the axis.
     """
-    if min_size < 0:
-        raise ValueError(f"min_size={min_size} must be 0 or more")
-    sizes = axis_sizes(mesh)
-    owners = {path: unit for unit in units.values() for path in unit.leaves}
-    build = functools.partial(_build_leaf, sizes=sizes, strategy=strategy, min_size=min_size, shard_dim=shard_dim)
-    table = tuple(build(path, leaf, owners[path], policies[owners[path].name]) for path, leaf in leaves.items())
-    return Layout(
-        leaves=table,
-        units=tuple(units.values()),
-        policies=tuple(policies[name] for name in units),
-        mesh_sizes=tuple(sizes.items()),
-        strategy=strategy,
-        mp_policy=mp_policy,
-        min_size=min_size,
-    )
-
-
-def _build_leaf(
-    path: str,
-    abstract: jax.ShapeDtypeStruct,
-    unit: UnitInfo,
-    policy: UnitPolicy,
-    *,
-    sizes: Mapping[str, int],
-    strategy: Strategy,
-    min_size: int,
-    shard_dim: ShardDim | None,
-) -> Leaf:
-    shape, dtype = tuple(abstract.shape), abstract.dtype.name
-    num_shards = max(_size(split, sizes) for split in (strategy.param, strategy.grad, strategy.opt))
-    asked = shard_dim(path, shape) if shard_dim else None
-    choice = choose_dim(path, shape, num_shards, stacked=unit.stacked, min_size=min_size, shard_dim=asked)
-    stages = _stages(dtype, strategy, policy, sizes if choice.dim is not None else {})
-    return Leaf(
-        path=path,
-        shape=shape,
-        dtype=dtype,
-        unit=unit.name,
-        stacked=unit.stacked,
-        trainable=is_inexact(dtype),
-        dim=choice.dim,
-        padding=choice.padding,
-        reason=choice.reason,
-        stages=tuple(stages.items()),
-    )
-
-
-def _stages(dtype: str, strategy: Strategy, policy: UnitPolicy, sizes: Mapping[str, int]) -> dict[str, Stage | None]:
-    """Spell a strategy out for one leaf; empty `sizes` leave every stage whole.
-
-    Where the optimizer is split finer than the parameters and compute is in lower precision, the master is split like
-    the optimizer and a low-precision copy stands at rest (ZeRO, arXiv 1910.02054, section 3: 2P + 12P/N bytes).
-    """
-    use = policy.mp_policy.use_dtype(dtype)
-    param, opt = _axes(strategy.param, sizes), _axes(strategy.opt, sizes)
-    has_work = param != opt and use != dtype
-    return {
-        "param": Stage(opt if has_work else param, dtype),
-        "work": Stage(param, use) if has_work else None,
-        "use": Stage((), use),
-        "kept": Stage(param if policy.reshard_after_forward else (), use),
-        "grad": Stage(_axes(strategy.grad, sizes), sum_dtype(dtype)),
-        "opt": Stage(opt, dtype),
-    }
-
-
-def _axes(split: Split, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(axis for axis in split.axes if sizes.get(axis, 1) > 1)
-
-
-def _size(split: Split, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(axis, 1) for axis in split.axes)
+    bounds = [1, *sorted(ways), size]
+    for small, large in itertools.pairwise(bounds):
+        if large % small:
+            other = f"{large} ways (unit {ways[large]!r})" if large in ways else "as a whole"
+            raise ValueError(
+                f"reshard_after_forward splits axis {axis!r} (size {size}) {small} ways (unit {ways[small]!r}) and "
+                f"{other}; choose numbers that divide each other"
+            )
+    sizes = [large // small for small, large in itertools.pairwise(bounds)][::-1]
+    return tuple((f"{axis}_{place}", part) for place, part in enumerate(sizes))
 
 
 def num_parameters(leaves: Sequence[Leaf]) -> int:

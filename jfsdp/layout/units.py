@@ -82,6 +82,8 @@ def resolve_units(
     """
     if isinstance(units, (str, Unit)) or callable(units):
         units = [units]
+    if not isinstance(units, (list, tuple, set, frozenset)):
+        raise ValueError(f"units={units!r} is neither a list of module classes, globs, predicates and Units, nor one")
     chosen = _match_all([unit if isinstance(unit, Unit) else Unit(unit) for unit in units], modules, shapes)
     by_path = {module.path: module for module in modules}
     owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}
@@ -150,9 +152,19 @@ def _depth(path: str) -> int:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Match a dotted path name by name, so that `layers.*` does not reach into a layer. Moves no data."""
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+    """Match a dotted path name by name: `*` stays within one name, `**` stands for any number of them. Moves no data.
+
+    So `layers.*` does not reach into a layer, and `layers.**` does.
+    """
+    return _matches(pattern.split("."), path.split("."))
+
+
+def _matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_matches(patterns[1:], names[skipped:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(patterns[1:], names[1:])
 
 
 def _owner(leaf: str, units: Sequence[ModuleInfo]) -> str:

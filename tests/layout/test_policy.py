@@ -1,11 +1,11 @@
 """Policies of units: defaults from the strategy, overrides by glob, and what is refused."""
 
+from typing import Any
+
 import jax
 import pytest
-from flax import nnx
 
-import jfsdp
-from jfsdp.layout.policy import UnitPolicy, resolve_policies
+from jfsdp.layout.policy import SaveNames, UnitPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import STRATEGIES, get_strategy
 
@@ -14,7 +14,9 @@ BF16 = MixedPrecisionPolicy("bfloat16")
 F16 = MixedPrecisionPolicy("float16")
 
 
-def resolve(strategy="full_shard", *, reshard=None, remat="full", per_unit=None) -> dict[str, UnitPolicy]:
+def resolve(
+    strategy="full_shard", *, reshard=None, remat: Any = "full", per_unit=None, node_size=None
+) -> dict[str, UnitPolicy]:
     return resolve_policies(
         UNITS,
         strategy=get_strategy(strategy),
@@ -22,14 +24,16 @@ def resolve(strategy="full_shard", *, reshard=None, remat="full", per_unit=None)
         reshard_after_forward=reshard,
         remat=remat,
         per_unit=per_unit,
+        node_size=node_size,
     )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_are_resharded_where_the_strategy_keeps_them_split_and_the_root_never(strategy):
-    resharded = {name for name, policy in resolve(strategy).items() if policy.reshard_after_forward}
-    expected = {"full_shard", "hybrid_shard", "hfsdp"}
-    assert resharded == (set(UNITS) - {""} if strategy in expected else set())
+    policies = resolve(strategy, node_size=4)
+    expected = {"full_shard": True, "hybrid_shard": True, "hfsdp": True, "hpz": 4}.get(strategy, False)
+    assert policies.pop("").reshard_after_forward is False
+    assert {policy.reshard_after_forward for policy in policies.values()} == {expected}
 
 
 def test_asked_for_resharding_holds_for_the_root_too():
@@ -86,33 +90,75 @@ def test_an_unknown_setting_lists_the_settings():
 @pytest.mark.parametrize("remat", ["some", "", "FULL"])
 def test_an_unknown_remat_lists_the_remats(remat):
     with pytest.raises(
-        ValueError, match=r"unit 'embed': remat .* is unknown; use none, full, dots, a tuple of names, or a policy"
+        ValueError,
+        match=r"unit 'embed': remat .* is unknown; use none, full, dots, a tuple of names, jfsdp\.SaveNames, or a",
     ):
         resolve(remat=remat)
 
 
+@pytest.mark.parametrize("value", [True, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "shard_grad_op", "hybrid_shard_zero2"])
-def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy):
-    with pytest.raises(ValueError, match=f"reshard_after_forward=True contradicts strategy '{strategy}'"):
-        resolve(strategy, reshard=True)
-    with pytest.raises(ValueError, match=f"unit 'head': reshard_after_forward=True contradicts strategy '{strategy}'"):
-        resolve(strategy, per_unit={"head": {"reshard_after_forward": True}})
+def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy, value):
+    with pytest.raises(ValueError, match=f"reshard_after_forward={value} contradicts strategy '{strategy}'"):
+        resolve(strategy, reshard=value)
+    with pytest.raises(ValueError, match=f"unit 'head': reshard_after_forward={value} contradicts .* '{strategy}'"):
+        resolve(strategy, per_unit={"head": {"reshard_after_forward": value}})
     assert not resolve(strategy, reshard=False)["head"].reshard_after_forward
 
 
-@pytest.mark.parametrize("value", [2, 8, -1, 1.0, "yes"])
-def test_resharding_to_a_number_of_devices_is_refused(value):
-    with pytest.raises(ValueError, match=r"is not None, True or False; resharding to a number of devices \(hpZ\)"):
+@pytest.mark.parametrize("value", [2, 3, 8, 1000])
+def test_resharding_to_a_number_of_devices_holds_for_the_root_too(value):
+    assert {policy.reshard_after_forward for policy in resolve(reshard=value).values()} == {value}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resharding_to_one_device_is_not_resharding(strategy):
+    assert {policy.reshard_after_forward for policy in resolve(strategy, reshard=1).values()} == {False}
+    assert resolve(strategy, reshard=1) == resolve(strategy, reshard=False)
+
+
+@pytest.mark.parametrize("value", [0, -1, -8])
+def test_fewer_than_one_device_are_refused(value):
+    with pytest.raises(ValueError, match=rf"unit \(root\): reshard_after_forward={value} must be at least 1 device"):
         resolve(reshard=value)
 
 
-@pytest.mark.parametrize("value", [0, 1])
-def test_the_numbers_zero_and_one_are_not_booleans(value):
-    with pytest.raises(ValueError, match="is not None, True or False"):
+@pytest.mark.parametrize("value", [1.0, "yes", (2,)])
+def test_resharding_to_what_is_no_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=.* is not None, True, False or a number of devices"):
         resolve(reshard=value)
 
 
-@pytest.mark.parametrize("remat", [True, ["a", "b"], 3])
+def test_hpz_needs_to_know_how_many_devices_share_a_host():
+    with pytest.raises(ValueError, match=r"unit 'embed': strategy 'hpz' .* one host, .*; pass reshard_after_forward=n"):
+        resolve("hpz")
+    assert resolve("hpz", reshard=2)["embed"].reshard_after_forward == 2
+    assert resolve("hpz", reshard=True)["embed"].reshard_after_forward is True
+    assert resolve("hpz", node_size=1)["embed"].reshard_after_forward is False
+
+
+@pytest.mark.parametrize("field", ["save", "offload"])
+def test_names_to_save_are_kept_as_a_tuple(field):
+    from_list: Any = {field: ["a", "b"]}
+    remat = SaveNames(**from_list)
+    assert getattr(remat, field) == ("a", "b")
+    assert hash(remat) == hash(SaveNames(**{field: ("a", "b")}))
+    assert resolve(remat=remat)["head"].remat == SaveNames(**{field: ("a", "b")})
+
+
+@pytest.mark.parametrize("field", ["save", "offload"])
+@pytest.mark.parametrize("names", ["attention", None, 3, ("a", 1)])
+def test_names_that_are_no_names_are_refused(field, names):
+    with pytest.raises(ValueError, match=rf"SaveNames: {field}=.* is not a tuple of names"):
+        SaveNames(**{field: names})
+
+
+def test_names_both_saved_and_offloaded_are_refused():
+    with pytest.raises(ValueError, match=r"SaveNames: b, c cannot be both saved and offloaded"):
+        SaveNames(("a", "b", "c"), ("c", "b", "d"))
+
+
+@pytest.mark.parametrize("remat", [True, ["a", "b"], 3, ("a", 1)])
 def test_a_remat_of_another_kind_is_refused(remat):
     with pytest.raises(ValueError, match=r"remat .* is unknown"):
         resolve(remat=remat)
@@ -128,22 +174,6 @@ def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
         per_unit={"layers.*": {"remat": "dots"}},
     )
     assert [policy.remat for policy in policies.values()] == ["none", "dots", "full"]
-
-
-def shard_linear(**settings):
-    model = lambda rngs: nnx.List([nnx.Linear(8, 8, rngs=rngs)])  # noqa: E731
-    return jfsdp.fully_shard(model, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[nnx.Linear], **settings)
-
-
-def test_a_reduction_in_another_dtype_than_the_parameters_is_refused():
-    with pytest.raises(ValueError, match="reduce_dtype 'float32' differs from param_dtype 'bfloat16': engine 'auto'"):
-        shard_linear(mp_policy=MixedPrecisionPolicy("bfloat16", reduce_dtype="float32"))
-    assert shard_linear(mp_policy=MixedPrecisionPolicy("bfloat16", reduce_dtype="bfloat16"))
-
-
-def test_a_reduction_in_another_dtype_is_refused_for_a_single_unit_too():
-    with pytest.raises(ValueError, match="reduce_dtype 'float32' differs from param_dtype 'bfloat16'"):
-        shard_linear(per_unit={"0": {"mp_policy": MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")}})
 
 
 def test_a_precision_that_is_no_policy_is_refused():

@@ -1,22 +1,13 @@
-"""The rule that chooses a leaf's split dim: properties for any shape, and a menagerie of awkward leaves in full."""
+"""The rule that chooses a leaf's split dim: properties for any shape; the menagerie has leaves in full."""
 
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
-from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.layout.policy import resolve_policies
-from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import choose_dim
-from jfsdp.layout.strategy import get_strategy
-from jfsdp.layout.table import Layout, build_layout
-from jfsdp.layout.units import UnitInfo
 
 SIZES = st.integers(0, 5000) | st.sampled_from([1, 2, 7, 8, 64, 1024, 4096, 50257, 128256])
 SHAPES = st.lists(SIZES, max_size=4).map(tuple)
@@ -149,101 +140,3 @@ def test_a_layer_dim_asked_for_is_refused(dim):
 def test_stacked_leaves_are_measured_per_layer():
     assert choose_dim("w", (1000, 100), 4, stacked=1, min_size=101).dim is None
     assert choose_dim("w", (1000, 100), 4, stacked=0, min_size=101).dim == 0
-
-
-# The menagerie: name -> (shape, dtype). Those under `layers.` stand in a stack of 6 layers.
-MENAGERIE = {
-    "scalar": ((), "float32"),
-    "one": ((1,), "float32"),
-    "vector": ((4096,), "float32"),
-    "small_vector": ((1023,), "float32"),
-    "prime": ((1031,), "float32"),
-    "prime_matrix": ((1031, 37), "float32"),
-    "odd": ((127, 129), "float32"),
-    "half_divides": ((1031, 24), "float32"),
-    "equal": ((64, 64), "float32"),
-    "empty": ((0, 64), "float32"),
-    "integer": ((64, 64), "int32"),
-    "bf16": ((64, 64), "bfloat16"),
-    "vocabulary": ((128257, 4096), "float32"),
-    "layers.scale": ((6, 64), "float32"),
-    "layers.kernel": ((6, 64, 48), "float32"),
-    "layers.prime": ((6, 31, 37), "float32"),
-    "layers.long": ((6, 4097), "float32"),
-    "layers.number": ((6,), "float32"),
-}
-
-# name -> spec at rest on fsdp=8, stored shape, reason.
-EXPECTED = {
-    "scalar": (P(), (), "replicated: 1 elements, below min_size 1024"),
-    "one": (P(None), (1,), "replicated: 1 elements, below min_size 1024"),
-    "vector": (P("fsdp"), (4096,), "dim 0, largest divisible by 8"),
-    "small_vector": (P(None), (1023,), "replicated: 1023 elements, below min_size 1024"),
-    "prime": (P("fsdp"), (1032,), "dim 0, padded 1031 -> 1032: no dim divisible by 8"),
-    "prime_matrix": (P("fsdp", None), (1032, 37), "dim 0, padded 1031 -> 1032: no dim divisible by 8"),
-    "odd": (P("fsdp", None), (128, 129), "dim 0, padded 127 -> 128: no dim divisible by 8"),
-    "half_divides": (P(None, "fsdp"), (1031, 24), "dim 1, largest divisible by 8"),
-    "equal": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
-    "empty": (P(None, None), (0, 64), "replicated: 0 elements, below min_size 1024"),
-    "integer": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
-    "bf16": (P("fsdp", None), (64, 64), "dim 0, largest divisible by 8"),
-    "vocabulary": (P(None, "fsdp"), (128257, 4096), "dim 1, largest divisible by 8"),
-    "layers.scale": (P(None, None), (6, 64), "replicated: 64 elements, below min_size 1024"),
-    "layers.kernel": (P(None, "fsdp", None), (6, 64, 48), "dim 1, largest divisible by 8"),
-    "layers.prime": (P(None, "fsdp", None), (6, 32, 37), "dim 1, padded 31 -> 32: no dim divisible by 8"),
-    "layers.long": (P(None, "fsdp"), (6, 4104), "dim 1, padded 4097 -> 4104: no dim divisible by 8"),
-    "layers.number": (P(None), (6,), "replicated: 1 elements, below min_size 1024"),
-}
-
-
-def menagerie_layout(strategy_name: str = "full_shard", param_dtype: str | None = None, **sizes: int) -> Layout:
-    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in MENAGERIE.items()}
-    stacked = tuple(name for name in MENAGERIE if name.startswith("layers."))
-    units = {
-        "": UnitInfo("", "Zoo", 0, tuple(name for name in MENAGERIE if name not in stacked)),
-        "layers": UnitInfo("layers", "Cage", 1, stacked),
-    }
-    strategy, mp_policy = get_strategy(strategy_name), MixedPrecisionPolicy(param_dtype)
-    policies = resolve_policies(
-        units, strategy=strategy, mp_policy=mp_policy, reshard_after_forward=None, remat="full", per_unit=None
-    )
-    mesh = make_abstract_mesh(sizes or {"fsdp": 8})
-    return build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy)
-
-
-@pytest.mark.parametrize("name", MENAGERIE)
-def test_menagerie_fully_sharded_on_8(name):
-    leaf = menagerie_layout().by_path[name]
-    assert (leaf.spec("param"), leaf.stored_shape, leaf.reason) == EXPECTED[name]
-    assert [leaf.spec(stage) for stage in ("grad", "opt")] == [leaf.spec("param")] * 2
-    assert leaf.spec("use") == P(*[None] * len(leaf.shape))
-    assert leaf.trainable == (MENAGERIE[name][1] != "int32")
-    assert (leaf.shape, leaf.dtype) == MENAGERIE[name]
-    assert leaf.unit == ("layers" if name.startswith("layers.") else "")
-
-
-@pytest.mark.parametrize("name", MENAGERIE)
-def test_menagerie_on_one_device_is_whole_and_unpadded(name):
-    leaf = menagerie_layout(fsdp=1).by_path[name]
-    assert (leaf.dim, leaf.padding, leaf.stored_shape) == (None, 0, leaf.shape)
-    assert {leaf.spec(stage) for stage in ("param", "use", "grad", "opt")} == {P(*[None] * len(leaf.shape))}
-
-
-@pytest.mark.parametrize("name", [name for name, (spec, *_) in EXPECTED.items() if "fsdp" in spec])
-def test_menagerie_under_hfsdp_splits_states_over_both_axes_and_parameters_over_one(name):
-    """One dim and one padding serve every stage, so a leaf is padded for the finest of them."""
-    leaf = menagerie_layout("hfsdp", replica=2, fsdp=4).by_path[name]
-    spec, stored, _ = EXPECTED[name]
-    assert leaf.spec("param") == spec
-    assert leaf.spec("opt") == P(*[("replica", "fsdp") if entry else None for entry in spec])
-    assert leaf.stored_shape == stored
-
-
-def test_mixed_precision_touches_floating_leaves_only():
-    layout = menagerie_layout(param_dtype="bfloat16")
-    used = {leaf.path: leaf.stage("use").dtype for leaf in layout.leaves}
-    assert used.pop("integer") == "int32"
-    assert set(used.values()) == {"bfloat16"}
-    assert {leaf.path: leaf.stage("param").dtype for leaf in layout.leaves} == {
-        name: dtype for name, (_, dtype) in MENAGERIE.items()
-    }

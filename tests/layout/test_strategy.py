@@ -5,50 +5,83 @@ from pathlib import Path
 
 import pytest
 
-from jfsdp.layout.strategy import ALIASES, STRATEGIES, Split, Strategy, get_strategy
+from jfsdp.layout.strategy import ALIASES, STRATEGIES, Split, Strategy, get_strategy, show
 
 ROOT = Path(__file__).parents[2]
 
-# Strategy -> param, kept, grad accumulator, opt. ZeRO-1's accumulator would be "whole, not yet reduced"; engine auto
-# cannot defer a reduction, so zero1 is zero2 here.
+# Strategy -> param, kept, grad accumulator, opt.
 TABLE = {
     "ddp": ("whole", "whole", "whole", "whole"),
-    "zero1": ("whole", "whole", "all", "all"),
+    "zero1": ("whole", "whole", "partial", "all"),
     "zero2": ("whole", "whole", "all", "all"),
     "full_shard": ("all", "all", "all", "all"),
     "shard_grad_op": ("all", "whole", "all", "all"),
     "hybrid_shard": ("group", "group", "group", "group"),
     "hybrid_shard_zero2": ("group", "whole", "group", "group"),
     "hfsdp": ("group", "group", "all", "all"),
+    "hpz": ("all", "node", "all", "all"),
 }
+
+# What other libraries call them: PyTorch FSDP1, FSDP2, DeepSpeed.
+OTHER_NAMES = {
+    "NO_SHARD": "ddp",
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "HYBRID_SHARD": "hybrid_shard",
+    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    "fully_shard": "full_shard",
+    "hsdp": "hybrid_shard",
+    "replicate": "ddp",
+    "zero0": "ddp",
+    "zero3": "full_shard",
+    "zeropp": "hpz",
+}
+STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "full_shard"}
 
 
 def test_presets_are_the_table_of_the_design():
-    rows = {s.name: tuple(split.value for split in (s.param, s.kept, s.grad, s.opt)) for s in STRATEGIES.values()}
+    rows = {s.name: tuple(show(split) for split in (s.param, s.kept, s.grad, s.opt)) for s in STRATEGIES.values()}
     assert rows == TABLE
 
 
 def test_the_table_in_the_documents_is_the_table_in_the_code():
-    rows = {}
-    for line in (ROOT / "docs" / "design.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 6 and cells[0].startswith("`"):
-            names = re.findall(r"`(\w+)`", cells[0])
-            rows |= {get_strategy(name).name: tuple(cells[2:]) for name in names}
-    assert rows == TABLE
+    rows = documented()
+    assert {name: tuple(cells[2:]) for name, cells in rows.items()} == TABLE
+
+
+def test_the_documents_give_every_other_name_beside_its_strategy():
+    beside = {}
+    for name, cells in documented().items():
+        beside |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), name)
+        beside |= {int(number): name for number in re.findall(r"stage (\d)", cells[1])}
+    assert beside == OTHER_NAMES | STAGES
+
+
+def documented() -> dict[str, list[str]]:
+    """The rows of the strategy table in docs/design.md, by the name in the first column."""
+    lines = (ROOT / "docs" / "design.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {cells[0].strip("`"): cells for cells in rows if len(cells) == 6 and cells[0].startswith("`")}
 
 
 def test_presets_are_listed_under_their_own_names():
     assert all(strategy.name == name for name, strategy in STRATEGIES.items())
 
 
-def test_splits_name_the_axes_they_use():
-    assert Split.WHOLE.axes == ()
-    assert Split.GROUP.axes == ("fsdp",)
-    assert Split.ALL.axes == ("replica", "fsdp")
+AXES = {"whole": (), "partial": (), "node": ("fsdp",), "group": ("fsdp",), "all": ("replica", "fsdp")}
 
 
-@pytest.mark.parametrize(("alias", "name"), [("zero3", "full_shard"), ("hsdp", "hybrid_shard")])
+@pytest.mark.parametrize("name", TABLE)
+def test_stages_name_the_axes_they_use(name):
+    axes = tuple(STRATEGIES[name].axes(stage) for stage in ("param", "kept", "grad", "opt"))
+    assert axes == tuple(AXES[split] for split in TABLE[name])
+
+
+def test_aliases_are_the_names_of_other_libraries():
+    assert ALIASES == OTHER_NAMES
+
+
+@pytest.mark.parametrize(("alias", "name"), (OTHER_NAMES | STAGES).items())
 def test_aliases_give_the_strategy_that_they_stand_for(alias, name):
     assert get_strategy(alias) is STRATEGIES[name]
 
@@ -62,11 +95,13 @@ def test_a_strategy_passes_through():
     assert get_strategy(own) is own
 
 
-@pytest.mark.parametrize("name", ["zero4", "", "FULL_SHARD"])
+@pytest.mark.parametrize("name", ["zero4", "", "Full_Shard", 4, -1, True, None, 3.0, ["ddp"]])
 def test_an_unknown_name_lists_all_valid_ones(name):
-    with pytest.raises(ValueError, match=f"strategy {name!r} is unknown") as error:
+    with pytest.raises(ValueError, match=re.escape(f"strategy {name!r} is unknown")) as error:
         get_strategy(name)
-    assert re.findall(r"\w+", str(error.value).partition("strategies are")[2]) == [*STRATEGIES, *ALIASES]
+    listed = str(error.value).partition("strategies are ")[2].partition(", or the number of a DeepSpeed stage, 0 to 3")
+    assert listed[0].split(", ") == [*STRATEGIES, *ALIASES]
+    assert listed[1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.layout.policy import resolve_policies
+from jfsdp.layout.build import LeafRules, build_layout
+from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
 from jfsdp.layout.strategy import STRATEGIES, get_strategy
 from jfsdp.layout.table import Layout, Leaf, num_parameters
@@ -34,11 +35,11 @@ def make_layout(
     }
     units = {"": UnitInfo("", "Net", 0, ("head",)), "block": UnitInfo("block", "Block", 0, tuple(shapes)[:3])}
     strategy, mp_policy = get_strategy(strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
-    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None}
+    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None, "node_size": 4}
     settings |= {key: more.pop(key) for key in list(more) if key in settings}
     policies = resolve_policies(units, strategy=strategy, mp_policy=mp_policy, **settings)
     mesh = jfsdp.make_abstract_mesh(sizes or {"replica": 2, "fsdp": 4})
-    return jfsdp.build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy, **more)
+    return build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy, **more)
 
 
 def stages(leaf: Leaf) -> dict[str, Any]:
@@ -55,6 +56,7 @@ MIXED = {
     "hybrid_shard": (G, None, G, G, G),
     "hybrid_shard_zero2": (G, None, W, G, G),
     "hfsdp": (A, G, G, A, A),
+    "hpz": (A, None, G, A, A),
 }
 # The same in float32 throughout: the strategies that keep a copy beside the master have one set of parameters instead.
 FULL = MIXED | {"zero1": (W, None, W, A, A), "zero2": (W, None, W, A, A), "hfsdp": (G, None, G, A, A)}
@@ -108,6 +110,8 @@ def test_integers_are_never_cast_and_not_trained(strategy):
     leaf = make_layout(strategy, param_dtype="bfloat16").by_path["block.table"]
     assert {stage[1] for stage in stages(leaf).values() if stage} == {"int32"}
     assert (leaf.trainable, leaf.has_work) == (False, False)
+    assert (stages(leaf)["grad"], stages(leaf)["opt"]) == (None, None)
+    assert leaf.reason.endswith("; not trained: int32")
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp"])
@@ -152,8 +156,10 @@ def test_spec_of_a_slice_has_lost_its_layer_dims():
 
 
 def test_a_stage_that_a_leaf_has_not_is_an_error_with_its_path():
-    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work'"):
+    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work' \(dim 0, largest divisible by 8\)"):
         make_layout().by_path["block.w"].spec("work")
+    with pytest.raises(ValueError, match=r"block\.table: has no stage 'opt' \(.*; not trained: int32\)"):
+        make_layout().by_path["block.table"].spec("opt")
 
 
 def test_source_is_the_copy_where_there_is_one():
@@ -168,7 +174,7 @@ def test_shard_dim_is_asked_for_every_leaf_and_none_leaves_the_choice():
         asked[path] = shape
         return -1 if path == "block.w" else None
 
-    layout = make_layout(shard_dim=choose)
+    layout = make_layout(rules=LeafRules(shard_dim=choose))
     assert asked == {leaf.path: leaf.shape for leaf in layout.leaves}
     assert layout.by_path["block.w"].spec("param") == P(None, ("replica", "fsdp"))
     assert layout.by_path["head"].reason == "dim 0, largest divisible by 8"
@@ -187,6 +193,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "resharding": {"reshard_after_forward": False},
     "remat": {"remat": "none"},
     "remat of one unit": {"per_unit": {"block": {"remat": "dots"}}},
+    "number of devices": {"reshard_after_forward": 2},
+    "frozen": {"rules": LeafRules(frozen="head")},
+    "ignored": {"rules": LeafRules(ignored="head")},
+    "placement": {"rules": LeafRules(placements={"head": P(None, "fsdp")})},
+    "offload": {"offload": OffloadPolicy(opt_state=True)},
 }
 
 
@@ -218,7 +229,7 @@ def test_text_has_a_line_for_every_leaf_with_its_reason(strategy):
         assert row.endswith(leaf.reason)
         assert f" {leaf_bytes(layout, leaf):,} " in row
         for name in ("param", "use", "opt"):
-            assert describe_stage(leaf, leaf.stage(name)) in row
+            assert f" {describe_stage(leaf, dict(leaf.stages)[name])} " in row
 
 
 def test_stages_are_described_as_shapes_with_the_axes_behind_the_split_dim():
@@ -228,6 +239,16 @@ def test_stages_are_described_as_shapes_with_the_axes_behind_the_split_dim():
     assert describe_stage(leaf, leaf.stage("work")) == "[64/fsdp 100] bfloat16"
     assert describe_stage(leaf, leaf.stage("use")) == "whole bfloat16"
     assert describe_stage(leaf, None) == "-"
+
+
+def test_stages_are_described_with_ways_and_memory_where_they_have_them():
+    layout = make_layout(reshard_after_forward=2, offload=OffloadPolicy(params=True))
+    leaf = layout.by_path["head"]
+    assert describe_stage(leaf, leaf.stage("param")) == "[64/replica/fsdp 100] float32 on pinned_host"
+    assert describe_stage(leaf, leaf.stage("kept")) == "[64/fsdp:2 100] float32"
+    table = layout_to_dict(layout)["leaves"][-1]["stages"]
+    assert table["param"]["memory"] == "pinned_host"
+    assert table["kept"] == {"spec": ["fsdp", None], "dtype": "float32", "memory": "device", "ways": 2}
 
 
 REMATS = ["full", ("a", "b"), jax.checkpoint_policies.dots_saveable]
@@ -243,8 +264,8 @@ def test_the_table_as_plain_data_survives_json(remat):
     assert again["num_parameters"] == 64 * 64 + 64 + 64 * 64 + 64 * 100
     assert [unit["num_leaves"] for unit in again["units"]] == [1, 3]
     (row,) = [row for row in again["leaves"] if row["path"] == "block.w"]
-    assert row["stages"]["param"] == {"spec": [["replica", "fsdp"], None], "dtype": "float32"}
-    assert row["stages"]["work"] == {"spec": [None, None], "dtype": "bfloat16"}
+    assert row["stages"]["param"] == {"spec": [["replica", "fsdp"], None], "dtype": "float32", "memory": "device"}
+    assert row["stages"]["work"] == {"spec": [None, None], "dtype": "bfloat16", "memory": "device"}
     assert row["bytes_per_device"] == 64 * 64 * 4 // 8 + 64 * 64 * 2
     again["units"][1]["remat"] = table["units"][1]["remat"]  # json has no tuples
     assert again == table

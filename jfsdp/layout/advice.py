@@ -1,0 +1,76 @@
+"""What is absurd about a Layout, in words: settings that work and do not do what somebody who chose them expects."""
+
+from __future__ import annotations
+
+import math
+
+from jfsdp.layout.mesh import num_data_shards
+from jfsdp.layout.policy import UnitPolicy
+from jfsdp.layout.report import padding_elements
+from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
+from jfsdp.layout.table import Layout
+
+PADDING_SHARE = 0.01
+LARGE_ELEMENTS = 2**20
+
+
+def advise(layout: Layout) -> list[str]:
+    """Return warnings, each with a remedy; none where all is as it should be. Moves no data."""
+    found = [_other_name(layout), _replicated(layout), _padded(layout)]
+    return [warning for warning in found if warning]
+
+
+def _other_name(layout: Layout) -> str | None:
+    """A strategy whose axes are of size 1 here, so that it is another one."""
+    sizes, strategy = dict(layout.mesh_sizes), layout.strategy
+    if num_data_shards(sizes) == 1:
+        return None if strategy.name == "ddp" else f"{strategy.name} on one device: nothing is split, as with ddp"
+    if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
+        return None
+    same = next(name for name, other in STRATEGIES.items() if _effect(other, sizes) == _effect(strategy, sizes))
+    if same == strategy.name:
+        return None
+    small = [axis for axis in ("replica", "fsdp") if sizes.get(axis, 1) == 1]
+    return (
+        f"{strategy.name} on a mesh whose axis {small[0]!r} has size 1 is {same}; give that axis a size, or say {same}"
+    )
+
+
+def _is_split_by_hand(policy: UnitPolicy) -> bool:
+    return not isinstance(policy.reshard_after_forward, bool)
+
+
+def _effect(strategy: Strategy, sizes: dict[str, int]) -> tuple[object, ...]:
+    split = [tuple(a for a in strategy.axes(x) if sizes.get(a, 1) > 1) for x in ("param", "kept", "grad", "opt")]
+    return (*split, strategy.grad is Split.PARTIAL, strategy.kept is Split.NODE)
+
+
+def _replicated(layout: Layout) -> str | None:
+    """Leaves that every device holds whole although the strategy splits."""
+    if layout.num_shards(layout.strategy.axes("opt")) == 1:
+        return None
+    if all(leaf.dim is None for leaf in layout.leaves):
+        return f"no parameter is split: all are below min_size {layout.min_size}; lower it, or say ddp"
+    whole = [leaf for leaf in layout.leaves if leaf.dim is None and math.prod(leaf.shape) >= LARGE_ELEMENTS]
+    if not whole:
+        return None
+    largest = max(whole, key=lambda leaf: math.prod(leaf.shape))
+    return (
+        f"{len(whole)} large leaves are whole on every device, the largest {largest.path} with "
+        f"{math.prod(largest.shape):,} elements ({largest.reason}); see min_size, ignored and placements"
+    )
+
+
+def _padded(layout: Layout) -> str | None:
+    """Padding that costs memory and traffic."""
+    stored = sum(math.prod(leaf.stored_shape) for leaf in layout.leaves)
+    padding = sum(padding_elements(leaf) for leaf in layout.leaves)
+    if padding <= PADDING_SHARE * stored:
+        return None
+    most = max(layout.leaves, key=padding_elements)
+    size = most.shape[most.dim or 0]
+    return (
+        f"padding is {100 * padding / stored:.1f} % of all that is stored, most of it in {most.path} (dim {most.dim}: "
+        f"{size:,} stored as {size + most.padding:,}); take a mesh size that divides the model's dims, or a smaller "
+        "sharding_factor"
+    )

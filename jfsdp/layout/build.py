@@ -1,0 +1,335 @@
+"""Building the Layout: every stage of every leaf, from units, policies and a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jfsdp.layout.mesh import DATA_AXES, axis_sizes
+from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
+from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
+from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
+from jfsdp.layout.select import Selector, describe, select_leaves
+from jfsdp.layout.strategy import Split, Strategy, get_strategy, show
+from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage
+from jfsdp.layout.units import UnitInfo
+
+ShardDim = Callable[[str, tuple[int, ...]], int | None]
+Placements = Mapping[Any, str | int | Strategy | PartitionSpec]
+Selectors = Selector | Sequence[Selector] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRules:
+    """What the user says about single leaves. Moves no data.
+
+    Attributes:
+      shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
+      frozen: leaves without gradient and optimizer state.
+      ignored: leaves that stay whole on every device, in the dtype that they have.
+      placements: by selector, another strategy for some leaves, or the PartitionSpec of their `param` stage. What is
+        kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
+    Selectors are path globs, classes of variables and predicates; see `select_leaves`.
+    """
+
+    shard_dim: ShardDim | None = None
+    frozen: Selectors = None
+    ignored: Selectors = None
+    placements: Placements | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What was chosen for one leaf: its strategy, its dim if given by a PartitionSpec, and reasons in words."""
+
+    strategy: Strategy
+    dim: int | None
+    frozen: str | None
+    ignored: str | None
+    placed: str | None
+
+
+def build_layout(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    units: Mapping[str, UnitInfo],
+    policies: Mapping[str, UnitPolicy],
+    *,
+    mesh: Mesh | AbstractMesh,
+    strategy: Strategy,
+    mp_policy: MixedPrecisionPolicy,
+    min_size: int = DEFAULT_MIN_SIZE,
+    rules: LeafRules | None = None,
+    types: Mapping[str, type] | None = None,
+    offload: OffloadPolicy | None = None,
+) -> Layout:
+    """Decide every stage of every leaf. Moves no data.
+
+    Args:
+      leaves: logical shape and dtype by path.
+      units: as `resolve_units` returns them.
+      policies: precision, resharding and remat of each unit, by unit name.
+      mesh: only its axis names and sizes matter.
+      rules: what holds for single leaves.
+      types: class of each leaf's variable, where the model's API has them.
+      offload: what waits in host memory.
+
+    Raises:
+      ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
+        that choose nothing or collide, and placements that cannot work.
+    """
+    if min_size < 0:
+        raise ValueError(f"min_size={min_size} must be 0 or more")
+    if not isinstance(offload, OffloadPolicy | None):
+        raise ValueError(f"offload_policy {offload!r} is not a jfsdp.OffloadPolicy, such as one of opt_state=True")
+    sizes, rules = axis_sizes(mesh), rules or LeafRules()
+    owners = {path: unit for unit in units.values() for path in unit.leaves}
+    choices = _choose(leaves, strategy, rules, types or {}, sizes)
+    policies = {name: _with_kept(policies[name], strategy, sizes) for name in units}
+    build = functools.partial(
+        _build_leaf, sizes=sizes, min_size=min_size, shard_dim=rules.shard_dim, offload=offload or OffloadPolicy()
+    )
+    table = tuple(
+        build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
+    )
+    layout = Layout(
+        leaves=table,
+        units=tuple(units.values()),
+        policies=tuple(policies.values()),
+        mesh_sizes=tuple(sizes.items()),
+        strategy=strategy,
+        mp_policy=mp_policy,
+        min_size=min_size,
+    )
+    _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
+    return layout
+
+
+def _with_kept(policy: UnitPolicy, strategy: Strategy, sizes: Mapping[str, int]) -> UnitPolicy:
+    """Say in numbers what a strategy keeps that splits it less than `param`."""
+    kept, param = (math.prod(sizes.get(axis, 1) for axis in strategy.axes(stage)) for stage in ("kept", "param"))
+    if policy.reshard_after_forward is not True or strategy.kept is Split.NODE or kept == param:
+        return policy
+    return dataclasses.replace(policy, reshard_after_forward=False if kept == 1 else kept)
+
+
+def _choose(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    strategy: Strategy,
+    rules: LeafRules,
+    types: Mapping[str, type],
+    sizes: Mapping[str, int],
+) -> dict[str, _Choice]:
+    if not isinstance(rules.placements or {}, Mapping):
+        raise ValueError(f"placements={rules.placements!r} is not a dict from selectors to placements")
+    frozen = select_leaves("frozen", rules.frozen, leaves, types)
+    ignored = select_leaves("ignored", rules.ignored, leaves, types)
+    placed: dict[str, tuple[Any, Any]] = {}
+    for selector, placement in (rules.placements or {}).items():
+        for path in select_leaves("placements", selector, leaves, types):
+            if path in placed and placed[path][1] != placement:
+                raise ValueError(
+                    f"{path}: placements {describe(placed[path][0])} ({_show(placed[path][1])}) and "
+                    f"{describe(selector)} ({_show(placement)}) collide; make one of them narrower"
+                )
+            if path in ignored:
+                raise ValueError(f"{path}: ignored by {ignored[path]} and placed by {describe(selector)}; choose one")
+            placed[path] = (selector, placement)
+    _check_axes("", strategy, sizes)
+    choices = {}
+    for path, leaf in leaves.items():
+        selector, placement = placed.get(path, (None, strategy))
+        own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placement, sizes)
+        how = None if selector is None else f"placed by {describe(selector)}"
+        choices[path] = _Choice(own, dim, frozen.get(path), ignored.get(path), how)
+    return choices
+
+
+def _show(placement: Any) -> str:
+    return placement.name if isinstance(placement, Strategy) else repr(placement)
+
+
+def _own_strategy(
+    path: str, shape: tuple[int, ...], strategy: Strategy, placement: Any, sizes: Mapping[str, int]
+) -> tuple[Strategy, int | None]:
+    """Return the strategy of one leaf, and its dim where a PartitionSpec names it."""
+    if not isinstance(placement, PartitionSpec):
+        try:
+            own = get_strategy(placement)
+        except ValueError as error:
+            raise ValueError(f"{path}: placements: {error}; or a PartitionSpec") from error
+        _check_axes(path, own, sizes)
+        return own, None
+    if len(placement) > len(shape):
+        raise ValueError(f"{path}: {placement} has more entries than shape {shape} has dims")
+    split = {dim: entry for dim, entry in enumerate(placement) if entry not in (None, ())}
+    if len(split) > 1:
+        raise ValueError(f"{path}: {placement} splits dims {', '.join(map(str, split))}; one dim of a leaf is split")
+    dim, entry = next(iter(split.items()), (None, ()))
+    axes = entry if isinstance(entry, tuple) else (entry,)
+    wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
+    try:
+        own = Strategy(str(placement), axes, axes if strategy.axes("kept") else (), wider, wider)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    _check_axes(path, own, sizes)
+    return own, dim
+
+
+def _check_axes(path: str, strategy: Strategy, sizes: Mapping[str, int]) -> None:
+    """Axes that are given by hand must be there; those of a `Split` count as 1 where they are not."""
+    for stage, axes in strategy.given_axes().items():
+        missing = [axis for axis in axes if axis not in sizes]
+        if missing:
+            raise ValueError(
+                f"{path or 'strategy'}: {strategy.name!r} splits {stage} over axis {missing[0]!r}, which the mesh "
+                f"lacks; its axes are {', '.join(sizes)}"
+            )
+
+
+def _build_leaf(
+    path: str,
+    abstract: jax.ShapeDtypeStruct,
+    unit: UnitInfo,
+    policy: UnitPolicy,
+    choice: _Choice,
+    *,
+    sizes: Mapping[str, int],
+    min_size: int,
+    shard_dim: ShardDim | None,
+    offload: OffloadPolicy,
+) -> Leaf:
+    shape, dtype = tuple(abstract.shape), abstract.dtype.name
+    trainable = is_inexact(dtype) and choice.frozen is None
+    _check_kept(path, unit, policy, choice)
+    use = dtype if choice.ignored else policy.mp_policy.use_dtype(dtype)
+    stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)
+    split = _choose_dim(path, shape, unit, stages, choice, sizes, min_size, shard_dim)
+    if split.dim is None:
+        stages = {name: stage and Stage((), stage.dtype) for name, stage in stages.items()} | {"work": None}
+    if not choice.ignored and math.prod(shape[unit.stacked :]) >= min_size:
+        stages = _offload(stages, offload)
+    return Leaf(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        unit=unit.name,
+        stacked=unit.stacked,
+        trainable=trainable,
+        dim=split.dim,
+        padding=split.padding,
+        reason=_reason(split, choice, dtype),
+        stages=tuple(stages.items()),
+    )
+
+
+def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: _Choice) -> None:
+    """What is kept is decided by unit: a leaf's own strategy must not need more than its unit keeps."""
+    own = choice.strategy
+    differs = own.kept is Split.NODE or own.axes("kept") != own.axes("param")
+    if choice.placed and policy.reshard_after_forward is True and differs:
+        raise ValueError(
+            f"{path}: {choice.placed}, and strategy {own.name!r} keeps it {show(own.kept)} between forward and "
+            f"backward, while its unit {unit.name!r} is resharded; set that unit's reshard_after_forward with per_unit"
+        )
+
+
+def _choose_dim(
+    path: str,
+    shape: tuple[int, ...],
+    unit: UnitInfo,
+    stages: Mapping[str, Stage | None],
+    choice: _Choice,
+    sizes: Mapping[str, int],
+    min_size: int,
+    shard_dim: ShardDim | None,
+) -> DimChoice:
+    if choice.ignored:
+        return DimChoice(None, 0, f"replicated: ignored by {choice.ignored}")
+    asked = shard_dim(path, shape) if shard_dim else None
+    if choice.dim is not None:
+        if asked not in (None, choice.dim, choice.dim - len(shape)):
+            raise ValueError(
+                f"{path}: {choice.placed}, which splits dim {choice.dim}, and shard_dim asks for {asked}; choose one"
+            )
+        asked = choice.dim
+    num_shards = max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
+    return choose_dim(path, shape, num_shards, stacked=unit.stacked, min_size=min_size, shard_dim=asked)
+
+
+def _reason(split: DimChoice, choice: _Choice, dtype: str) -> str:
+    frozen = f"frozen by {choice.frozen}" if choice.frozen else None
+    integer = None if is_inexact(dtype) else f"not trained: {dtype}"
+    return "; ".join(part for part in (split.reason, choice.placed, frozen or integer) if part)
+
+
+def _stages(
+    path: str,
+    dtype: str,
+    use: str,
+    trainable: bool,
+    strategy: Strategy,
+    reshard: bool | int,
+    sizes: Mapping[str, int],
+) -> dict[str, Stage | None]:
+    """Spell a strategy out for one leaf.
+
+    Where the optimizer is split finer than the parameters and compute is in lower precision, the master is split like
+    the optimizer and a low-precision copy stands at rest (ZeRO, arXiv 1910.02054, section 3: 2P + 12P/N bytes).
+    """
+
+    def axes(stage: str) -> tuple[str, ...]:
+        return tuple(axis for axis in strategy.axes(stage) if sizes.get(axis, 1) > 1)
+
+    param, opt = axes("param"), axes("opt")
+    has_work = param != opt and item_bytes(use) < item_bytes(dtype)
+    grad = opt if strategy.grad is Split.PARTIAL else axes("grad")
+    return {
+        "param": Stage(opt if has_work else param, dtype),
+        "work": Stage(param, use) if has_work else None,
+        "use": Stage((), use),
+        "kept": _kept(path, use, param, reshard, sizes),
+        "grad": Stage(grad, sum_dtype(dtype)) if trainable else None,
+        "opt": Stage(opt, dtype) if trainable else None,
+    }
+
+
+def _kept(path: str, dtype: str, param: tuple[str, ...], reshard: bool | int, sizes: Mapping[str, int]) -> Stage:
+    """Return the stage between forward and backward: as at rest, whole, or split `reshard` ways over neighbours."""
+    num_shards = math.prod(sizes[axis] for axis in param)
+    if reshard is True or not param:
+        return Stage(param, dtype)
+    if reshard is False or reshard == 1:
+        return Stage((), dtype)
+    rest = int(reshard)
+    for place in reversed(range(len(param))):
+        size = sizes[param[place]]
+        if size % rest == 0:
+            return Stage(param[place:], dtype, ways=None if rest == size else rest)
+        if rest % size:
+            break
+        rest //= size
+    raise ValueError(
+        f"{path}: reshard_after_forward={reshard} does not divide the {num_shards} devices of axes {', '.join(param)} "
+        f"(sizes {', '.join(str(sizes[axis]) for axis in param)}) into neighbours; use one of "
+        f"{', '.join(map(str, _ways([sizes[axis] for axis in param])))}"
+    )
+
+
+def _ways(sizes: Sequence[int]) -> list[int]:
+    """Return the numbers of neighbouring devices over which axes of these sizes can be split."""
+    minor = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    return sorted({n * rest for size, rest in zip(sizes, minor) for n in range(1, size + 1) if size % n == 0})
+
+
+def _offload(stages: Mapping[str, Stage | None], offload: OffloadPolicy) -> dict[str, Stage | None]:
+    where = {"param": offload.params, "work": offload.params, "grad": offload.grads, "opt": offload.opt_state}
+    return {
+        name: stage and dataclasses.replace(stage, memory=HOST if where.get(name) else DEVICE)
+        for name, stage in stages.items()
+    }

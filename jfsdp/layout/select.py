@@ -1,0 +1,68 @@
+"""Choosing leaves: by path, by the class of their variable, or by a predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jfsdp.layout.units import matches_glob
+
+Selector = str | type | Callable[[str, jax.ShapeDtypeStruct], bool]
+
+
+def select_leaves(
+    what: str,
+    selectors: Selector | Sequence[Selector] | None,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    types: Mapping[str, type],
+) -> dict[str, str]:
+    """Return the leaves that any selector chooses, each with the selector in words. Moves no data.
+
+    Args:
+      what: the argument's name, for messages.
+      selectors: path globs (of the leaf or of a module above it), classes of variables (subclasses count), predicates
+        `f(path, shape_and_dtype) -> bool`; or one of these alone.
+      leaves: shape and dtype by path.
+      types: class of the variable by path, where the model's API has classes of variables (NNX).
+
+    Raises:
+      ValueError: if a selector chooses nothing, or is none of these.
+    """
+    if selectors is None:
+        return {}
+    given = selectors if isinstance(selectors, (list, tuple, set, frozenset)) else [selectors]
+    chosen: dict[str, str] = {}
+    for selector in given:
+        paths = [path for path, leaf in leaves.items() if chooses(what, selector, path, leaf, types)]
+        if not paths:
+            raise ValueError(_chooses_nothing(what, selector, leaves, types))
+        chosen |= dict.fromkeys(paths, describe(selector))
+    return chosen
+
+
+def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, types: Mapping[str, type]) -> bool:
+    """Tell whether one selector chooses one leaf. Moves no data."""
+    if isinstance(selector, str):
+        names = path.split(".")
+        return any(matches_glob(selector, ".".join(names[:end])) for end in range(1, len(names) + 1))
+    if isinstance(selector, type):
+        return issubclass(types.get(path, object), selector)
+    if callable(selector):
+        return bool(selector(path, leaf))
+    raise ValueError(
+        f"{what} {selector!r} is neither a path glob, a class of variables, nor a predicate f(path, shape)"
+    )
+
+
+def describe(selector: Any) -> str:
+    """Write a selector in words. Moves no data."""
+    return repr(selector) if isinstance(selector, str) else getattr(selector, "__name__", repr(selector))
+
+
+def _chooses_nothing(what: str, selector: Any, leaves: Mapping[str, Any], types: Mapping[str, type]) -> str:
+    shown = ", ".join(list(leaves)[:12]) + (f", ... ({len(leaves)} in all)" if len(leaves) > 12 else "")
+    classes = ", ".join(sorted({cls.__name__ for cls in types.values()}))
+    of_classes = f"; classes of variables: {classes or 'none, in flax.linen'}" if isinstance(selector, type) else ""
+    return f"{what} {describe(selector)} matches no parameter; parameters: {shown}{of_classes}"

@@ -1,0 +1,80 @@
+"""Layouts of named shapes, without a model, for the tests of this room."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jfsdp.layout.build import LeafRules, build_layout
+from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.layout.policy import OffloadPolicy, resolve_policies
+from jfsdp.layout.precision import MixedPrecisionPolicy
+from jfsdp.layout.strategy import get_strategy
+from jfsdp.layout.table import Layout
+from jfsdp.layout.units import UnitInfo
+
+TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
+
+
+def make_table(
+    leaves: Mapping[str, Any],
+    strategy: Any = "full_shard",
+    mesh: Any = None,
+    *,
+    units: Mapping[str, UnitInfo] | None = None,
+    param_dtype: str | None = None,
+    reshard: bool | int | None = None,
+    per_unit: Mapping[str, Mapping[str, Any]] | None = None,
+    node_size: int | None = None,
+    min_size: int = 1024,
+    types: Mapping[str, type] | None = None,
+    offload: OffloadPolicy | None = None,
+    **rules: Any,
+) -> Layout:
+    """Build a layout.
+
+    Args:
+      leaves: by path, a shape of float32 or (shape, dtype).
+      mesh: a mesh, or sizes of an abstract one; default replica=2,fsdp=4.
+      units: default one for every first name of a dotted path, the rest in the root.
+      rules: fields of `LeafRules`.
+    """
+    shapes = {path: abstract(leaf) for path, leaf in leaves.items()}
+    units = first_names(shapes) if units is None else units
+    strategy, mp_policy = get_strategy(strategy), MixedPrecisionPolicy(param_dtype)
+    policies = resolve_policies(
+        units,
+        strategy=strategy,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard,
+        remat="full",
+        per_unit=per_unit,
+        node_size=node_size,
+    )
+    return build_layout(
+        shapes,
+        units,
+        policies,
+        mesh=make_abstract_mesh(mesh or TWO_BY_FOUR) if isinstance(mesh, dict | None) else mesh,
+        strategy=strategy,
+        mp_policy=mp_policy,
+        min_size=min_size,
+        rules=LeafRules(**rules),
+        types=types,
+        offload=offload,
+    )
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = leaf if leaf and isinstance(leaf[-1], str) else (leaf, "float32")
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def first_names(paths: Mapping[str, Any]) -> dict[str, UnitInfo]:
+    names = dict.fromkeys(["", *(path.partition(".")[0] for path in paths if "." in path)])
+    owned = {name: tuple(path for path in paths if _first(path) == name) for name in names}
+    return {name: UnitInfo(name, "Net", 0, leaves) for name, leaves in owned.items()}
+
+
+def _first(path: str) -> str:
+    return path.partition(".")[0] if "." in path else ""

@@ -1,0 +1,76 @@
+"""Warnings about layouts: each absurd setting is told, and an ordinary one is not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.layout.advice import advise
+from jfsdp.layout.strategy import STRATEGIES
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, size=1024):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (size, 1024)))
+
+
+def warnings(mesh, strategy="full_shard", size=1024, **options):
+    mesh = jfsdp.make_abstract_mesh(mesh)
+    options = {"reshard_after_forward": 2 if strategy == "hpz" else None, **options}
+    return advise(jfsdp.fully_shard(lambda rngs: Net(rngs, size), mesh=mesh, strategy=strategy, **options).layout)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mesh_with_both_axes_suits_every_strategy(strategy):
+    assert warnings({"replica": 2, "fsdp": 4}, strategy) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "axis", "same"),
+    [
+        ("hybrid_shard", {"fsdp": 8}, "replica", "full_shard"),
+        ("hybrid_shard", {"replica": 8}, "fsdp", "ddp"),
+        ("hybrid_shard_zero2", {"fsdp": 8}, "replica", "shard_grad_op"),
+        ("hfsdp", {"fsdp": 8}, "replica", "full_shard"),
+        ("hfsdp", {"replica": 8}, "fsdp", "zero2"),
+    ],
+)
+def test_a_hybrid_strategy_on_one_axis_is_called_what_it_is(strategy, mesh, axis, same):
+    (warning,) = warnings(mesh, strategy)
+    assert warning.startswith(f"{strategy} on a mesh whose axis {axis!r} has size 1 is {same};")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "shard_grad_op"])
+def test_a_strategy_of_one_group_needs_one_axis_only(strategy):
+    assert warnings({"fsdp": 8}, strategy) == warnings({"replica": 8}, strategy) == []
+
+
+def test_on_one_device_nothing_is_split():
+    assert warnings({"fsdp": 1}) == ["full_shard on one device: nothing is split, as with ddp"]
+    assert warnings({"fsdp": 1}, "ddp") == []
+
+
+def test_padding_is_told_above_one_percent():
+    assert warnings({"fsdp": 3}) == []  # 1024 as 1026
+    (warning,) = warnings({"fsdp": 100})  # 1024 as 1100
+    assert warning.startswith("padding is 6.9 % of all that is stored, most of it in weight (dim ")
+    assert "1,024 stored as 1,100" in warning
+
+
+def test_large_leaves_that_stay_whole_are_told():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.large, self.small = nnx.Param(jnp.ones((2048, 1024))), nnx.Param(jnp.ones((64, 64)))
+
+    mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
+    layout = jfsdp.fully_shard(Two, mesh=mesh, ignored="large").layout
+    (warning,) = advise(layout)
+    assert "1 large leaves are whole on every device, the largest large with 2,097,152 elements" in warning
+    assert advise(jfsdp.fully_shard(Two, mesh=mesh, ignored="small").layout) == []
+
+
+def test_a_min_size_above_every_leaf_is_told():
+    (warning,) = warnings({"fsdp": 8}, min_size=2**21)
+    assert warning == "no parameter is split: all are below min_size 2097152; lower it, or say ddp"
+    assert warnings({"fsdp": 8}, "ddp", min_size=2**21) == []

@@ -1,0 +1,343 @@
+"""Placements by hand: strategies of axes, single leaves by selector, and every contradiction that is refused."""
+
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.select import select_leaves
+from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
+from jfsdp.layout.table import Leaf
+from jfsdp.layout.units import UnitInfo
+from tests.layout.tables import abstract, make_table
+
+W, F, R, A = (), ("fsdp",), ("replica",), ("replica", "fsdp")
+LEAVES = {
+    "block.w": (64, 64),
+    "block.scale": (64,),
+    "block.bias": (2048,),
+    "table": (640, 64),
+    "head": (64, 128),
+}
+
+
+class Weight: ...
+
+
+class Kernel(Weight): ...
+
+
+class Bias: ...
+
+
+TYPES = {"block.w": Kernel, "block.scale": Weight, "block.bias": Bias, "table": Weight, "head": Kernel}
+
+
+def axes(leaf: Leaf) -> dict[str, Any]:
+    return {name: stage and stage.axes for name, stage in leaf.stages}
+
+
+def asks(dim: int) -> Any:
+    return lambda path, shape: dim if path == "head" else None
+
+
+def place(placements: Any, strategy: Any = "full_shard", **more: Any) -> dict[str, Leaf]:
+    return dict(make_table(LEAVES, strategy, types=TYPES, placements=placements, **more).by_path)
+
+
+# Strategies of axes given by hand.
+
+
+def test_stages_given_as_axes_are_what_the_presets_say_in_words():
+    for preset in STRATEGIES.values():
+        if preset.name not in ("zero1", "hpz"):  # partial and node are no tuples of axes
+            stages = [preset.axes(stage) for stage in ("param", "kept", "grad", "opt")]
+            by_hand = make_table(LEAVES, Strategy(preset.name, *stages), param_dtype="bfloat16")
+            assert by_hand.leaves == make_table(LEAVES, preset, param_dtype="bfloat16").leaves
+
+
+def test_axes_and_words_may_be_mixed():
+    own = Strategy("own", R, Split.WHOLE, A, Split.ALL)
+    leaf = make_table(LEAVES, own).by_path["block.w"]
+    assert axes(leaf) == {"param": R, "work": None, "use": W, "kept": W, "grad": A, "opt": A}
+    assert leaf.spec("param") == P("replica", None)
+
+
+def test_parameters_may_be_split_over_the_replicas_alone():
+    leaf = make_table(LEAVES, Strategy("own", R, R, R, A), param_dtype="bfloat16").by_path["block.w"]
+    assert axes(leaf) == {"param": A, "work": R, "use": W, "kept": R, "grad": R, "opt": A}
+
+
+@pytest.mark.parametrize("kept", [Split.GROUP, F])
+def test_what_is_kept_may_be_split_less_than_what_rests(kept):
+    """ZeRO++'s secondary partition, told by axes instead of a number of devices."""
+    layout = make_table(LEAVES, Strategy("own", A, kept, A, A))
+    assert layout.by_path["block.w"].stage("kept").axes == F
+    assert layout.by_path["head"].stage("kept").axes == W  # the root
+    assert layout.policy("block").reshard_after_forward == 4
+
+
+def test_what_is_kept_over_a_group_of_one_is_whole():
+    layout = make_table(LEAVES, Strategy("own", A, Split.GROUP, A, A), {"replica": 8})
+    assert layout.by_path["block.w"].stage("kept").axes == W
+    assert layout.policy("block").reshard_after_forward is False
+
+
+BAD_STRATEGIES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "optimizer less split than parameters": ((A, A, A, F), "opt (fsdp) is less split than param (replica/fsdp)"),
+    "optimizer whole": ((F, F, F, W), "opt (whole) is less split than param (fsdp)"),
+    "optimizer over other axes": ((F, F, F, R), "opt (replica) is less split than param (fsdp)"),
+    "optimizer less split, in words": (
+        (Split.ALL, Split.WHOLE, Split.ALL, Split.GROUP),
+        "opt (group) is less split than param (all)",
+    ),
+    "gradient coarser than parameters": ((F, F, W, F), "grad (whole) is less split than param (fsdp)"),
+    "gradient coarser, in words": (
+        (Split.ALL, Split.ALL, Split.GROUP, Split.ALL),
+        "grad (group) is less split than param (all)",
+    ),
+    "gradient finer than optimizer": ((W, W, A, F), "opt (fsdp) is less split than grad (replica/fsdp)"),
+    "partial with split parameters": (
+        (F, F, Split.PARTIAL, F),
+        "grad (partial) needs param (whole), and param is fsdp",
+    ),
+    "partial with split parameters, in words": (
+        (Split.GROUP, Split.GROUP, Split.PARTIAL, Split.ALL),
+        "grad (partial) needs param (whole), and param is group",
+    ),
+    "kept finer than parameters": ((F, A, F, F), "param (fsdp) is less split than kept (replica/fsdp)"),
+    "kept over far devices": ((A, R, A, A), "kept (replica) must be whole or the minor axes of param (replica/fsdp)"),
+    "kept by node without split parameters": (
+        (W, Split.NODE, W, W),
+        "kept (node) needs split parameters, and param is whole",
+    ),
+    "unknown axis": ((("data",), F, F, F), "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
+    "model axis": ((F, F, F, ("fsdp", "tensor")), "opt=('fsdp', 'tensor') is neither"),
+    "axis twice": ((F, F, ("fsdp", "fsdp"), F), "grad=('fsdp', 'fsdp') is neither"),
+    "axes out of order": ((("fsdp", "replica"), W, A, A), "each once, in the order ('replica', 'fsdp')"),
+    "a bare name": (("fsdp", F, F, F), "param='fsdp' is neither"),
+    "a list": ((["fsdp"], F, F, F), "param=['fsdp'] is neither"),
+    "partial parameters": ((Split.PARTIAL, W, W, W), "param cannot be partial; it is one of whole, group, all"),
+    "a gradient by node": ((F, F, Split.NODE, F), "grad cannot be node; it is one of whole, partial, group, all"),
+    "a partial optimizer": ((W, W, W, Split.PARTIAL), "opt cannot be partial; it is one of whole, group, all"),
+    "kept partial": ((W, Split.PARTIAL, W, W), "kept cannot be partial; it is one of whole, node, group, all"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STRATEGIES)
+def test_strategies_that_contradict_themselves_are_refused_by_name(case):
+    stages, message = BAD_STRATEGIES[case]
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        Strategy("odd", *stages)
+    assert str(error.value).startswith("strategy 'odd': ")
+
+
+FSDP_ONLY = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def test_an_axis_given_by_hand_must_be_in_the_mesh():
+    with pytest.raises(
+        ValueError, match=r"strategy: 'own' splits opt over axis 'replica', which the mesh lacks; its axes are fsdp"
+    ):
+        make_table(LEAVES, Strategy("own", F, F, F, A), FSDP_ONLY)
+    with pytest.raises(ValueError, match=r"block\.w: .* splits param over axis 'replica', which the mesh lacks"):
+        place({"block.w": P("replica")}, mesh=FSDP_ONLY)
+
+
+def test_axes_that_only_a_word_stands_for_count_as_one_where_the_mesh_lacks_them():
+    assert axes(make_table(LEAVES, "full_shard", FSDP_ONLY).by_path["head"])["opt"] == F
+    mixed = Strategy("own", F, F, Split.ALL, Split.ALL)
+    assert axes(make_table(LEAVES, mixed, FSDP_ONLY).by_path["head"])["opt"] == F
+    assert axes(place({"head": P(None, "fsdp")}, mesh=FSDP_ONLY)["head"])["opt"] == F
+
+
+# Single leaves.
+
+SELECTORS: dict[str, tuple[Any, set[str]]] = {
+    "a path": ("block.w", {"block.w"}),
+    "a glob": ("block.*", {"block.w", "block.scale", "block.bias"}),
+    "a module": ("block", {"block.w", "block.scale", "block.bias"}),
+    "a glob over depths": ("**.w", {"block.w"}),
+    "a class": (Bias, {"block.bias"}),
+    "a class with subclasses": (Weight, {"block.w", "block.scale", "table", "head"}),
+    "a predicate by path": (lambda path, leaf: path.startswith("h"), {"head"}),
+    "a predicate by shape": (lambda path, leaf: leaf.shape[0] > 64, {"block.bias", "table"}),
+    "several": (("head", Bias), {"head", "block.bias"}),
+}
+
+
+@pytest.mark.parametrize("case", SELECTORS)
+def test_leaves_are_placed_by_path_by_class_and_by_predicate(case):
+    selector, chosen = SELECTORS[case]
+    leaves = place({selector: "ddp"}, min_size=0)
+    assert {path for path, leaf in leaves.items() if leaf.stage("opt").axes == W} == chosen
+    assert {path for path, leaf in leaves.items() if "; placed by " in leaf.reason} == chosen
+
+
+@pytest.mark.parametrize("case", SELECTORS)
+@pytest.mark.parametrize("what", ["frozen", "ignored"])
+def test_leaves_are_frozen_and_ignored_by_the_same_selectors(what, case):
+    selector, chosen = SELECTORS[case]
+    leaves = make_table(LEAVES, types=TYPES, **{what: selector}).leaves
+    assert {leaf.path for leaf in leaves if f"{what} by " in leaf.reason} == chosen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_leaf_placed_by_a_strategys_name_stands_as_under_that_strategy(strategy):
+    """In a unit that is not resharded, so that nothing is kept: that is a matter of the unit."""
+    own = place({"table": strategy}, param_dtype="bfloat16")["table"]
+    under = make_table(LEAVES, strategy, param_dtype="bfloat16", node_size=4).by_path["table"]
+    assert own.stages == under.stages
+    assert (own.dim, own.padding) == (under.dim, under.padding)
+    assert own.reason == f"{under.reason}; placed by 'table'"
+
+
+@pytest.mark.parametrize("other", ["hybrid_shard", "HYBRID_SHARD", STRATEGIES["hybrid_shard"]])
+def test_a_placement_changes_its_own_leaf_only(other):
+    before, after = make_table(LEAVES).by_path, place({"block.w": other})
+    assert {path for path in LEAVES if before[path] != after[path]} == {"block.w"}
+    assert axes(after["block.w"]) == {"param": F, "work": None, "use": W, "kept": F, "grad": F, "opt": F}
+
+
+# PartitionSpec of `param` -> axes of param, kept, grad, opt, and the dim; under full_shard in a resharded unit.
+SPECS = {
+    P(): (W, W, A, A, 0),
+    P(None, None): (W, W, A, A, 0),
+    P("fsdp"): (F, F, A, A, 0),
+    P(None, "fsdp"): (F, F, A, A, 1),
+    P("replica", None): (R, R, A, A, 0),
+    P(None, ("replica", "fsdp")): (A, A, A, A, 1),
+    P(("fsdp",)): (F, F, A, A, 0),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_partition_spec_says_dim_and_axes_of_param(spec):
+    param, kept, grad, opt, dim = SPECS[spec]
+    leaf = place({"block.w": spec})["block.w"]
+    assert axes(leaf) == {"param": param, "work": None, "use": W, "kept": kept, "grad": grad, "opt": opt}
+    assert leaf.dim == dim
+    assert leaf.reason.endswith("; placed by 'block.w'")
+    assert leaf.spec("opt") == P(*[A if place == dim else None for place in range(2)])
+
+
+def test_a_partition_spec_under_ddp_splits_the_optimizer_along():
+    leaf = place({"head": P(None, "fsdp")}, "ddp")["head"]
+    assert axes(leaf) == {"param": F, "work": None, "use": W, "kept": W, "grad": F, "opt": F}
+
+
+def test_a_partition_spec_splits_a_leaf_below_min_size_and_pads_an_odd_dim():
+    leaf = make_table({"w": (5, 7)}, placements={"w": P(None, "fsdp")}).by_path["w"]
+    assert (leaf.dim, leaf.padding, leaf.reason) == (1, 1, "dim 1, as asked; placed by 'w'")
+
+
+def test_a_partition_spec_and_a_shard_dim_that_agree_are_welcome():
+    for dim in (1, -1):
+        assert place({"head": P(None, "fsdp")}, shard_dim=asks(dim))["head"].dim == 1
+
+
+STACK = {"layers.w": (6, 64, 64)}
+BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
+    "collision": (
+        {"block.*": "ddp", "**.w": "zero2"},
+        "block.w: placements 'block.*' ('ddp') and '**.w' ('zero2') collide; make one of them narrower",
+    ),
+    "collision of a class": (
+        {Weight: P(), "head": P("fsdp")},
+        f"head: placements Weight ({P()!r}) and 'head' ({P('fsdp')!r}) collide",
+    ),
+    "two dims": ({"head": P("replica", "fsdp")}, "splits dims 0, 1; one dim of a leaf is split"),
+    "too long": ({"block.bias": P(None, "fsdp")}, "has more entries than shape (2048,) has dims"),
+    "axis twice": ({"head": P(("fsdp", "fsdp"))}, "param=('fsdp', 'fsdp') is neither a jfsdp.Split nor a tuple"),
+    "axes out of order": ({"head": P(("fsdp", "replica"))}, "each once, in the order ('replica', 'fsdp')"),
+    "unknown axis": ({"head": P("data")}, "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
+    "model axis": ({"head": P(None, "tensor")}, "param=('tensor',) is neither"),
+    "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is neither a jfsdp.Split nor a tuple of data axes"),
+    "unknown strategy": ({"head": "zero4"}, "head: placements: strategy 'zero4' is unknown; the strategies are ddp,"),
+    "no strategy": ({"head": None}, "head: placements: strategy None is unknown"),
+    "kept whole in a resharded unit": (
+        {"block.w": "shard_grad_op"},
+        "block.w: placed by 'block.w', and strategy 'shard_grad_op' keeps it whole between forward and backward, while "
+        "its unit 'block' is resharded; set that unit's reshard_after_forward with per_unit",
+    ),
+    "kept by node in a resharded unit": ({"block.w": "hpz"}, "strategy 'hpz' keeps it node between"),
+    "nothing matches": (
+        {"blok.*": "ddp"},
+        "placements 'blok.*' matches no parameter; parameters: block.w, block.scale",
+    ),
+    "a class that nothing has": (
+        {int: "ddp"},
+        "placements int matches no parameter; parameters: block.w, block.scale, block.bias, table, head; "
+        "classes of variables: Bias, Kernel, Weight",
+    ),
+    "no selector": ({3: "ddp"}, "placements 3 is neither a path glob, a class of variables, nor a predicate f(path"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLACEMENTS)
+def test_placements_that_cannot_be_had_are_refused(case):
+    placements, message = BAD_PLACEMENTS[case]
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        place(placements)
+    if "matches" not in message and "neither a path" not in message:
+        assert str(error.value).startswith(("block.", "head: "))
+
+
+def test_two_selectors_that_say_the_same_do_not_collide():
+    assert axes(place({"block.*": "hybrid_shard", "**.w": "hybrid_shard"})["block.w"])["opt"] == F
+
+
+def test_a_leaf_that_a_unit_keeps_for_its_backward_may_be_placed_so():
+    keep = {"block": {"reshard_after_forward": False}}
+    leaf = place({"block.w": "shard_grad_op"}, per_unit=keep)["block.w"]
+    assert leaf.stage("kept").axes == W
+
+
+@pytest.mark.parametrize("dim", [0, -2, 5, -1000])
+def test_a_partition_spec_and_another_shard_dim_are_refused(dim):
+    with pytest.raises(
+        ValueError, match=rf"head: placed by 'head', which splits dim 1, and shard_dim asks for {dim}; choose one"
+    ):
+        place({"head": P(None, "fsdp")}, shard_dim=asks(dim))
+
+
+def test_a_partition_spec_on_a_layer_dim_is_refused():
+    units = {"": UnitInfo("", "Net", 0, ()), "layers": UnitInfo("layers", "Layer", 1, tuple(STACK))}
+    with pytest.raises(ValueError, match=r"layers\.w: dim 0 \(size 6\) is a layer dim and cannot be split"):
+        make_table(STACK, units=units, placements={"layers.w": P("fsdp")})
+
+
+def test_ignored_and_placed_is_refused():
+    with pytest.raises(ValueError, match=r"block\.w: ignored by 'block' and placed by 'block\.w'; choose one"):
+        place({"block.w": "ddp"}, ignored="block")
+
+
+def test_ignored_leaves_are_whole_in_their_own_dtype_and_still_trained():
+    leaf = place(None, "zero1", ignored="head", param_dtype="bfloat16")["head"]
+    assert {stage and (stage.axes, stage.dtype) for _, stage in leaf.stages} == {(W, "float32"), None}
+    assert leaf.trainable
+    assert not leaf.has_work
+
+
+def test_a_leaf_may_be_frozen_and_placed():
+    leaf = place({"head": "ddp"}, frozen="head")["head"]
+    assert axes(leaf) == {"param": W, "work": None, "use": W, "kept": W, "grad": None, "opt": None}
+    assert leaf.reason == "whole: this strategy splits nothing over this mesh; placed by 'head'; frozen by 'head'"
+
+
+@pytest.mark.parametrize("what", ["frozen", "ignored", "placements"])
+def test_a_selector_that_chooses_nothing_lists_the_parameters(what):
+    leaves = {f"block.{number}": abstract((2,)) for number in range(20)}
+    with pytest.raises(ValueError, match=rf"{what} 'head' matches no parameter; .* block\.11, \.\.\. \(20 in all\)"):
+        select_leaves(what, "head", leaves, {})
+    with pytest.raises(ValueError, match=r"classes of variables: none, in flax\.linen"):
+        select_leaves(what, Weight, leaves, {})
+    assert select_leaves(what, None, leaves, {}) == select_leaves(what, [], leaves, {}) == {}
+
+
+def test_the_data_axes_are_those_that_strategies_may_name():
+    assert DATA_AXES == A

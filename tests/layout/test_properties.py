@@ -1,0 +1,180 @@
+"""What holds for every layout: of any shapes, on any mesh, under any strategy and policy."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jfsdp.layout.mesh import DATA_AXES, make_abstract_mesh, split_mesh
+from jfsdp.layout.policy import OffloadPolicy
+from jfsdp.layout.precision import item_bytes
+from jfsdp.layout.report import layout_to_dict
+from jfsdp.layout.strategy import STRATEGIES, Strategy
+from jfsdp.layout.table import HOST, Layout
+from jfsdp.layout.units import UnitInfo
+from tests.layout.tables import make_table
+
+SIZES = st.sampled_from([0, 1, 2, 3, 7, 8, 16, 31, 48, 64, 97, 1031, 50257])
+SHAPES = st.lists(SIZES, max_size=3).map(tuple)
+DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "complex64", "int32", "bool"])
+AXES = st.sampled_from([(), ("fsdp",), ("replica",), DATA_AXES])
+
+
+@st.composite
+def strategies(draw: Any) -> Strategy:
+    """Presets, and strategies of axes: `kept` within `param` within `grad` within `opt`."""
+    if draw(st.booleans()):
+        return draw(st.sampled_from([STRATEGIES[name] for name in STRATEGIES]))
+    param, kept, grad, opt = (draw(AXES) for _ in range(4))
+    assume(set(param) <= set(grad) <= set(opt))
+    assume(kept in ((), param) or (kept, param) == (("fsdp",), DATA_AXES))
+    return Strategy("own", param, kept, grad, opt)
+
+
+@st.composite
+def arguments(draw: Any) -> dict[str, Any]:
+    """Arguments of `make_table` that make a layout."""
+    names = ["", "block", "layers"]
+    paths = [f"{name}.w{place}".lstrip(".") for name in names for place in range(2)]
+    layers = draw(st.integers(1, 4))
+    shapes = {path: (draw(SHAPES), draw(DTYPES)) for path in paths}
+    shapes = {path: ((layers, *s), d) if path.startswith("layers.") else (s, d) for path, (s, d) in shapes.items()}
+    units = {name: UnitInfo(name, "Net", int(name == "layers"), tuple(own(paths, name))) for name in names}
+    strategy = draw(strategies())
+    sizes = {"replica": draw(st.sampled_from([1, 2, 3, 4])), "fsdp": draw(st.sampled_from([1, 2, 3, 4, 6, 8]))}
+    num = math.prod(sizes[axis] for axis in strategy.axes("param"))
+    last = next((sizes[axis] for axis in reversed(strategy.axes("param")) if sizes[axis] > 1), 1)
+    numbers = [n for n in range(1, last + 1) if last % n == 0]
+    can_reshard = bool(strategy.axes("kept"))
+    return {
+        "leaves": shapes,
+        "units": units,
+        "strategy": strategy,
+        "mesh": sizes,
+        "param_dtype": draw(st.sampled_from([None, "bfloat16"])),
+        "min_size": draw(st.sampled_from([0, 1, 64, 1024])),
+        "node_size": draw(st.sampled_from([*numbers, num])),
+        "reshard": draw(st.sampled_from([None, False, *([True, num, *numbers] if can_reshard else [])])),
+        "frozen": draw(st.sampled_from([None, "block", "w0"])),
+        "ignored": draw(st.sampled_from([None, "layers.w1", "w1"])),
+        "offload": OffloadPolicy(draw(st.booleans()), draw(st.booleans()), draw(st.booleans())),
+    }
+
+
+def own(paths: list[str], unit: str) -> list[str]:
+    return [path for path in paths if path.rpartition(".")[0] == unit]
+
+
+LAYOUTS = arguments().map(lambda given: make_table(**given))
+STAGES = ("param", "work", "use", "kept", "grad", "opt")
+
+
+def present(layout: Layout) -> list[Any]:
+    return [(leaf, name, stage) for leaf in layout.leaves for name, stage in leaf.stages if stage is not None]
+
+
+@given(LAYOUTS)
+def test_every_stored_shape_divides_into_the_parts_of_every_stage(layout):
+    for leaf, _, stage in present(layout):
+        parts = layout.num_parts(stage)
+        assert (parts == 1) if leaf.dim is None else leaf.stored_shape[leaf.dim] % parts == 0
+
+
+@given(LAYOUTS)
+def test_the_parts_of_a_stage_are_its_bytes(layout):
+    for leaf, name, stage in present(layout):
+        whole = math.prod(leaf.stored_shape) * item_bytes(stage.dtype)
+        assert layout.stage_bytes(leaf, name) * layout.num_parts(stage) == whole
+
+
+@given(LAYOUTS)
+def test_shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout):
+    mesh: Any = split_mesh(make_abstract_mesh(dict(layout.mesh_sizes)), layout.sub_axes)  # pyright: ignore
+    assert math.prod(mesh.shape.values()) == math.prod(size for _, size in layout.mesh_sizes)
+    for leaf, name, stage in present(layout):
+        sharding = layout.sharding(mesh, leaf, name)
+        local = math.prod(sharding.shard_shape(leaf.stored_shape))
+        assert local * item_bytes(stage.dtype) == layout.stage_bytes(leaf, name)
+        assert (sharding.memory_kind == HOST) == (stage.memory == HOST)
+
+
+@given(LAYOUTS)
+def test_the_padding_is_less_than_one_part(layout):
+    for leaf in layout.leaves:
+        finest = max(layout.num_parts(stage) for _, stage in leaf.stages if stage)
+        assert 0 <= leaf.padding < finest
+
+
+@given(LAYOUTS)
+def test_no_leaf_is_replicated_but_for_a_reason_that_holds(layout):
+    for leaf in layout.leaves:
+        if leaf.dim is not None:
+            continue
+        size = math.prod(leaf.shape[leaf.stacked :])
+        reason = leaf.reason.partition("; ")[0]
+        if reason.startswith("replicated: ignored by "):
+            continue
+        if reason == "whole: this strategy splits nothing over this mesh":
+            axes = {axis for stage in ("param", "opt") for axis in layout.strategy.axes(stage)}
+            is_trained = leaf.trainable
+            assert layout.num_shards(axes) == 1 or (not is_trained and layout.num_shards(param_axes(layout)) == 1)
+        elif reason.startswith("replicated: no dim"):
+            assert size == 0 or len(leaf.shape) == leaf.stacked
+        else:
+            assert reason == f"replicated: {size} elements, below min_size {layout.min_size}"
+            assert size < layout.min_size
+
+
+def param_axes(layout: Layout) -> tuple[str, ...]:
+    return layout.strategy.axes("param")
+
+
+@given(LAYOUTS)
+def test_each_stage_is_split_within_the_next(layout):
+    for leaf in layout.leaves:
+        stages = dict(leaf.stages)
+        chain = [stages[name] for name in ("kept", leaf.source, "param", "opt")]
+        chain = [set(stage.axes) for stage in chain if stage is not None]
+        assert all(coarse <= fine for coarse, fine in itertools.pairwise(chain))
+        if stages["grad"]:
+            assert set(leaf.stage(leaf.source).axes) <= set(stages["grad"].axes) <= set(leaf.stage("opt").axes)
+        assert leaf.stage("use").axes == ()
+
+
+@given(LAYOUTS)
+def test_leaves_have_gradient_and_states_exactly_if_they_are_trained(layout):
+    for leaf in layout.leaves:
+        stages = dict(leaf.stages)
+        assert tuple(stages) == STAGES
+        assert (stages["grad"] is not None) == (stages["opt"] is not None) == leaf.trainable
+        assert leaf.trainable or "not trained: " in leaf.reason or "frozen by " in leaf.reason
+        if not leaf.trainable:
+            assert {stage.dtype for name, stage in leaf.stages if stage and name == "param"} == {leaf.dtype}
+
+
+@given(LAYOUTS)
+def test_gathered_layouts_keep_names_shapes_and_dims(layout):
+    def logical(layout: Layout) -> list[Any]:
+        return [(leaf.path, leaf.shape, leaf.stored_shape, leaf.dim, leaf.unit) for leaf in layout.leaves]
+
+    gathered = layout.gathered()
+    assert logical(gathered) == logical(layout)
+    for leaf, name, _ in present(gathered):
+        if name in ("param", "use", "kept"):
+            assert gathered.num_parts(leaf.stage(name)) == 1
+
+
+@given(arguments())
+@settings(max_examples=50)
+def test_layouts_of_the_same_arguments_are_equal_and_hash_alike(given):
+    one, same = make_table(**given), make_table(**given)
+    assert one is not same
+    assert one == same
+    assert hash(one) == hash(same)
+    assert layout_to_dict(one) == layout_to_dict(same)
+    first = dataclasses.replace(one.leaves[0], shape=(*one.leaves[0].shape, 2))
+    assert dataclasses.replace(one, leaves=(first, *one.leaves[1:])) != one
+    assert str(one).count("\n") == len(one.leaves) + 1

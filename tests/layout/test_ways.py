@@ -1,0 +1,275 @@
+"""Resharding to a number of neighbouring devices (hpZ): stages with ways, split meshes, gathered layouts."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, node_size, split_mesh
+from jfsdp.layout.table import Stage, split_axis
+from tests.layout.tables import make_table
+
+F, A = ("fsdp",), ("replica", "fsdp")
+LEAVES = {"block.w": (64, 48), "block.scale": (8,), "head": (96, 64)}
+TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
+FOUR_BY_FOUR = {"replica": 4, "fsdp": 4}
+
+
+def kept(reshard: Any, sizes: Any = None, strategy: Any = "full_shard", path: str = "block.w", **more: Any) -> Stage:
+    return make_table(LEAVES, strategy, sizes, reshard=reshard, **more).by_path[path].stage("kept")
+
+
+# strategy, sizes, n -> axes and ways of `kept`.
+WAYS = {
+    ("full_shard", 1, 8, 1): ((), None),
+    ("full_shard", 1, 8, 2): (F, 2),
+    ("full_shard", 1, 8, 4): (F, 4),
+    ("full_shard", 1, 8, 8): (F, None),
+    ("full_shard", 2, 4, 1): ((), None),
+    ("full_shard", 2, 4, 2): (F, 2),
+    ("full_shard", 2, 4, 4): (F, None),
+    ("full_shard", 2, 4, 8): (A, None),
+    ("full_shard", 4, 4, 8): (A, 2),
+    ("full_shard", 4, 4, 16): (A, None),
+    ("full_shard", 3, 4, 12): (A, None),
+    ("full_shard", 8, 1, 4): (("replica",), 4),
+    ("hybrid_shard", 2, 4, 2): (F, 2),
+    ("hybrid_shard", 2, 4, 4): (F, None),
+    ("hfsdp", 2, 4, 2): (F, 2),
+    ("hpz", 2, 4, 8): (A, None),
+    ("full_shard", 1, 6, 3): (F, 3),
+}
+
+
+@pytest.mark.parametrize("case", WAYS, ids=lambda case: "-".join(map(str, case)))
+def test_a_number_of_devices_takes_the_minor_axes_first(case):
+    strategy, replica, fsdp, number = case
+    stage = kept(number, {"replica": replica, "fsdp": fsdp}, strategy)
+    assert (stage.axes, stage.ways, stage.dtype, stage.memory) == (*WAYS[case], "float32", "device")
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "hfsdp"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, TWO_BY_FOUR, {"fsdp": 3}, FOUR_BY_FOUR])
+def test_one_is_false_and_all_is_true(strategy, sizes):
+    param = make_table(LEAVES, strategy, sizes).by_path["block.w"].stage("param").axes
+    every = math.prod(sizes.get(axis, 1) for axis in param)
+    assert kept(1, sizes, strategy) == kept(False, sizes, strategy)
+    assert kept(every, sizes, strategy) == kept(True, sizes, strategy)
+    one = make_table(LEAVES, strategy, sizes, reshard=1)
+    assert one == make_table(LEAVES, strategy, sizes, reshard=False)
+
+
+def test_a_number_holds_for_the_root_as_true_does():
+    assert kept(2, path="head") == Stage(F, "float32", ways=2)
+
+
+def test_replicated_leaves_have_no_ways():
+    assert kept(2, path="block.scale") == Stage((), "float32")
+
+
+# replica, fsdp, n -> what is offered instead: the numbers of neighbours in a mesh of these sizes.
+BAD_WAYS = {
+    (1, 8, 3): "8 devices of axes fsdp (sizes 8) into neighbours; use one of 1, 2, 4, 8",
+    (1, 8, 16): "8 devices of axes fsdp (sizes 8) into neighbours; use one of 1, 2, 4, 8",
+    (2, 4, 3): "8 devices of axes replica, fsdp (sizes 2, 4) into neighbours; use one of 1, 2, 4, 8",
+    (3, 4, 6): "12 devices of axes replica, fsdp (sizes 3, 4) into neighbours; use one of 1, 2, 4, 12",
+    (3, 4, 3): "12 devices of axes replica, fsdp (sizes 3, 4) into neighbours; use one of 1, 2, 4, 12",
+    (4, 6, 16): "24 devices of axes replica, fsdp (sizes 4, 6) into neighbours; use one of 1, 2, 3, 6, 12, 24",
+}
+
+
+@pytest.mark.parametrize("case", BAD_WAYS, ids=str)
+def test_a_number_that_does_not_cut_the_mesh_lists_those_that_do(case):
+    replica, fsdp, number = case
+    sizes = {"replica": replica, "fsdp": fsdp}
+    with pytest.raises(ValueError, match="reshard_after_forward") as error:
+        kept(number, sizes)
+    assert str(error.value) == f"block.w: reshard_after_forward={number} does not divide the {BAD_WAYS[case]}"
+    for offered in str(error.value).rpartition("use one of ")[2].split(", "):
+        assert kept(int(offered), sizes)
+
+
+def test_numbers_that_do_not_divide_each_other_are_refused_with_their_units():
+    leaves = {"a.w": (96, 96), "b.w": (96, 96)}
+    per_unit = {"a": {"reshard_after_forward": 2}, "b": {"reshard_after_forward": 3}}
+    with pytest.raises(
+        ValueError,
+        match=r"splits axis 'fsdp' \(size 12\) 2 ways \(unit 'a'\) and 3 ways \(unit 'b'\); choose numbers that divide",
+    ):
+        make_table(leaves, "full_shard", {"fsdp": 12}, per_unit=per_unit)
+
+
+def test_numbers_that_divide_each_other_share_one_mesh():
+    leaves = {"a.w": (96, 96), "b.w": (96, 96)}
+    per_unit = {"a": {"reshard_after_forward": 2}, "b": {"reshard_after_forward": 6}}
+    layout = make_table(leaves, "full_shard", {"fsdp": 12}, per_unit=per_unit)
+    assert layout.sub_axes == {"fsdp": (("fsdp_0", 2), ("fsdp_1", 3), ("fsdp_2", 2))}
+    a, b = layout.leaves
+    assert a.spec("kept", sub_axes=layout.sub_axes) == P("fsdp_2", None)
+    assert b.spec("kept", sub_axes=layout.sub_axes) == P(("fsdp_1", "fsdp_2"), None)
+    assert a.spec("param", sub_axes=layout.sub_axes) == P(("fsdp_0", "fsdp_1", "fsdp_2"), None)
+
+
+def test_units_may_split_different_axes_in_part():
+    leaves = {"a.w": (96, 96), "b.w": (96, 96)}
+    per_unit = {"a": {"reshard_after_forward": 8}, "b": {"reshard_after_forward": 2}}
+    layout = make_table(leaves, "full_shard", FOUR_BY_FOUR, per_unit=per_unit)
+    a, b = layout.leaves
+    assert a.spec("kept", sub_axes=layout.sub_axes) == P(("replica_1", "fsdp_0", "fsdp_1"), None)
+    assert b.spec("kept", sub_axes=layout.sub_axes) == P("fsdp_1", None)
+    assert [layout.num_parts(leaf.stage("kept")) for leaf in (a, b)] == [8, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "ways", "parts"),
+    [(8, [2], (4, 2)), (8, [4], (2, 4)), (8, [2, 4], (2, 2, 2)), (24, [2, 6], (4, 3, 2)), (6, [3], (2, 3))],
+)
+def test_an_axis_is_split_into_parts_whose_minor_products_are_the_ways(size, ways, parts):
+    split = split_axis("fsdp", size, dict.fromkeys(ways, "unit"))
+    assert split == tuple((f"fsdp_{place}", part) for place, part in enumerate(parts))
+    assert math.prod(parts) == size
+    assert set(ways) <= {math.prod(parts[place:]) for place in range(len(parts))}
+
+
+# The preset.
+
+
+@pytest.mark.parametrize(("node", "axes", "ways"), [(2, F, 2), (4, F, None), (8, A, None), (1, (), None)])
+def test_hpz_keeps_parameters_split_over_the_devices_of_a_host(node, axes, ways):
+    layout = make_table(LEAVES, "hpz", node_size=node)
+    stages = dict(layout.by_path["block.w"].stages)
+    assert stages["kept"] == Stage(axes, "float32", ways=ways)
+    assert {name: stages[name] for name in ("param", "grad", "opt")} == dict.fromkeys(
+        ("param", "grad", "opt"), Stage(A, "float32")
+    )
+    assert layout.by_path["head"].stage("kept") == Stage((), "float32")
+
+
+def test_hpz_on_a_mesh_without_devices_asks_for_the_number():
+    with pytest.raises(
+        ValueError, match=r"unit 'block': strategy 'hpz' keeps parameters split .*; pass reshard_after_forward=n"
+    ):
+        make_table(LEAVES, "hpz", node_size=node_size(make_abstract_mesh({"fsdp": 8})))
+    assert kept(4, strategy="hpz") == Stage(F, "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(("hosts", "size"), [([8], 8), ([4, 4], 4), ([2] * 4, 2), ([4, 2], None), ([1] * 3, 1)])
+def test_node_size_is_the_number_of_devices_that_every_host_has(hosts, size):
+    processes = [host for host, count in enumerate(hosts) for _ in range(count)]
+    devices: list[Any] = [FakeDevice(place, host) for place, host in enumerate(processes)]
+    assert node_size(make_mesh(devices=devices)) == size
+
+
+def test_node_size_is_unknown_without_devices():
+    assert node_size(make_abstract_mesh({"fsdp": 8})) is None
+
+
+# The split mesh.
+
+
+def test_a_split_mesh_has_the_same_devices_in_the_same_order():
+    mesh = make_mesh(replica=2, fsdp=4)
+    layout = make_table(LEAVES, "full_shard", mesh, reshard=2)
+    parts = split_mesh(mesh, layout.sub_axes)
+    assert dict(parts.shape) == {"pipe": 1, "replica": 2, "fsdp_0": 2, "fsdp_1": 2, "tensor": 1}
+    assert parts.devices.flatten().tolist() == mesh.devices.flatten().tolist()
+    assert set(parts.axis_types) == set(mesh.axis_types)
+    assert split_mesh(mesh, {}) is mesh
+
+
+def test_a_split_mesh_without_devices_has_the_same_axes():
+    layout = make_table(LEAVES, reshard=2)
+    parts: Any = split_mesh(make_abstract_mesh(TWO_BY_FOUR), layout.sub_axes)  # pyright: ignore[reportArgumentType]
+    assert dict(parts.shape) == {"pipe": 1, "replica": 2, "fsdp_0": 2, "fsdp_1": 2, "tensor": 1}
+
+
+SPLIT_SPECS = {
+    "param": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
+    "use": (P(None, None), P(None, None)),
+    "grad": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
+    "opt": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
+}
+
+
+@pytest.mark.parametrize("stage", SPLIT_SPECS)
+def test_specs_name_the_axes_of_the_mesh_that_they_are_for(stage):
+    mesh = make_mesh(replica=2, fsdp=4)
+    layout = make_table(LEAVES, reshard=2)
+    leaf, parts = layout.by_path["block.w"], split_mesh(mesh, layout.sub_axes)
+    on_parts, on_whole = layout.sharding(parts, leaf, stage), layout.sharding(mesh, leaf, stage)
+    assert (on_parts.spec, on_whole.spec) == SPLIT_SPECS[stage]
+    assert on_parts.is_equivalent_to(on_whole, 2)  # the same part on every device
+
+
+def test_what_is_kept_is_repeated_over_the_far_devices_and_split_over_the_near():
+    mesh = make_mesh(fsdp=8)
+    layout = make_table(LEAVES, "full_shard", mesh, reshard=2)
+    leaf, parts = layout.by_path["block.w"], split_mesh(mesh, layout.sub_axes)
+    sharding = layout.sharding(parts, leaf, "kept")
+    assert sharding.spec == P("fsdp_1", None)
+    rows = {device.id: place[0].indices(64)[:2] for device, place in sharding.devices_indices_map((64, 48)).items()}
+    ids = [device.id for device in mesh.devices.flat]
+    assert [rows[number] for number in ids] == [(0, 32), (32, 64)] * 4
+
+
+def test_a_part_of_an_axis_has_no_sharding_on_a_mesh_that_has_it_in_one():
+    layout = make_table(LEAVES, reshard=2)
+    with pytest.raises(
+        ValueError, match=r"block\.w: stage 'kept' splits axis 'fsdp' \(size 4\) 2 ways only; use split_mesh"
+    ):
+        layout.sharding(make_mesh(replica=2, fsdp=4), layout.by_path["block.w"], "kept")
+
+
+def test_axes_on_names_the_axes_of_either_mesh():
+    mesh = make_mesh(replica=2, fsdp=4)
+    layout = make_table(LEAVES, reshard=2)
+    assert layout.axes_on(mesh, A) == A
+    assert layout.axes_on(split_mesh(mesh, layout.sub_axes), A) == ("replica", "fsdp_0", "fsdp_1")
+    assert layout.axes_on(split_mesh(mesh, layout.sub_axes), ("replica",)) == ("replica",)
+
+
+@pytest.mark.parametrize(("reshard", "part"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16)])
+def test_what_is_kept_takes_the_bytes_of_its_part(reshard, part):
+    layout = make_table(LEAVES, "full_shard", FOUR_BY_FOUR, reshard=reshard, param_dtype="bfloat16")
+    leaf = layout.by_path["block.w"]
+    assert layout.num_parts(leaf.stage("kept")) == part
+    assert layout.stage_bytes(leaf, "kept") == 64 * 48 * 2 // part
+
+
+# Layouts of a step that gathers first, and of a slice of the mesh.
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 2, 8])
+def test_a_gathered_layout_has_its_parameters_whole_in_use_and_the_rest_as_it_was(reshard):
+    layout = make_table(LEAVES, "hfsdp" if reshard != 8 else "full_shard", reshard=reshard, param_dtype="bfloat16")
+    gathered = layout.gathered()
+    for before, after in zip(layout.leaves, gathered.leaves, strict=True):
+        old, new = dict(before.stages), dict(after.stages)
+        assert {new["param"], new["use"], new["kept"]} == {Stage((), "bfloat16")}
+        assert new["work"] is None
+        assert (new["grad"], new["opt"]) == (old["grad"], old["opt"])
+        assert (after.shape, after.stored_shape, after.reason) == (before.shape, before.stored_shape, before.reason)
+    assert gathered.sub_axes == {}
+    assert gathered.mesh_sizes == layout.mesh_sizes
+    assert all(isinstance(policy.reshard_after_forward, bool) for policy in gathered.policies)
+    assert gathered.gathered() == gathered
+
+
+def test_specs_on_a_split_mesh_cut_arrays_as_the_table_says():
+    mesh = make_mesh(replica=2, fsdp=4)
+    layout = make_table(LEAVES, "full_shard", mesh, reshard=2)
+    leaf, parts = layout.by_path["head"], split_mesh(mesh, layout.sub_axes)
+    value = jax.device_put(np.arange(96.0 * 64).reshape(96, 64), layout.sharding(parts, leaf, "kept"))
+    assert {shard.data.shape for shard in value.addressable_shards} == {(48, 64)}
+    assert [float(shard.data[0, 0]) for shard in value.addressable_shards] == [0.0, 48.0 * 64] * 4
