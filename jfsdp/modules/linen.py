@@ -1,0 +1,292 @@
+"""Flax Linen models as pure functions of named arrays; units are hooked in linen_unit.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from flax.core import meta, unfreeze
+from flax.core.scope import DenyList, in_filter
+
+from jfsdp.layout.units import ModuleInfo
+from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
+from jfsdp.modules.model import Arrays, Hooks, is_array, join_path, struct_of
+
+PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
+
+
+def is_linen(value: Any) -> bool:
+    """Tell whether a value is a Linen module."""
+    return isinstance(value, linen.Module)
+
+
+def is_linen_class(cls: type) -> bool:
+    """Tell whether a class is one of Linen modules."""
+    return issubclass(cls, linen.Module)
+
+
+class LinenModel:
+    """A Linen model seen from outside; see `jfsdp.modules.model.FlaxModel`.
+
+    Names are dotted paths: `h_0.attn.kernel` for parameters, `<collection>.<path>` for other variables. The state also
+    holds a key and a count, `rngs.key` and `rngs.count`: call number n runs under `fold_in(key, n)` for all its rng
+    streams, so that a loss need not pass `rngs`. A collection that `sow` fills during init is no state.
+
+    First parameters are those of `module.init(jax.random.key(seed), *example_inputs)`, which draws every stream from
+    that one key: the same draws, and the same bits where XLA compiles both alike (on CPU, an init inside nn.scan was
+    off by an ulp). Between meshes and strategies no bit differs. `rngs.key` is the same key.
+
+    Args:
+      module: an unbound module.
+      example_inputs: what init is called with: a tuple or list of positional arguments, a dict of keyword arguments, or
+        one array. A `jax.ShapeDtypeStruct` becomes zeros; what is no array (`train=False`) is passed as it is.
+      variables: weights to keep, and all other collections, as `module.init` returns them.
+    """
+
+    def __init__(self, module: linen.Module, example_inputs: Any, variables: Mapping[str, Any] | None = None):
+        self.module = module
+        self._args, self._kwargs = _example(example_inputs)
+        classes: dict[tuple[str, ...], type] = {}
+        with linen.intercept_methods(functools.partial(_record, classes)):
+            abstract = jax.eval_shape(self._init, jax.random.key(0))
+            after = self._apply_abstract(abstract) if _needs_apply(abstract, classes) else abstract
+        if "rngs" in abstract:
+            raise ValueError("collection 'rngs': jfsdp keeps the rng key and count under this name; rename it")
+        self._sown = {
+            name for name in abstract if jax.tree.structure(abstract[name]) != jax.tree.structure(after[name])
+        }
+        self._tree = jax.tree.structure(abstract.get(PARAMS, {}))
+        self._state_tree = jax.tree.structure(self._collections(abstract))
+        params, state = self._split(abstract, jax.random.key(0))
+        self.instance = None if variables is None else self._check_given(_plain(variables), {**params, **state})
+        if self.instance is not None:
+            params, state = self._split(self.instance, jax.random.key(0))
+        self.params = {name: struct_of(value) for name, value in params.items()}
+        self.state = {name: struct_of(value) for name, value in state.items()}
+        self.types: dict[str, type] = {}
+        self.modules = [
+            ModuleInfo(join_path(path), cls, tuple(leaf for leaf in self.params if _is_below(leaf, join_path(path))))
+            for path, cls in classes.items()
+        ]
+
+    def _init(self, key: jax.Array) -> dict[str, Any]:
+        args, kwargs = jax.tree.map(_concrete, (self._args, self._kwargs))
+        return _plain(self.module.init(key, *args, **kwargs))
+
+    def _apply_abstract(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the variables are after one call, with a name on each parameter."""
+        names, params = iter(_named(variables.get(PARAMS, {}))), variables.get(PARAMS, {})
+        labelled = jax.tree.map(lambda x: Labelled(x, next(names), "", tuple(x.shape), self), params)
+
+        def call(variables: Any, key: jax.Array) -> Any:
+            args, kwargs = jax.tree.map(_concrete, (self._args, self._kwargs))
+            return _plain(self.module.apply(variables, *args, rngs=key, mutable=DenyList(PARAMS), **kwargs)[1])
+
+        return {**variables, **jax.eval_shape(call, {**variables, PARAMS: labelled}, jax.random.key(0))}
+
+    def _collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in variables.items() if name != PARAMS and name not in self._sown}
+
+    def _split(self, variables: Mapping[str, Any], key: jax.Array) -> tuple[Arrays, Arrays]:
+        """Name parameters and state, and add the state of the rngs."""
+        rngs = {RNG_KEY: key, RNG_COUNT: jnp.zeros((), jnp.int32)}
+        return _named(variables.get(PARAMS, {})), {**_named(self._collections(variables)), **rngs}
+
+    def _check_given(self, variables: dict[str, Any], wanted: Arrays) -> dict[str, Any]:
+        params, state = self._split(variables, wanted[RNG_KEY])
+        given = {**params, **state}
+        missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+        if missing or extra:
+            raise ValueError(
+                f"the variables given are not those of {type(self.module).__name__}: missing {missing[:4]}, extra "
+                f"{extra[:4]} ({len(missing)} and {len(extra)} in all); pass all collections that module.init returns"
+            )
+        for name, value in given.items():
+            if tuple(value.shape) != tuple(wanted[name].shape):
+                raise ValueError(
+                    f"{name}: the variables given have shape {tuple(value.shape)}, and init of "
+                    f"{type(self.module).__name__} makes {tuple(wanted[name].shape)}"
+                )
+        return variables
+
+    def create(self, seed: Any) -> tuple[Arrays, Arrays]:
+        """Return parameters and other state by name; call it inside `jit`. Given variables are kept."""
+        key = jax.random.key(seed)
+        return self._split(self._init(key) if self.instance is None else self.instance, key)
+
+    def run(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
+    ) -> tuple[Any, Arrays, Arrays]:
+        """Compute `fn(model, *inputs)`, `model` being a `BoundModel`; see `FlaxModel.run`."""
+        owners = hooks.owners()
+        boxed = {
+            path: NotGathered(value, path, owners[path], tuple(self.params[path].shape), hooks.call)
+            if path in owners
+            else value
+            for path, value in params.items()
+        }
+        variables = jax.tree.unflatten(self._tree, [boxed[name] for name in self.params])
+        names = [name for name in self.state if name not in (RNG_KEY, RNG_COUNT)]
+        collections = jax.tree.unflatten(self._state_tree, [state[name] for name in names])
+        model = BoundModel(self.module, variables, collections, (state[RNG_KEY], state[RNG_COUNT]), hooks)
+        out = fn(model, *inputs)
+        return out, dict(params), self._collect(model)
+
+    def _collect(self, model: BoundModel) -> Arrays:
+        key, count = model._rngs
+        state = {**_named(model._state), RNG_KEY: key, RNG_COUNT: count + model._num_calls}
+        changed = sorted(state.keys() ^ self.state.keys())
+        if changed:
+            raise ValueError(
+                f"the model's call created or removed state: {', '.join(changed[:4])}; create it in init, or name its "
+                "collection in the call (mutable=[...]) and use what the call returns"
+            )
+        return {name: state[name] for name in self.state}
+
+
+class BoundModel:
+    """A Linen module with its variables, as a loss function receives it.
+
+    `model(x, train=True)` and `model.method_name(x)` are `module.apply` on the bound variables, and return what the
+    method returns. Collections that exist since init (batch statistics, caches) are mutable, and what a call changes is
+    kept. With `mutable=` given a call returns `(out, variables)` as in Linen, and of the collections that exist it
+    keeps those named. Each call has rng keys of its own; `rngs=` given is used instead. `model.apply` is pure.
+    """
+
+    def __init__(self, module: linen.Module, params: Any, state: dict[str, Any], rngs: tuple[Any, Any], hooks: Hooks):
+        self.module, self._params, self._state, self._hooks = module, params, state, hooks
+        self._rngs, self._num_calls = rngs, 0
+
+    @property
+    def params(self) -> Any:
+        """The parameters: arrays for the root unit, for other units what raises when it is used."""
+        return jax.tree.map(lambda x: x.unbox() if is_box(x) else x, self._params, is_leaf=is_box)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All collections; parameters as in `params`."""
+        return {PARAMS: self.params, **self._state}
+
+    def __call__(self, *args: Any, rngs: Any = None, mutable: Any = None, method: Any = None, **kwargs: Any) -> Any:
+        """Call the module, or a method of it by name or function; see the class.
+
+        Raises:
+          ValueError: if `mutable` includes the parameters; see also `ShardedApply.__call__`.
+        """
+        if rngs is None:
+            rngs = jax.random.fold_in(self._rngs[0], self._rngs[1] + self._num_calls)
+            self._num_calls += 1
+        captures = bool(kwargs.get("capture_intermediates"))
+        allowed = list(self._state) if mutable is None else mutable
+        if method in (None, "__call__"):
+            args, kwargs = _map_arrays(self._hooks.cast_inputs, (args, kwargs))
+        out = self.apply(self._state, *args, rngs=rngs, mutable=allowed, method=method, **kwargs)
+        out, after = out if allowed is not False or captures else (out, {})
+        self._state = {name: after.get(name, value) for name, value in self._state.items()}
+        if method in (None, "__call__"):
+            out = _map_arrays(self._hooks.cast_outputs, out)
+        return out if mutable in (None, False) and not captures else (out, after)
+
+    def apply(self, variables: Mapping[str, Any], *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+        """Apply the module to given collections and the model's parameters: `module.apply`, and nothing is kept.
+
+        For loops of JAX (`lax.scan` over decoding steps): give `rngs` too where the module draws.
+
+        Raises:
+          ValueError: if parameters are given or mutable; see also `ShardedApply.__call__`.
+        """
+        if PARAMS in variables:
+            raise ValueError("apply: collection 'params' is the model's own; give the other collections only")
+        if in_filter(mutable, PARAMS):
+            raise ValueError(
+                f"mutable={mutable!r} includes the parameters, and a forward may read them only; name the collections "
+                "that it writes, or say flax.core.DenyList('params') for all but them"
+            )
+        captures = kwargs.get("capture_intermediates")
+        if callable(captures):
+            kwargs["capture_intermediates"] = lambda module, name: name != IN_UNIT and captures(module, name)
+        with linen.intercept_methods(make_interceptor(self._hooks)):
+            return self.module.apply({**variables, PARAMS: self._params}, *args, mutable=mutable, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        cls, fields = type(self.module), {field.name for field in dataclasses.fields(self.module)}
+        if name in fields:
+            return getattr(self.module, name)
+        is_own = not name.startswith("_") and not hasattr(linen.Module, name)
+        if is_own and inspect.isfunction(getattr(cls, name, None)):
+            return functools.partial(self, method=name)
+        raise AttributeError(
+            f"{cls.__name__} has neither a method nor a field {name!r}; submodules that setup() or a compact method "
+            "makes are reached through a method of the model"
+        )
+
+
+def _record(classes: dict[tuple[str, ...], type], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    if context.module.scope is not None:
+        classes.setdefault(context.module.path, _own_class(type(context.module)))
+    return next_fun(*args, **kwargs)
+
+
+def _own_class(cls: type) -> type:
+    """Look through the subclasses that nn.scan, nn.remat, nn.vmap and nn.jit make."""
+    while cls.__module__ == "flax.linen.transforms":
+        cls = cls.__bases__[0]
+    return cls
+
+
+def _example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def _concrete(value: Any) -> Any:
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        # Arrays go as constants that belong to no device: init may be compiled for others.
+        return np.asarray(value) if isinstance(value, jax.Array) and not _is_key(value) else value
+    return jnp.broadcast_to(jax.random.key(0), value.shape) if _is_key(value) else jnp.zeros(value.shape, value.dtype)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _plain(variables: Any) -> dict[str, Any]:
+    """Take variables out of FrozenDicts and boxes (nn.Partitioned)."""
+    return meta.unbox(unfreeze(variables))
+
+
+def _needs_apply(variables: Mapping[str, Any], classes: Mapping[tuple[str, ...], type]) -> bool:
+    """Tell whether init leaves questions: modules that nn.jit did not trace again, tuples that `sow` may fill."""
+    state = [value for name, value in variables.items() if name != PARAMS]
+    keys = [key for path, _ in jax.tree_util.tree_leaves_with_path(state) for key in path[1:]]
+    names = _named(variables.get(PARAMS, {}))
+    unseen = {name.rpartition(".")[0] for name in names} - {join_path(path) for path in classes}
+    return bool(unseen) or any(not isinstance(key, jax.tree_util.DictKey) for key in keys)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    flat = [
+        (jax.tree_util.keystr(path, simple=True, separator="."), value)
+        for path, value in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    named = dict(flat)
+    if len(named) < len(flat):
+        twice = next(name for name, _ in flat if [other for other, _ in flat].count(name) > 1)
+        raise ValueError(f"{twice}: two variables of the model have this dotted name; rename one of them")
+    return named
+
+
+def _is_below(leaf: str, path: str) -> bool:
+    return path == "" or leaf.startswith(path + ".")
+
+
+def _map_arrays(fn: Callable[[Any], Any], values: Any) -> Any:
+    return jax.tree.map(lambda x: fn(x) if is_array(x) else x, values)

@@ -1,0 +1,227 @@
+"""A Linen unit's call under the engine: Flax's own lifting makes it a pure function of variables.
+
+[Note: how a Linen unit is hooked]
+An interceptor (`nn.intercept_methods`) sees every method call. For one on a unit that is not open, the method is lifted
+as `nn.remat` lifts: Flax clones the module onto fresh scopes around given variables, with the same paths, rng keys and
+rng counters, and publishes what the call changed. So dropout masks, names and collections are those of the plain model,
+and it works below nn.scan, nn.remat, nn.vmap and nn.jit, which call back in their bodies.
+
+A parameter of a unit that is not open is in a box, `NotGathered`. Flax opens it where the model reads a parameter: what
+comes out, `Unread`, raises at any use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+from flax import linen
+from flax.core import lift, meta
+from flax.linen import transforms
+
+from jfsdp.modules.model import Arrays, Hooks, Parted, join_path, not_gathered
+
+# The name under which a unit's method runs inside its lift. Captures of intermediates leave it out.
+IN_UNIT = "in_unit"
+
+
+class NotGatheredError(ValueError):
+    """A parameter was used while its unit is not open."""
+
+
+class Unread:
+    """What a model reads of a parameter that is not gathered: its shape and dtype. Any use raises."""
+
+    def __init__(self, path: str, unit: str, shape: tuple[int, ...], dtype: Any):
+        self.path, self.unit, self.shape, self.dtype, self.ndim = path, unit, shape, dtype, len(shape)
+
+    def __repr__(self) -> str:
+        return f"Unread({self.path!r}, {self.dtype}{list(self.shape)})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise NotGatheredError(str(not_gathered(self.path, self.unit)))
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
+for _name in [
+    *(
+        "jax_array",
+        "array",
+        "getitem",
+        "iter",
+        "len",
+        "bool",
+        "float",
+        "int",
+        "neg",
+        "pos",
+        "abs",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ),
+    *_OPERATORS,
+    *(f"r{operator}" for operator in _OPERATORS),
+]:
+    setattr(Unread, f"__{_name}__", Unread._refuse)
+
+
+@jax.tree_util.register_pytree_node_class
+class NotGathered(meta.AxisMetadata):
+    """A parameter at rest on its way to its unit, through scans, remats and jits: a pytree node around the array.
+
+    Args:
+      shape: the logical shape.
+      owner: told apart by traces that Flax caches (nn.jit): what is traced for one model must not serve another.
+    """
+
+    def __init__(self, value: Any, path: str, unit: str, shape: tuple[int, ...], owner: Any):
+        self.value, self.path, self.unit, self.shape, self.owner = value, path, unit, shape, owner
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.value,), (self.path, self.unit, self.shape, self.owner)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> NotGathered:
+        return cls(children[0], *aux)
+
+    def unbox(self) -> Any:
+        return Unread(self.path, self.unit, self.shape[len(self.shape) - self.value.ndim :], self.value.dtype)
+
+    def replace_boxed(self, val: Any) -> NotGathered:
+        return type(self)(val, self.path, self.unit, self.shape, self.owner)
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> NotGathered:
+        del params
+        if index != 0:
+            raise ValueError(
+                f"{self.path}: nn.scan or nn.vmap stacks layers along dim {index} of it (variable_axes), and unit "
+                f"{self.unit!r} is gathered layer by layer along dim 0; use variable_axes={{'params': 0}}, or leave it "
+                "to the root unit"
+            )
+        return self
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> NotGathered:
+        return self.remove_axis(index, params)
+
+
+class Labelled(NotGathered):
+    """A parameter with its name, for discovery: Flax opens the box, and no trace cached for other names serves it."""
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> NotGathered:
+        return self
+
+
+jax.tree_util.register_pytree_node_class(Labelled)
+
+
+def is_box(value: Any) -> bool:
+    return isinstance(value, NotGathered)
+
+
+def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
+    """Make the interceptor that runs the calls of units through the engine."""
+
+    def intercept(
+        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext
+    ) -> Any:
+        module = context.module
+        name = join_path(module.path) if module.scope is not None else ""
+        if name not in hooks.units or hooks.is_open(name):
+            return next_fun(*args, **kwargs)
+        if context.method_name == "setup":
+            return _try_setup(next_fun)
+        # `orig_method` is the method with its module bound to it.
+        return _lift_call(context.orig_method.func, name, hooks)(module, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return intercept
+
+
+def _try_setup(setup: Callable[[], Any]) -> None:
+    """Set up a unit from outside, for whoever asks for its submodules.
+
+    One that computes with its weights can only be set up inside, by the copy that runs the call.
+    """
+    try:
+        setup()
+    except NotGatheredError:
+        return
+
+
+def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def in_unit(module: linen.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(module, *args, **kwargs)
+
+    in_unit.__name__ = IN_UNIT
+
+    def transform(core_fn: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs = Parted((args, kwargs))
+            run = _ScopedRun(core_fn, scope_fn, repack, (variables, rngs), inputs, unit)
+            out, after = hooks.call(unit, run, _all_shards(run, hooks), {"params": {}, "inputs": inputs.dynamic})
+            return run.out.rebuild(out), run.after.rebuild(after)
+
+        return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
+
+    return transforms.decorator_lift_transform(transform, in_unit)
+
+
+def _all_shards(run: _ScopedRun, hooks: Hooks) -> Arrays:
+    missing = [leaf for leaf in hooks.units[run.unit].leaves if leaf not in run.shards]
+    if missing:
+        raise ValueError(
+            f"unit {run.unit!r}: called where its parameters {', '.join(missing[:4])} are not visible; a lifted "
+            "transform around it (nn.jit, nn.remat, nn.scan) leaves collection 'params' out of its variables"
+        )
+    return run.shards
+
+
+class _ScopedRun:
+    """A unit's call as a pure function of its weights and inputs; it closes over all else: other variables, rng keys.
+
+    Attributes:
+      out, after: what the call returned, and the variables it may have changed, parted; known once it ran.
+    """
+
+    def __init__(
+        self,
+        core_fn: Callable[..., Any],
+        scope_fn: Callable[..., Any],
+        repack: Callable[..., Any],
+        groups: tuple[Any, Any],
+        inputs: Parted,
+        unit: str,
+    ):
+        self.core_fn, self.scope_fn, self.repack, self.inputs, self.unit = core_fn, scope_fn, repack, inputs, unit
+        variables, self.rngs = groups
+        self._leaves, self._tree = jax.tree.flatten(variables, is_leaf=is_box)
+        self.shards: Arrays = {x.path: x.value for x in self._leaves if self._is_own(x)}
+        self.may_write = False  # "params" is never mutable
+        self.out = self.after = Parted(())
+
+    def _is_own(self, leaf: Any) -> bool:
+        return is_box(leaf) and leaf.unit == self.unit
+
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        leaves = [full[leaf.path] if self._is_own(leaf) else leaf for leaf in self._leaves]
+        scopes = self.scope_fn(jax.tree.unflatten(self._tree, leaves), self.rngs)
+        args, kwargs = self.inputs.rebuild(rest["inputs"])
+        self.out = Parted(self.core_fn(scopes, *args, **kwargs))
+        self.after = Parted(self.repack(scopes))
+        return self.out.dynamic, self.after.dynamic
+
+    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
+        return {**full, **rest["params"]}

@@ -1,0 +1,182 @@
+"""What jfsdp asks of a model, NNX or Linen: names and shapes, first arrays, and a run under hooks.
+
+[Note: one path for both]
+The engine sees a model as pure functions of arrays by name. An adapter turns the user's model into these functions and
+gives its hooks control at every call of a unit; what a unit's call is made of (graph definitions, scopes, rng counters)
+stays inside the adapter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jfsdp.layout.units import ModuleInfo, UnitInfo
+
+Arrays = dict[str, jax.Array]
+
+
+class UnitRun(Protocol):
+    """A unit's call as a pure function; made anew for every call.
+
+    Attributes:
+      may_write: whether parameters looked written to when it last ran; then `params_after` tells which.
+    """
+
+    may_write: bool
+
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Run on gathered weights; return the arrays of the output, and those of the state afterwards.
+
+        `rest` has "params", weights of inner units by any name, and "inputs", the arrays that precision may cast. What
+        else is read may be closed over.
+        """
+        ...
+
+    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
+        """Run; return the parameters afterwards, by the names of `full` and `rest["params"]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What a model calls back while it runs.
+
+    Attributes:
+      units: the units besides the root that own leaves, by name.
+      call: `call(unit, run, shards, rest) -> run(gathered, rest)`.
+      is_open: whether a unit's call is running, so that its weights are gathered.
+      cast_inputs, cast_outputs: what precision does to a floating array at the model's own `__call__`.
+    """
+
+    units: Mapping[str, UnitInfo]
+    call: Callable[[str, UnitRun, Arrays, dict[str, Any]], tuple[Any, Any]]
+    is_open: Callable[[str], bool]
+    cast_inputs: Callable[[Any], Any]
+    cast_outputs: Callable[[Any], Any]
+
+    def owners(self) -> dict[str, str]:
+        """Return the unit of every parameter that belongs to one."""
+        return {leaf: name for name, unit in self.units.items() for leaf in unit.leaves}
+
+
+class FlaxModel(Protocol):
+    """A Flax model seen from outside.
+
+    Attributes:
+      params, state: shapes and dtypes of the parameters, and of everything else that lives between steps, by name.
+      types: the variable type of each parameter, where the API has such types; else empty.
+      modules: all modules, the root first.
+      instance: the weights given with the model, in a form of its own; None if `create` makes them.
+    """
+
+    params: dict[str, jax.ShapeDtypeStruct]
+    state: dict[str, jax.ShapeDtypeStruct]
+    types: dict[str, type]
+    modules: list[ModuleInfo]
+    instance: Any
+
+    def create(self, seed: Any) -> tuple[Arrays, Arrays]:
+        """Return parameters and other state by name: first ones, made inside `jit`, or those of the `instance`."""
+        ...
+
+    def run(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
+    ) -> tuple[Any, Arrays, Arrays]:
+        """Compute `fn(model, *inputs)` with the user's model bound to arrays.
+
+        Args:
+          params: the root unit's parameters gathered, all others as they rest.
+
+        Returns:
+          The output, and the parameters and other state afterwards.
+
+        Raises:
+          ValueError: if a parameter is read while its unit is not open; if state is created or removed.
+        """
+        ...
+
+
+def as_model(source: Any) -> FlaxModel:
+    """Bring what `fully_shard` takes as a model into one form. Moves no data.
+
+    Args:
+      source: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen,
+        `(module, example_inputs)` or `(module, example_inputs, variables)`: see `jfsdp.modules.linen.LinenModel`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    from jfsdp.modules.linen import LinenModel, is_linen, is_linen_class
+    from jfsdp.modules.nnx import NNXModel
+
+    if is_linen(source):
+        raise ValueError(
+            f"model {type(source).__name__} is a flax.linen module, which does not know its shapes; pass "
+            "(module, example_inputs), where the inputs may be arrays or jax.ShapeDtypeStruct"
+        )
+    if isinstance(source, type) and is_linen_class(source):
+        raise ValueError(
+            f"model {source.__name__} is a flax.linen class; pass (module, example_inputs): an instance of it, and "
+            "arrays or jax.ShapeDtypeStruct"
+        )
+    if isinstance(source, (tuple, list)):
+        if len(source) not in (2, 3) or not is_linen(source[0]):
+            raise ValueError(
+                f"model: a {type(source).__name__} of {len(source)} is taken for a Linen model, which is "
+                "(linen_module, example_inputs) or (linen_module, example_inputs, variables)"
+            )
+        return LinenModel(*source)
+    return NNXModel(source)
+
+
+def not_gathered(path: str, unit: str) -> ValueError:
+    """Make the error for a read of a parameter that is not gathered."""
+    return ValueError(
+        f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered (in the loss, or by a method "
+        "of another module?); leave it to the root unit, or make a unit of a module whose methods hold all its uses"
+    )
+
+
+def join_path(path: Iterable[Any]) -> str:
+    """Join the keys of a path into a name."""
+    return ".".join(map(str, path))
+
+
+def struct_of(value: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def is_array(value: Any) -> bool:
+    """Tell arrays, traced ones included, from what stays Python in a call."""
+    return isinstance(value, (jax.Array, np.ndarray))
+
+
+def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+    """Put other leaves into the structure of a pytree."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+class Parted:
+    """A pytree parted into what a trace carries and what stays Python.
+
+    Attributes:
+      dynamic: the leaves that a trace carries.
+    """
+
+    def __init__(self, values: Any, *, is_dynamic: Callable[[Any], bool] = is_array, is_leaf: Any = None):
+        leaves, self._tree = jax.tree.flatten(values, is_leaf=is_leaf)
+        self._mask = [is_dynamic(x) for x in leaves]
+        self._static = [None if dynamic else x for x, dynamic in zip(leaves, self._mask, strict=True)]
+        self.dynamic = [x for x, dynamic in zip(leaves, self._mask, strict=True) if dynamic]
+
+    def rebuild(self, dynamic: Iterable[Any]) -> Any:
+        """Return the pytree with other dynamic leaves."""
+        values = iter(dynamic)
+        pairs = zip(self._static, self._mask, strict=True)
+        return jax.tree.unflatten(self._tree, [next(values) if dynamic else x for x, dynamic in pairs])

@@ -1,0 +1,183 @@
+"""An NNX unit's call under the engine: the unit's class is swapped for one whose methods go through the hooks.
+
+[Note: how an NNX unit is hooked]
+Inside a trace the graph definition is merged with the arrays given, and each unit module of that traced copy has its
+class swapped for a subclass whose methods split the module again and hand it to the engine. NNX keeps the class in the
+graph definition, so a swapped class survives into the bodies of `nnx.scan`. The copy that runs a unit's call has the
+user's class again: a method that calls another one runs it directly. The user's own module is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jfsdp.layout.units import UnitInfo
+from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, with_leaves
+
+
+def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
+    """Swap the class of a module of a traced copy; see [Note: how an NNX unit is hooked]."""
+    cls = type(module)
+    _set_class(module, _subclass(cls, {name: _hooked(cls, name, unit, hooks) for name in _methods(cls)}))
+
+
+def hook_root(module: nnx.Module, hooks: Hooks) -> None:
+    """Swap the class of the model of a traced copy: its `__call__` casts what goes in and what comes out."""
+    cls = type(module)
+    if not _has_call(cls):
+        return
+
+    @functools.wraps(cls.__call__)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = _inputs(args, kwargs)
+        args, kwargs = inputs.rebuild([hooks.cast_inputs(x) if is_array(x) else x for x in inputs.dynamic])
+        out = cls.__call__(self, *args, **kwargs)
+        return jax.tree.map(lambda x: hooks.cast_outputs(x) if is_array(x) else x, out)
+
+    _set_class(module, _subclass(cls, {"__call__": hooked}))
+
+
+def _methods(cls: type) -> list[str]:
+    """List the user's methods: `__call__`, and the plain functions of the classes below nnx.Module.
+
+    What overrides a method of nnx.Module itself (train, eval, set_attributes) changes Python state and reads no weight.
+    """
+    own = {name for base in _own_bases(cls) for name in vars(base)}
+    plain = {name for name in own if isinstance(inspect.getattr_static(cls, name), types.FunctionType)}
+    names = {name for name in plain if not _is_dunder(name) and not hasattr(nnx.Module, name)}
+    return sorted(names | ({"__call__"} if _has_call(cls) else set()))
+
+
+def _own_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base not in nnx.Module.__mro__]
+
+
+def _has_call(cls: type) -> bool:
+    return any("__call__" in vars(base) for base in _own_bases(cls))
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _set_class(module: nnx.Module, cls: type) -> None:
+    # Not by assignment, which NNX forbids below transforms of JAX itself (jax.checkpoint, lax.cond; flax 0.12.8).
+    object.__setattr__(module, "__class__", cls)
+
+
+def _subclass(cls: type, methods: Mapping[str, Any]) -> type:
+    # A subclass is a pytree by default, and of a class that says pytree=False it would lose the attributes.
+    options = {"pytree": cls._pytree__is_pytree}  # type: ignore[attr-defined]
+    return types.new_class(
+        cls.__name__, (cls,), options, lambda body: body.update({**methods, "__module__": cls.__module__})
+    )
+
+
+def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[..., Any]:
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = type(self)
+        inputs = _inputs(args, kwargs)
+        _set_class(self, cls)
+        try:
+            run = _PureCall(method, unit, self, inputs)
+        finally:
+            _set_class(self, hook)
+        out, after = hooks.call(unit.name, run, run.weights, run.rest)
+        for state in run.after.rebuild(after):
+            nnx.update((self, inputs.dynamic), state)
+        return run.out.rebuild(out)
+
+    return hooked
+
+
+def _inputs(args: Any, kwargs: Any) -> Parted:
+    is_node = lambda x: isinstance(x, (nnx.Module, nnx.Variable, nnx.Rngs))  # noqa: E731
+    return Parted((args, kwargs), is_dynamic=lambda x: is_array(x) or is_node(x), is_leaf=is_node)
+
+
+def _filters(own: Mapping[str, str]) -> Sequence[Any]:
+    """Sort what a call reads: the unit's own weights, weights of inner units, other variables, plain input arrays."""
+
+    def is_own(path: Sequence[Any], value: Any) -> bool:
+        return path[0] == 0 and isinstance(value, nnx.Param) and join_path(path[1:]) in own
+
+    return is_own, nnx.Param, nnx.Variable, ...
+
+
+class _PureCall:
+    """A unit's call as a pure function of its weights and the rest; keeps the Python parts of its output aside.
+
+    Attributes:
+      weights: the unit's own, by their full names.
+      rest: weights of inner units, other variables, and inputs.
+      out, after: what the call returned, and the variables it changed or created, parted; known once it ran.
+    """
+
+    def __init__(self, method: Callable[..., Any], unit: UnitInfo, module: nnx.Module, inputs: Parted):
+        prefix = unit.name + "."
+        own = {leaf.removeprefix(prefix): leaf for leaf in unit.leaves}
+        self.method, self.unit, self.inputs, self.filters = method, unit.name, inputs, _filters(own)
+        self.graphdef, *self.parts = nnx.split((module, inputs.dynamic), *self.filters)
+        weights, params, state, arrays = map(jax.tree.leaves, self.parts)
+        self.paths = [own[join_path(path[1:])] for path, _ in nnx.to_flat_state(self.parts[0])]
+        self.weights: Arrays = dict(zip(self.paths, weights, strict=True))
+        self.inner = [f"weight {index} of an inner unit" for index in range(len(params))]
+        self.rest = {"params": dict(zip(self.inner, params, strict=True)), "state": state, "inputs": arrays}
+        self.may_write = False
+        self.out, self.after = Parted(()), Parted(())
+
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Run the method; return the arrays of its output, and of the variables that it changed or created."""
+        out, after, created = self._run(full, rest)
+        self.out, self.after = Parted(out), Parted((after[2], created))
+        return self.out.dynamic, self.after.dynamic
+
+    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
+        """Run the method; return the parameters it holds afterwards, its own and those of inner units."""
+        _, after, _ = self._run(full, rest)
+        return dict(zip([*self.paths, *self.inner], jax.tree.leaves(after[:2]), strict=True))
+
+    def _run(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, list[Any], nnx.State]:
+        weights = [[full[path] for path in self.paths], [rest["params"][name] for name in self.inner]]
+        before = [*weights, rest["state"], rest["inputs"]]
+        filled = [with_leaves(part, values) for part, values in zip(self.parts, before, strict=True)]
+        module, dynamic = nnx.merge(self.graphdef, *filled)
+        known = {path for path, _ in _variables((module, dynamic))}
+        args, kwargs = self.inputs.rebuild(dynamic)
+        out = self.method(module, *args, **kwargs)
+        created = self._take_created((module, dynamic), known)
+        graphdef, *after = nnx.split((module, dynamic), *self.filters)
+        if graphdef != self.graphdef:
+            raise ValueError(
+                f"unit {self.unit!r}: its call created, removed or replaced attributes; create them in __init__ (a "
+                "call may change the values of variables, and create variables that are no nnx.Param)"
+            )
+        pairs = zip([*weights[0], *weights[1]], jax.tree.leaves(after[:2]), strict=True)
+        self.may_write = any(old is not new for old, new in pairs)
+        return out, after, created
+
+    def _take_created(self, nodes: Any, known: set[Any]) -> nnx.State:
+        """Take the variables that a call created (sown values, lazily made caches) off the copy that made them."""
+        new = {path: variable for path, variable in _variables(nodes) if path not in known}
+        for path, variable in new.items():
+            if isinstance(variable, nnx.Param):
+                raise ValueError(
+                    f"unit {self.unit!r}: its call created parameter {join_path(path[1:])!r}; create it in __init__"
+                )
+        if not new:
+            return nnx.State({})
+        return nnx.pop(nodes, lambda path, _: tuple(path) in new)
+
+
+def _variables(nodes: Any) -> list[tuple[Any, nnx.Variable]]:
+    return [(tuple(path), node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)]

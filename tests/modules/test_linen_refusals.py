@@ -1,0 +1,123 @@
+"""What a Linen model may not do is refused by name; what it may be given besides is kept."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.core import DenyList
+
+import jfsdp
+from jfsdp.modules.linen import LinenModel
+from tests.modules.linen_models import SPLIT, Block, Carry, Net, X, mean_square, shard
+from tests.modules.parity import DIM, TX, assert_close, check_linen, data, flat, train_sharded
+
+
+def refuse(match, module, loss=mean_square, units=(Block,), example=(X,), **options):
+    model = shard(module, example, units, **options)
+    with pytest.raises(Exception, match=match):
+        train_sharded(model, loss, [data()])
+
+
+def test_a_penalty_on_weights_of_a_unit_is_refused_by_name_and_fine_on_those_of_the_root():
+    def penalty(*path):
+        def loss(model, batch):
+            value = model.params
+            for name in path:
+                value = value[name]
+            return mean_square(model, batch) + sum((x**2).sum() for x in jax.tree.leaves(value))
+
+        return loss
+
+    refuse(r"h_0\.down\.kernel: read outside the calls of its unit 'h_0'", Net(), penalty("h_0", "down"))
+    train_sharded(shard(Net()), penalty("inlet"), [data()])
+
+
+class TwoLayers(nn.Module):
+    def setup(self):
+        self.inner, self.outer = nn.Dense(DIM), nn.Dense(DIM)
+
+    def __call__(self, x):
+        return self.outer(self.inner(x))
+
+
+class Reaching(nn.Module):
+    def setup(self):
+        self.unit = TwoLayers()
+
+    def __call__(self, x, train=True):
+        return self.unit(x) + self.unit.inner(x)
+
+
+def test_a_layer_of_a_unit_called_from_outside_is_refused_by_name():
+    refuse(r"unit\.inner\.(kernel|bias): read outside the calls of its unit 'unit'", Reaching(), units=[TwoLayers])
+
+
+def test_layers_stacked_along_another_dim_are_refused_by_name_and_fine_in_the_root():
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            axes: Any = {"params": 1, "batch_stats": 0, "losses": 0}
+            return nn.scan(Carry, variable_axes=axes, split_rngs=SPLIT, length=3)(train)(x, None)[0]
+
+    refuse(r"stacks layers along dim 1 of it.*use variable_axes=\{'params': 0\}", Stacked())
+    check_linen(Stacked(), (X,), mean_square, data(), [], mutable=["batch_stats"], steps=1)
+
+
+def test_writes_to_parameters_are_refused():
+    class Writer(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            kernel = self.param("kernel", nn.initializers.ones, (DIM,))
+            if not self.is_initializing():
+                self.put_variable("params", "kernel", kernel * 2)
+            return x * kernel
+
+    refuse("mutable=True includes the parameters", Net(), lambda model, x: model(x, mutable=True)[0].mean())
+    refuse("kernel", Writer(), units=[Writer])
+    model = shard(Net())
+    names = lambda model, x: sorted(model(x, mutable=DenyList("params"))[1])  # noqa: E731
+    assert model.apply(lambda *args: (jnp.zeros(()), names(*args))[0], model.init(TX).params,
+                       model.init(TX).model_state, data())[0] == 0  # fmt: skip
+
+
+def test_state_made_by_a_call_is_refused_by_name():
+    class Maker(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(DIM)(x))
+            if not self.is_initializing():
+                self.variable("batch_stats", "late", jnp.zeros, (DIM,))
+            return x
+
+    refuse(r"created or removed state: batch_stats\.late", Maker(), units=["Dense_0"])
+
+
+def test_given_variables_are_kept_and_wrong_ones_are_refused():
+    module = Net()
+    variables = module.init(jax.random.key(7), data())
+    model = jfsdp.fully_shard((module, (X,), variables), units=[Block], min_size=1)
+    assert_close(model.init(TX, seed=3).params, flat(variables["params"]), 0, 0)
+    with pytest.raises(ValueError, match=r"missing \['batch_stats"):
+        LinenModel(module, (X,), {"params": variables["params"]})
+    wrong = {**variables, "params": {**variables["params"], "Dense_0": {"kernel": np.ones((2, 2)), "bias": np.ones(3)}}}
+    with pytest.raises(ValueError, match=r"Dense_0\.kernel: the variables given have shape \(2, 2\)"):
+        LinenModel(module, (X,), wrong)
+
+
+def test_boxed_parameters_are_unboxed():
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=True):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+            return nn.Dense(DIM, kernel_init=init)(x)
+
+    check_linen(Boxed(), X, mean_square, data(), [nn.Dense], steps=1)
+
+
+@pytest.mark.parametrize("source", [Net(), (Net(),), (Net, X), (X, Net())], ids=["bare", "one", "class", "order"])
+def test_what_is_no_linen_model_is_refused_with_the_form_to_pass(source):
+    with pytest.raises(ValueError, match=r"\((linen_)?module, example_inputs\)"):
+        jfsdp.fully_shard(source)
