@@ -46,11 +46,12 @@ def h100s(hosts, per_host=8):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a step: kind, element type, how often it runs, bytes on the wire per device each time."""
+    """One collective of a step: kind, element type, how often it runs, devices of a group, bytes sent by each."""
 
     kind: str
     dtype: str
     count: int
+    group: int
     wire_bytes: float
 
 
@@ -59,7 +60,7 @@ _KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
 
 
 def collectives(hlo, num_devices):
-    """List the collectives of a scheduled module, loops multiplied out; every group is taken to be all devices."""
+    """List the collectives of a scheduled module, loops multiplied out; bytes by the size of each one's group."""
     bodies, entry = _computations(hlo)
     found = []
 
@@ -99,11 +100,26 @@ def _read(line, times, num_devices):
     # A start's type holds its operands, then its results; that of an all-reduce only from JAX 0.12 on.
     if match[3] and (match[2] != "all-reduce" or match[1].startswith("((")):
         shapes = shapes[len(shapes) // 2 :]
+    group = _group_size(line, num_devices)
     for dtype, dims in shapes:
         size = _SIZES[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim)
-        others = num_devices - 1
-        factor = {"all-gather": others / num_devices, "reduce-scatter": others, "all-reduce": 2 * others / num_devices}
-        yield Collective(match[2], dtype, times, size * factor.get(match[2], 1))
+        others = group - 1
+        factor = {"all-gather": others / group, "reduce-scatter": others, "all-reduce": 2 * others / group}
+        yield Collective(match[2], dtype, times, group, size * factor.get(match[2], 1))
+
+
+def _group_size(line, num_devices):
+    """Read how many devices take part: `[8,4]<=[32]`, `{{0,1},{2,3}}`, or `mesh['a'=2,'b'=4] {'b'}`."""
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
+        return int(iota[2])
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return len(listed[1].split(","))
+    if named := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(.*?\))? \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        assert not re.search(r":\(", named[2]), f"part of an axis: {named[0]}"
+        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", named[2]))
+    assert "replica_groups" not in line or "replica_groups={}" in line, line[:400]
+    return num_devices
 
 
 def wire_bytes(found):
@@ -112,3 +128,26 @@ def wire_bytes(found):
     for item in found:
         total[item.kind, item.dtype] += item.count * item.wire_bytes
     return dict(total)
+
+
+def wire_bytes_by_group(found):
+    """Sum bytes on the wire per device and step by (kind, element type, devices in a group)."""
+    total = collections.Counter()
+    for item in found:
+        total[item.kind, item.dtype, item.group] += item.count * item.wire_bytes
+    return dict(total)
+
+
+def host_copies(hlo):
+    """Sum the bytes that a module copies outside of loops from host memory to the device, and back."""
+    into, out = 0, 0
+    for line in hlo.splitlines():
+        copy = re.search(r"= \((.*)\) copy-start\(", line)
+        if not copy:
+            continue
+        (to_host, size), (from_host, _) = (
+            ("S(5)" in layout, _SIZES[dtype] * math.prod(int(dim) for dim in dims.split(",") if dim))
+            for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})", copy[1])[:2]
+        )
+        into, out = into + size * (from_host and not to_host), out + size * (to_host and not from_host)
+    return into, out

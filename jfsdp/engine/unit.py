@@ -19,18 +19,30 @@ import jax.numpy as jnp
 from jax import core
 
 from jfsdp.engine.dataflow import depends_on, keep_outputs
-from jfsdp.layout.policy import Remat
+from jfsdp.layout.policy import Remat, SaveNames
+from jfsdp.layout.table import DEVICE, HOST
 
 Arrays = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """How the weights of a unit move: `gather` shards into full weights, `reduce` full gradients into shards."""
+    """How the weights of a unit move.
+
+    Attributes:
+      gather: shards into full weights.
+      reduce: full gradients of the trainable weights into shards.
+      keep: full weights into what is kept of them between forward and backward; None keeps nothing.
+      regather: what was kept into full weights.
+      trainable: the names of the weights that get a gradient.
+      remat: what else the unit saves.
+    """
 
     gather: Callable[[Arrays], Arrays]
     reduce: Callable[[Arrays], Arrays]
-    reshard: bool
+    keep: Callable[[Arrays], Arrays] | None
+    regather: Callable[[Arrays], Arrays]
+    trainable: frozenset[str]
     remat: Remat
 
 
@@ -38,9 +50,10 @@ def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full
     """Compute `run(gather(shards), rest)` so that its derivative gathers again and reduces into shards.
 
     Layout:  whatever `movement.gather` and `movement.reduce` say.
-    Cost:    one gather forward; backward one reduction and, if the unit is resharded, one more gather.
+    Cost:    one gather forward; backward one reduction of what is trainable and, if the unit is resharded, one more
+             gather (from what was kept, where some of it was).
     Memory:  the gathered weights while the unit computes; between forward and backward the unit's inputs and what its
-             remat policy saves, and the gathered weights too where the unit is not resharded.
+             remat policy saves, and what `movement.keep` leaves of the gathered weights.
 
     Args:
       run: the unit's computation; a pure function of its two arguments and of what it closes over.
@@ -52,14 +65,13 @@ def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full
     flat_rest = [*closed.consts, *jax.tree.leaves(rest)]
     is_diff = [_is_inexact(value) for value in flat_rest]
     num_consts = len(closed.consts)
-    weights_tree = jax.tree.structure(full)
 
     def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         values = _weave(is_diff, diff, other)
         flat = [*values[:num_consts], *jax.tree.leaves(weights), *values[num_consts:]]
         return core.eval_jaxpr(closed.jaxpr, flat[:num_consts], *flat[num_consts:])
 
-    unit = _differentiable(_apply_remat(compute, movement.remat), weights_tree, movement)
+    unit = _differentiable(_apply_remat(compute, movement.remat), movement)
     diff = [value for value, yes in zip(flat_rest, is_diff, strict=True) if yes]
     other = [value for value, yes in zip(flat_rest, is_diff, strict=True) if not yes]
     return jax.tree.unflatten(jax.tree.structure(out_shape), unit(shards, diff, other))
@@ -85,6 +97,13 @@ def _apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any
         policy = policies.dots_with_no_batch_dims_saveable
     elif isinstance(remat, tuple):
         policy = policies.save_only_these_names(*remat)
+    elif isinstance(remat, SaveNames):
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(remat.save),
+            names_which_can_be_offloaded=list(remat.offload),
+            offload_src=DEVICE,
+            offload_dst=HOST,
+        )
     else:
         policy = remat
     return jax.checkpoint(compute, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
@@ -106,50 +125,51 @@ class _Plan:
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
     shards: Arrays
-    full: Arrays | None
+    weights: Arrays | None
     kept: list[Any]
     plan: _Plan
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.shards, self.full, self.kept), self.plan
+        return (self.shards, self.weights, self.kept), self.plan
 
     @classmethod
     def tree_unflatten(cls, plan: _Plan, children: Any) -> _Residuals:
-        shards, full, kept = children
-        return cls(shards, full, kept, plan)
+        shards, weights, kept = children
+        return cls(shards, weights, kept, plan)
 
 
-def _differentiable(compute: Callable[..., list[Any]], weights_tree: Any, movement: Movement) -> Callable[..., Any]:
+def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Callable[..., Any]:
     @jax.custom_vjp
     def unit(shards: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
         return compute(movement.gather(shards), diff, other)
 
     def forward(shards: Arrays, diff: list[Any], other: list[Any]) -> tuple[list[Any], _Residuals]:
         full = movement.gather(shards)
-        out, kept, plan = _linearize(compute, full, diff, other)
-        return out, _Residuals(shards, None if movement.reshard else full, kept, plan)
+        out, kept, plan = _linearize(compute, full, movement.trainable, diff, other)
+        return out, _Residuals(shards, movement.keep and movement.keep(full), kept, plan)
 
-    def backward(residuals: _Residuals, cotangents: list[Any]) -> tuple[Arrays, list[Any], None]:
-        shards, full, kept = jax.lax.optimization_barrier((residuals.shards, residuals.full, residuals.kept))
-        full = movement.gather(shards) if full is None else full
+    def backward(residuals: _Residuals, cotangents: list[Any]) -> tuple[Any, list[Any], None]:
+        shards, weights, kept = jax.lax.optimization_barrier((residuals.shards, residuals.weights, residuals.kept))
+        full = movement.gather(shards) if weights is None else movement.regather(weights)
         plan = residuals.plan
         leaves = _weave(plan.saved, kept, plan.weight_only(full))
         grads, grad_diff = jax.tree.unflatten(plan.tree, leaves)(cotangents)
-        return movement.reduce(grads), grad_diff, None
+        return dict.fromkeys(shards) | movement.reduce(grads), grad_diff, None
 
     unit.defvjp(forward, backward)
     return unit
 
 
 def _linearize(
-    compute: Callable[..., list[Any]], full: Arrays, diff: list[Any], other: list[Any]
+    compute: Callable[..., list[Any]], full: Arrays, trainable: frozenset[str], diff: list[Any], other: list[Any]
 ) -> tuple[list[Any], list[Any], _Plan]:
     """Run the forward and sort the residuals of its derivative; see [Note: what a unit saves]."""
     num_out, tree = 0, None
 
-    def forward(weights: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
+    def forward(full: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
         nonlocal num_out, tree
-        out, vjp = jax.vjp(lambda w, d: compute(w, d, other), weights, diff)
+        weights = {path: value for path, value in full.items() if path in trainable}
+        out, vjp = jax.vjp(lambda w, d: compute(full | w, d, other), weights, diff)
         leaves, tree = jax.tree.flatten(vjp)
         num_out = len(out)
         return [*out, *leaves]

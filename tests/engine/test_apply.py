@@ -194,9 +194,9 @@ class TiedNet(nnx.Module):
         return self.embed.attend(self.embed(jnp.abs(x[:, :4]).astype(jnp.int32)))
 
 
-def test_a_weight_read_by_another_method_of_its_unit_is_refused_and_fine_in_the_root():
-    expect(r"embed\.embedding: read outside the __call__ of its unit 'embed'", TiedNet, (nnx.Embed,))
-    model = shard(TiedNet, ())
+@pytest.mark.parametrize("units", [(), (nnx.Embed,)], ids=["root", "unit"])
+def test_a_weight_read_by_two_methods_of_its_module_is_gathered_for_both(units):
+    model = shard(TiedNet, units)
     _, metrics = model.train_step(mean_square, TX)(model.init(TX), batch())
     wanted = mean_square(nnx.jit(lambda: TiedNet(nnx.Rngs(0)))(), batch())
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
@@ -291,13 +291,21 @@ def test_a_call_that_writes_parameters_is_refused():
     expect("writes to 1 of its parameters", lambda rngs: Net(rngs, Writer), (Writer,))
 
 
-def test_a_call_that_creates_state_is_refused():
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda x: nnx.BatchStat(x.mean()), r"created or removed state: layers\.0\.made"),
+        (lambda x: x.ndim, r"unit 'layers\.0': its call created, removed or replaced attributes"),
+    ],
+    ids=["variable", "attribute"],
+)
+def test_a_call_that_leaves_something_new_behind_is_refused(make, match):
     class Creator(Spy):
         def __call__(self, x):
-            self.made = nnx.BatchStat(x.mean())
+            self.made = make(x)
             return super().__call__(x)
 
-    expect("create all state in __init__", lambda rngs: Net(rngs, Creator), (Creator,))
+    expect(match, lambda rngs: Net(rngs, Creator), (Creator,))
 
 
 def test_an_undeclared_stack_whose_layer_dim_is_split_is_named():

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+import jfsdp
 from jfsdp.engine.dataflow import depends_on
 from jfsdp.engine.unit import Movement, call_unit
 
 DIM, ROWS = 32, 4
 POLICIES = {
+    "saved and offloaded": jfsdp.SaveNames(save=("other",), offload=("hidden",)),
     "none": "none",
     "full": "full",
     "dots": "dots",
@@ -30,11 +32,18 @@ def body(full, rest):
     return jax.jit(lambda h, w: jnp.sin(w)[None] * h[:, None])(hidden, weight), rest["count"] + 1
 
 
-def make_call(policy, reshard):
+def make_call(policy, reshard, trainable=("w",)):
     def gather(shards):
         return {name: 2.0 * shard for name, shard in shards.items()}
 
-    movement = Movement(gather, lambda grads: jax.tree.map(lambda g: 2.0 * g, grads), reshard, POLICIES[policy])
+    movement = Movement(
+        gather=gather,
+        reduce=lambda grads: jax.tree.map(lambda g: 2.0 * g, grads),
+        keep={True: None, False: lambda full: full, "half": lambda full: {"w": full["w"][: DIM // 2]}}[reshard],
+        regather=lambda kept: kept if reshard is False else {"w": jnp.concatenate([kept["w"], kept["w"]])},
+        trainable=frozenset(trainable),
+        remat=POLICIES[policy],
+    )
     full = {"w": jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)}
 
     def call(shards, x):
@@ -79,6 +88,27 @@ def test_a_resharded_unit_saves_nothing_that_depends_on_weights_alone(policy):
 
 def test_a_unit_that_is_not_resharded_keeps_its_gathered_weight():
     assert weight_sized_residuals(make_call("full", False)) == 1
+
+
+def test_what_is_kept_in_part_is_all_that_is_saved_of_the_weights():
+    shards, x = inputs()
+    call = make_call("full", "half")
+    jaxpr = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(call, {"w": w}, x)[1]))(shards["w"], x).jaxpr
+    assert weight_sized_residuals(call) == 0
+    assert sum(var.aval.shape == (DIM // 2, DIM) for var in jaxpr.outvars) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_frozen_weight_gets_no_gradient_and_no_matmul_for_one(policy):
+    shards, x = inputs()
+    jaxprs = {}
+    for trainable in ((), ("w",)):
+        call = make_call(policy, True, trainable)
+        grads = jax.grad(lambda s, x, call=call: call(s, x).sum(), argnums=(0, 1))(shards, x)
+        assert bool(jnp.any(grads[0]["w"] != 0)) == bool(trainable)
+        assert jnp.any(grads[1] != 0), "what flows on to the inputs stays"
+        jaxprs[trainable] = str(jax.make_jaxpr(jax.grad(lambda x, call=call: call(shards, x).sum()))(x))
+    assert jaxprs[()].count("dot_general") < jaxprs[("w",)].count("dot_general")
 
 
 def test_plain_differentiation_would_save_derived_weights():

@@ -1,0 +1,176 @@
+"""What both ways of moving weights share: one unit's call, casts, padding, and copies between memories."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jfsdp.engine.unit import Arrays, Movement, call_unit
+from jfsdp.layout.precision import is_float
+from jfsdp.layout.table import HOST, Layout, Leaf
+
+Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine(abc.ABC):
+    """Calls units on gathered weights; how they are gathered and reduced is the subclass's.
+
+    Attributes:
+      layout: where every stage of every leaf stands.
+      mesh: the mesh of the state, with the axes split that some stage splits only in part.
+    """
+
+    layout: Layout
+    mesh: Mesh
+
+    @abc.abstractmethod
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
+        """Gather leaves at rest, on the device and cast, to their stored shape."""
+
+    @abc.abstractmethod
+    def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
+        """Cut whole leaves of stored shape to their `kept` stage."""
+
+    @abc.abstractmethod
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+        """Gather leaves from their `kept` stage to their stored shape."""
+
+    @abc.abstractmethod
+    def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients of stored shape over the data axes into the layout of their accumulator."""
+
+    def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
+        """Bring the gradient of a microbatch from what the unit's derivative gave to what its accumulator adds."""
+        del leaf
+        return grad
+
+    @abc.abstractmethod
+    def constrain(self, values: Arrays, stage: str) -> Arrays:
+        """State the layout of leaves as they are stored: `stage` of each."""
+
+    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any) -> Any:
+        """Run one unit on its gathered weights; `rest["inputs"]` are the inputs that precision may cast.
+
+        Layout:  weights [D/axes F] -> [D F] -> freed; gradients [D F]{unreduced} -> [D/axes F].
+        Dtype:   weights are gathered in the unit's `param_dtype` and their gradients reduced in it.
+        Cost, Memory: as `jfsdp.engine.unit.call_unit`.
+
+        Raises:
+          ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
+        """
+        unit, policy = self.layout.unit(name), self.layout.policy(name)
+        leaves = [self.layout.by_path[path] for path in unit.leaves]
+        pairs = [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
+        trained = [(leaf, gone) for leaf, gone in pairs if leaf.trainable]
+        if policy.mp_policy.cast_forward_inputs:
+            rest = {**rest, "inputs": cast_floating(rest["inputs"], policy.mp_policy.param_dtype)}
+        movement = Movement(
+            gather=lambda shards: _unpad_all(pairs, self.to_use(pairs, shards)),
+            reduce=lambda grads: _to_source(trained, self.reduce(trained, _pad_all(trained, grads))),
+            keep=None if policy.reshard_after_forward is True else lambda full: self.keep(pairs, _pad_all(pairs, full)),
+            regather=lambda kept: _unpad_all(pairs, self.regather(pairs, kept)),
+            trainable=frozenset(leaf.path for leaf, _ in trained),
+            remat=policy.remat,
+        )
+        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement)
+
+    def full_shapes(self, name: str, shards: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of a unit's weights once they are gathered. Moves no data."""
+        leaves = [self.layout.by_path[path] for path in self.layout.unit(name).leaves]
+        return {
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.shape[num_sliced(leaf, shards[leaf.path].ndim) :], leaf.stage("use").dtype
+            )
+            for leaf in leaves
+        }
+
+    def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
+        """Copy shards to the device where they are offloaded, cast them, and gather them to their stored shape."""
+        cast = {leaf.path: to_device(shards[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
+        split = [(leaf, gone) for leaf, gone in pairs if leaf.stage(leaf.source).axes]
+        return cast | self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split})
+
+    def gather_all(self, source: Arrays) -> Arrays:
+        """Gather every parameter at once, in its stored shape: for steps that keep them over all microbatches.
+
+        Layout:  [D/axes F] -> [D F] in the dtype in use.
+        Cost:    one all-gather of every leaf that is split.
+        Memory:  all parameters whole, in the dtype in use.
+        """
+        return self.to_use([(self.layout.by_path[path], 0) for path in source], source)
+
+    def put(self, values: Arrays, stage: str) -> Arrays:
+        """Bring leaves on the device into the layout of `stage`, and into its memory."""
+        constrained = self.constrain(values, stage)
+        return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
+
+
+def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
+    """Bring gradients into the dtype and memory of what they belong to: a cotangent's type is that of its value."""
+    source = [(leaf, leaf.source) for leaf, _ in pairs]
+    return {
+        leaf.path: to_memory(grads[leaf.path].astype(leaf.stage(stage).dtype), leaf, stage) for leaf, stage in source
+    }
+
+
+def _unpad_all(pairs: Pairs, values: Arrays) -> Arrays:
+    return {leaf.path: _unpad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
+
+
+def _pad_all(pairs: Pairs, values: Arrays) -> Arrays:
+    return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
+
+
+def to_device(value: jax.Array) -> jax.Array:
+    """Copy an array to the device if it stands in host memory. Moves no data between devices."""
+    is_host = jax.typeof(value).memory_space == jax.memory.Space.Host
+    return jax.device_put(value, jax.memory.Space.Device) if is_host else value
+
+
+def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
+    """Copy a leaf on the device to the memory of a stage. Moves no data between devices."""
+    return jax.device_put(value, jax.memory.Space.Host) if leaf.stage(stage).memory == HOST else value
+
+
+def cast_floating(values: Any, dtype: str | None) -> Any:
+    """Cast the floating arrays of a pytree; None casts nothing. Moves no data between devices."""
+    if dtype is None:
+        return values
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(jnp.result_type(x)) else x, values)
+
+
+def num_sliced(leaf: Leaf, ndim: int) -> int:
+    """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
+    gone = len(leaf.shape) - ndim
+    if leaf.dim is not None and gone > leaf.dim:
+        raise ValueError(
+            f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "
+            f"{leaf.unit!r} is "
+            f"called inside a scan over it; declare the layer dim: units=[jfsdp.Unit(..., stacked={gone})]"
+        )
+    return gone
+
+
+def _unpad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
+    if not leaf.padding or leaf.dim is None:
+        return value
+    return jax.lax.slice_in_dim(value, 0, leaf.shape[leaf.dim], axis=leaf.dim - sliced)
+
+
+def _pad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
+    if not leaf.padding or leaf.dim is None:
+        return value
+    widths = [(0, leaf.padding if dim == leaf.dim - sliced else 0) for dim in range(value.ndim)]
+    return jnp.pad(value, widths)
+
+
+def pad_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Bring a leaf of logical shape into its stored shape; the padding is zeros. Moves no data between devices."""
+    return _pad(value, leaf, 0)

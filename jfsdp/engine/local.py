@@ -1,0 +1,121 @@
+"""Movements inside a `shard_map` over the whole mesh: collectives are written out, and some are left for later."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jfsdp.engine.engine import Engine, Pairs
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.table import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalEngine(Engine):
+    """Gathers and reduces what is this device's own; leaves are shards of their stored shape.
+
+    Attributes:
+      deferred: the data axes over which the caller sums gradients later.
+    """
+
+    deferred: tuple[str, ...] = ()
+
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
+        """All-gather leaves along their split dim.
+
+        Layout:  [D/axes F] -> [D F]
+        Cost:    one all-gather each; (N-1)/N of its bytes received per device.
+        """
+        # What is computed from the gathered weights must not be moved before the gather of another unit.
+        here = jax.lax.optimization_barrier(shards)
+        return {leaf.path: self._all_gather(here[leaf.path], leaf, leaf.source, gone) for leaf, gone in pairs}
+
+    def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
+        """Cut whole leaves to what is kept of them. Moves no data between devices."""
+        kept = {}
+        for leaf, gone in pairs:
+            axes = self._names(leaf, "kept")
+            value = whole[leaf.path]
+            if axes:
+                size = value.shape[_dim(leaf, gone)] // jax.lax.axis_size(axes)
+                start = jax.lax.axis_index(axes) * size
+                value = jax.lax.dynamic_slice_in_dim(value, start, size, axis=_dim(leaf, gone))
+            kept[leaf.path] = value
+        return kept
+
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+        """All-gather leaves from what was kept of them."""
+        return {leaf.path: self._all_gather(kept[leaf.path], leaf, "kept", gone) for leaf, gone in pairs}
+
+    def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients over the axes that are not deferred, into the layout of their source.
+
+        A derivative has the shape of its value: where that is whole and the accumulator is not, `accumulate` sums.
+
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
+        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
+        """
+        reduced = {}
+        for leaf, gone in pairs:
+            split, grad = leaf.stage(leaf.source).axes, grads[leaf.path]
+            if not self._is_finer(leaf):
+                grad = self.sum_over(grad, self._now, split, None if not split else _dim(leaf, gone))
+            reduced[leaf.path] = grad
+        return reduced
+
+    def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
+        """Sum what `reduce` left over the axes that are not deferred, into the layout of the accumulator.
+
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
+        Cost:    one reduce-scatter, in the dtype in use.
+        """
+        if not self._is_finer(leaf):
+            return grad
+        return self.sum_over(grad.astype(leaf.stage("use").dtype), self._now, self.accumulator_axes(leaf), leaf.dim)
+
+    def accumulator_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""
+        return tuple(axis for axis in leaf.stage("grad").axes if axis not in self.deferred)
+
+    def _is_finer(self, leaf: Leaf) -> bool:
+        return bool(self.accumulator_axes(leaf)) and not leaf.stage(leaf.source).axes
+
+    @property
+    def _now(self) -> tuple[str, ...]:
+        return tuple(axis for axis in DATA_AXES if axis not in self.deferred and self.layout.num_shards([axis]) > 1)
+
+    def sum_over(self, grad: jax.Array, axes: tuple[str, ...], split: tuple[str, ...], dim: int | None) -> jax.Array:
+        """Sum over mesh axes: by a reduce-scatter along `dim` over those of `split`, by an all-reduce over the others.
+
+        Raises:
+          AssertionError: if `split` is not among `axes`.
+        """
+        assert set(split) <= set(axes), f"{split} of {axes}"
+        if split:
+            scatter = self.layout.axes_on(self.mesh, split)
+            grad = jax.lax.psum_scatter(grad, scatter, scatter_dimension=dim or 0, tiled=True)
+        rest = self.layout.axes_on(self.mesh, [axis for axis in axes if axis not in split])
+        return jax.lax.psum(grad, rest) if rest else grad
+
+    def constrain(self, values: Arrays, stage: str) -> Arrays:
+        """Leave values as they are: inside a `shard_map` a layout is a fact. Moves no data."""
+        del stage
+        return values
+
+    def _all_gather(self, value: jax.Array, leaf: Leaf, stage: str, gone: int) -> jax.Array:
+        axes = self._names(leaf, stage)
+        return jax.lax.all_gather(value, axes, axis=_dim(leaf, gone), tiled=True) if axes else value
+
+    def _names(self, leaf: Leaf, stage: str) -> tuple[str, ...]:
+        """Return the axes of the mesh that split a stage."""
+        if leaf.dim is None:
+            return ()
+        entry = self.layout.on_device(self.mesh, leaf, stage).spec[leaf.dim]
+        return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _dim(leaf: Leaf, gone: int) -> int:
+    assert leaf.dim is not None, leaf.path
+    return leaf.dim - gone
