@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.layout.report import layout_to_dict
-from jfsdp.train.state import TrainState, param_name
+from jfsdp.train.roles import dotted
+from jfsdp.train.state import TrainState
 
 FORMAT = 1
 
@@ -37,13 +38,13 @@ class Entry:
 
 def entries(state: TrainState) -> dict[str, Entry]:
     """Name every array of a state (or of its shapes). Keys become their uint32 data. Moves no data between devices."""
+    shapes = {role.name: role.shape for role in state.roles.arrays}
+    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
     named: dict[str, Entry] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(_parts(state)):
-        name = ".".join(map(_key_name, path))
-        leaf = state.layout.by_path.get(param_name(state.layout, path) or "")
-        padded = leaf is not None and tuple(value.shape) == leaf.stored_shape
         data, impl = _key_data(value)
-        named[name] = Entry(data, leaf.shape if padded and leaf else tuple(data.shape), impl)
+        stored = tuple(data.shape)
+        named[dotted(path)] = Entry(data, stored if impl else shapes.get(dotted(path), stored), impl)
     return named
 
 
@@ -51,24 +52,17 @@ def rebuild(like: TrainState, arrays: Mapping[str, jax.Array], key_impls: Mappin
     """Build a state with the structure of `like` out of named arrays. The low-precision copy is left empty."""
     parts = _parts(like)
     paths, tree = jax.tree_util.tree_flatten_with_path(parts)
-    names = [".".join(map(_key_name, path)) for path, _ in paths]
+    names = [dotted(path) for path, _ in paths]
     values = [
         jax.random.wrap_key_data(arrays[name], impl=key_impls[name]) if key_impls[name] else arrays[name]
         for name in names
     ]
-    return TrainState(**jax.tree.unflatten(tree, values), work={}, layout=like.layout)
+    return TrainState(**jax.tree.unflatten(tree, values), work={}, layout=like.layout, roles=like.roles)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    fields = [field.name for field in dataclasses.fields(state) if field.name not in ("work", "layout")]
+    fields = [field.name for field in dataclasses.fields(state) if field.name not in ("work", "layout", "roles")]
     return {name: getattr(state, name) for name in fields}
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _key_data(value: Any) -> tuple[Any, str | None]:

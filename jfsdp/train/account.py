@@ -8,22 +8,26 @@ from typing import Any
 
 import jax
 
+from jfsdp.layout.advice import advise
 from jfsdp.layout.report import layout_to_dict
-from jfsdp.layout.table import Leaf
-from jfsdp.train.state import TrainState, array_bytes, param_name
+from jfsdp.layout.table import DEVICE, HOST, Leaf
+from jfsdp.train.roles import dotted
+from jfsdp.train.state import TrainState, array_bytes, state_memories
 
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Bytes per device of a training state.
+    """Bytes per device of a training state: in the device's memory, and apart from them in the host's.
 
     Attributes:
       params, work, opt: the masters, the low-precision copies, the optimizer's arrays that belong to a parameter.
       counters: step counts, the optimizer's scalars and anything else that belongs to no parameter.
       model_state: the model's other state.
-      padding: the part of params, work and opt that is padding, averaged over devices.
-      replicated: the part of params, work and opt that every device holds whole.
+      host_params, host_work, host_opt: what is offloaded of params, work and opt, and not counted there.
+      padding: the part of params, work and opt that is padding, averaged over devices; in both memories.
+      replicated: the part of params, work and opt that every device holds whole; in both memories.
       by_leaf: params + work + opt of each leaf.
+      host_by_leaf: host_params + host_work + host_opt of each leaf.
     """
 
     params: int
@@ -31,38 +35,57 @@ class StateBytes:
     opt: int
     counters: int
     model_state: int
+    host_params: int
+    host_work: int
+    host_opt: int
     padding: int
     replicated: int
     by_leaf: dict[str, int]
+    host_by_leaf: dict[str, int]
 
     @property
     def total(self) -> int:
+        """Bytes in the memory of the device."""
         return self.params + self.work + self.opt + self.counters + self.model_state
+
+    @property
+    def host_total(self) -> int:
+        """Bytes in the memory of the host, for one device."""
+        return self.host_params + self.host_work + self.host_opt
+
+
+_PARTS = ("params", "work", "opt", "counters", "model_state", "host_params", "host_work", "host_opt")
+_KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "loss_scale": "counters"}
 
 
 def account(state: TrainState) -> StateBytes:
     """Count a state, or `model.abstract_state(tx)`. Moves no data."""
-    layout = state.layout
-    count = {"params": 0, "work": 0, "opt": 0, "counters": 0, "model_state": 0, "padding": 0, "replicated": 0}
-    by_leaf = {leaf.path: 0 for leaf in layout.leaves}
-    for path, array in jax.tree_util.tree_leaves_with_path(state):
+    layout, memories = state.layout, jax.tree.leaves(state_memories(state))
+    count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)
+    by_leaf = {memory: dict.fromkeys(layout.by_path, 0) for memory in (DEVICE, HOST)}
+    owners = {role.name: (role.leaf, role.padding) for role in state.roles.arrays}
+    arrays = jax.tree_util.tree_leaves_with_path(state)
+    for (path, array), memory in zip(arrays, memories, strict=True):
         part, size = path[0].name, array_bytes(array)
-        leaf = layout.by_path.get(param_name(layout, path) or "") if part in ("params", "work", "opt_state") else None
-        kind = {"opt_state": "opt", "step": "counters", "num_skipped": "counters"}.get(part, part)
+        if part == "opt_state":
+            owner, padding = owners[dotted(path)]
+        else:
+            owner = path[1].key if part in ("params", "work") else None
+            padding = layout.by_path[owner].padding if owner else 0
+        leaf = layout.by_path.get(owner or "")
+        kind = _KINDS.get(part, part)
         if kind == "opt" and leaf is None:
             kind = "counters"
-        count[kind] += size
+        count[f"host_{kind}" if memory == HOST else kind] += size
         if leaf is not None:
-            by_leaf[leaf.path] += size
-            count["padding"] += _padding(leaf, array, size)
+            by_leaf[memory][leaf.path] += size
+            count["padding"] += _padding(leaf, size) if padding else 0
             count["replicated"] += size if array.sharding.is_fully_replicated and _num_devices(array) > 1 else 0
-    return StateBytes(**count, by_leaf=by_leaf)
+    return StateBytes(**count, by_leaf=by_leaf[DEVICE], host_by_leaf=by_leaf[HOST])
 
 
-def _padding(leaf: Leaf, array: Any, size: int) -> int:
+def _padding(leaf: Leaf, size: int) -> int:
     stored = math.prod(leaf.stored_shape)
-    if not leaf.padding or tuple(array.shape) != leaf.stored_shape:
-        return 0
     return size * (stored - math.prod(leaf.shape)) // stored
 
 
@@ -76,6 +99,7 @@ def explain_to_dict(state: TrainState) -> dict[str, Any]:
     for row in table["leaves"]:
         row["param_bytes_per_device"] = row["bytes_per_device"]
         row["bytes_per_device"] = count.by_leaf[row["path"]]
+        row["host_bytes_per_device"] = count.host_by_leaf[row["path"]]
     return {
         **{key: value for key, value in table.items() if key != "leaves"},
         "state_bytes_per_device": count.total,
@@ -84,7 +108,12 @@ def explain_to_dict(state: TrainState) -> dict[str, Any]:
         "opt_bytes_per_device": count.opt,
         "counter_bytes_per_device": count.counters,
         "model_state_bytes_per_device": count.model_state,
+        "host_bytes_per_device": count.host_total,
+        "host_param_bytes_per_device": count.host_params,
+        "host_work_bytes_per_device": count.host_work,
+        "host_opt_bytes_per_device": count.host_opt,
         "padding_bytes_per_device": count.padding,
         "replicated_bytes_per_device": count.replicated,
+        "warnings": advise(state.layout),
         "leaves": table["leaves"],
     }

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
+DATA_KINDS = ("tokens", "images")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,30 +20,48 @@ class Job:
     """A model with everything needed to train it on any mesh. Plain data: packages offer jobs as dicts of these fields.
 
     Attributes:
-      model: a factory `f(rngs) -> nnx.Module`.
-      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`.
+      model: whatever `fully_shard` takes as model: a factory `f(rngs) -> nnx.Module`, a module, or
+        `(linen module, example inputs)`.
+      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`, and perhaps `aux`. An aux value
+        `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: what is gathered together, as `fully_shard` takes it.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
       name: what it is called in messages and run directories.
-      seq_len: default sequence length.
+      eval_loss: the loss of held-out batches, where it is another than `loss`: without dropout, with stored batch
+        statistics. None: `loss`.
+      data: what batches hold, for tools that make them: "tokens" (dicts with `tokens` and `targets` [B T]) or "images"
+        (dicts with `images` [B H W C] and `labels` [B]). The library itself takes any batch.
+      seq_len: default sequence length; means nothing for images.
       vocab_size: how many token ids the model knows; None for models without tokens.
-      flops_per_token: `f(seq_len) -> FLOPs` of one token forward and backward, for MFU; None if unknown.
+      num_classes: how many labels the model knows; None for models without classes.
+      flops_per_token: `f(seq_len) -> FLOPs` of one token (where `data` is "images": of one image) forward and backward,
+        for MFU; None if unknown.
       configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
       config: the model's configuration, any dataclass; written beside checkpoints.
+
+    Raises:
+      ValueError: for an unknown kind of data.
     """
 
-    model: Callable[..., Any]
+    model: Any
     loss: Callable[[Any, Any], Any]
     batch: Callable[[int, int], Any]
     units: Sequence[Any]
     optimizer: Callable[[Any], Any]
     name: str = "job"
+    eval_loss: Callable[[Any, Any], Any] | None = None
+    data: str = "tokens"
     seq_len: int = 1024
     vocab_size: int | None = None
+    num_classes: int | None = None
     flops_per_token: Callable[[int], float] | None = None
     configure: Callable[..., Any] | None = None
     config: Any = None
+
+    def __post_init__(self) -> None:
+        if self.data not in DATA_KINDS:
+            raise ValueError(f"job {self.name!r}: data={self.data!r} is unknown; the kinds are {', '.join(DATA_KINDS)}")
 
     def with_config(self, **fields: Any) -> Job:
         """Return this job with fields of its model configuration changed.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RESERVED = ("loss", "grad_norm", "weight", "num_skipped")
+RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale")
 
 
 class Loss(NamedTuple):

@@ -11,66 +11,84 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.auto import AutoEngine, pad_leaf
+from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
-from jfsdp.layout.mesh import DATA_AXES, make_mesh
-from jfsdp.layout.policy import Remat, resolve_policies
+from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.mesh import DATA_AXES, group_mesh, make_mesh, node_size, num_data_shards, split_mesh
+from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 from jfsdp.layout.strategy import Strategy, get_strategy
-from jfsdp.layout.table import Layout, ShardDim, build_layout
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import resolve_units
-from jfsdp.modules.nnx import NNXModel
+from jfsdp.modules.model import FlaxModel, as_model
 from jfsdp.train import state as states
+from jfsdp.train.gradients import LossFn
+from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import LossFn, StepConfig, TrainStep, check_lowers
+from jfsdp.train.step import StepConfig, TrainStep, check_lowers
 
 
 def fully_shard(
     model: Any,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    strategy: str | Strategy = "full_shard",
+    strategy: str | int | Strategy = "full_shard",
+    sharding_factor: int | None = None,
     units: Any = (),
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: None = None,
-    reshard_after_forward: bool | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
     remat: Remat = "full",
     engine: str = "auto",
     prefetch: None = None,
     storage: str = "per_parameter",
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: ShardDim | None = None,
-    frozen: None = None,
+    frozen: Selectors = None,
+    ignored: Selectors = None,
+    placements: Placements | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
+    loss_scale: LossScale | None = None,
 ) -> ShardedModel:
-    """Decide where every parameter of a Flax NNX model stands on a mesh. Moves no data and allocates nothing.
+    """Decide where every parameter of a Flax model stands on a mesh. Moves no data and allocates nothing.
 
     Args:
-      model: a factory `f(rngs) -> nnx.Module`, or an `nnx.Module` whose weights are kept.
+      model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
+        example_inputs)`, or `(module, example_inputs, variables)` to keep weights.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
-      strategy: a name of `STRATEGIES`, or a `Strategy`.
+      strategy: a name of `STRATEGIES` or of another library, a DeepSpeed stage, or a `Strategy` of your own.
+      sharding_factor: over how many neighbouring devices parameters are split, the rest holding copies: regroups the
+        mesh. 1 is ddp, all is full_shard, between is hybrid.
       units: what is gathered together: module classes, path globs, predicates, `by_size(n)`, `Unit`s; the rest is the
         root unit, gathered once per step.
       mp_policy: precision; default none, everything in the dtype of the parameters.
-      reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so.
+      offload_policy: what waits in host memory.
+      reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
+        True, False; n: split n ways over neighbouring devices until the backward.
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
-      min_size: leaves with fewer elements (per layer) are replicated.
+      min_size: leaves with fewer elements (per layer) are replicated, and never offloaded.
       shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
+      frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
+        modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
+      ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
+      placements: by selector (as in `frozen`), the strategy of some leaves, or the PartitionSpec of their `param`.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root).
-      engine, storage, prefetch, offload_policy, frozen: only "auto", "per_parameter", None, None and None are
-        available.
+      loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
+      engine, storage, prefetch: only "auto", "per_parameter" and None are available.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
     """
-    _check_available(engine, storage, prefetch, offload_policy, frozen)
-    nnx_model, mp_policy = NNXModel(model), mp_policy or MixedPrecisionPolicy()
-    mesh, strategy = make_mesh() if mesh is None else mesh, get_strategy(strategy)
+    _check_available(engine, storage, prefetch)
+    flax_model, mp_policy = as_model(model), mp_policy or MixedPrecisionPolicy()
+    mesh = make_mesh() if mesh is None else mesh
     _check_mesh(mesh)
-    shapes = {path: tuple(leaf.shape) for path, leaf in nnx_model.params.items()}
-    resolved = resolve_units(units, nnx_model.modules, shapes)
+    mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
+    shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
+    resolved = resolve_units(units, flax_model.modules, shapes)
     policies = resolve_policies(
         resolved,
         strategy=strategy,
@@ -78,56 +96,63 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         remat=remat,
         per_unit=per_unit,
+        node_size=node_size(mesh),
     )
-    for name, policy in policies.items():
-        _check_reduce_dtype(name, policy.mp_policy)
     layout = build_layout(
-        nnx_model.params,
+        flax_model.params,
         resolved,
         policies,
         mesh=mesh,
         strategy=strategy,
         mp_policy=mp_policy,
         min_size=min_size,
-        shard_dim=shard_dim,
+        rules=LeafRules(shard_dim, frozen, ignored, placements),
+        types=flax_model.types,
+        offload=offload_policy,
     )
-    return ShardedModel(nnx_model, layout, mesh)
+    is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
+    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None))
 
 
-def _check_reduce_dtype(unit: str, policy: MixedPrecisionPolicy) -> None:
-    if policy.param_dtype == "float16":
+_GROUPED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+
+
+def _arrange(mesh: Mesh | AbstractMesh, strategy: Strategy, factor: int | None) -> tuple[Mesh | AbstractMesh, Strategy]:
+    """Regroup the mesh for a sharding factor, and return the strategy that it stands for.
+
+    Source: PyTorch FSDP (arXiv 2304.11277), section 3.2.
+    """
+    if factor is None:
+        return mesh, strategy
+    if strategy.name not in _GROUPED:
         raise ValueError(
-            f"unit {unit or '(root)'}: param_dtype 'float16' needs loss scaling, which is not supported; use 'bfloat16'"
+            f"sharding_factor={factor} says how far parameters are split, and so does strategy {strategy.name!r}; "
+            f"leave one of them out, or use {' or '.join(_GROUPED)}"
         )
-    if policy.reduce_dtype not in (None, policy.param_dtype):
-        raise ValueError(
-            f"unit {unit or '(root)'}: reduce_dtype {policy.reduce_dtype!r} differs from param_dtype "
-            f"{policy.param_dtype!r}: engine 'auto' reduces gradients in the dtype of the parameters in use; leave "
-            "reduce_dtype None, or make both equal"
-        )
+    name = _GROUPED[strategy.name]
+    if factor in (1, num_data_shards(dict(mesh.shape))):
+        name = "ddp" if factor == 1 else strategy.name
+    return group_mesh(mesh, factor), get_strategy(name)
 
 
-def _check_mesh(mesh: Mesh | AbstractMesh) -> None:
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh {mesh!r} is a {type(mesh).__name__}; pass jfsdp.make_mesh(fsdp=8), say")
     for axis, size in mesh.shape.items():
         if axis not in DATA_AXES and size > 1:
             raise ValueError(
-                f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only "
-                f"repeat each "
-                f"other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
+                f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
+                f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
             )
 
 
-def _check_available(engine: str, storage: str, prefetch: Any, offload_policy: Any, frozen: Any) -> None:
-    if frozen is not None:
-        raise ValueError("frozen: leaves without a gradient are not supported; leave it None")
+def _check_available(engine: str, storage: str, prefetch: Any) -> None:
     if engine != "auto":
         raise ValueError(f"engine {engine!r} is unknown; the engines are auto")
     if storage != "per_parameter":
         raise ValueError(f"storage {storage!r} is unknown; the storage forms are per_parameter")
     if prefetch is not None:
         raise ValueError(f"prefetch={prefetch!r}: engine 'auto' leaves the order of gathers to XLA; leave it None")
-    if offload_policy is not None:
-        raise ValueError("offload_policy: offloading is not supported; leave it None")
 
 
 class ShardedModel:
@@ -135,14 +160,17 @@ class ShardedModel:
     kept too, for as long as this object lives.
     """
 
-    def __init__(self, model: NNXModel, layout: Layout, mesh: Mesh | AbstractMesh):
-        self.model, self.layout, self.mesh = model, layout, mesh
-        self.engine = AutoEngine(layout, mesh)  # type: ignore[arg-type]
+    def __init__(
+        self, model: FlaxModel, layout: Layout, mesh: Mesh | AbstractMesh, loss_scale: LossScale | None = None
+    ):
+        self.model, self.layout, self.loss_scale = model, layout, loss_scale
+        self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
+        self.engine = AutoEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
-        return states.abstract_state(self.engine, tx, self.model.state)
+        return states.abstract_state(self.engine, tx, self.model.state, self.loss_scale)
 
     def init(self, tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
         """Make the first state, born sharded: the same seed gives the same bits on every mesh and strategy.
@@ -153,14 +181,14 @@ class ShardedModel:
         """
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
-        if not 0 <= seed < 2**31:
-            raise ValueError(f"seed={seed} must be in 0..2**31-1")
+        if not isinstance(seed, int) or not 0 <= seed < 2**31:
+            raise ValueError(f"seed={seed!r} must be a whole number in 0..2**31-1 (not a key)")
         if self.model.instance is None:
             return self._compile_init(tx)(seed)
         params, model_state = self.model.create(seed)
         shardings = self._shardings(tx)
         stored = {path: self._place(path, value, shardings.params[path]) for path, value in params.items()}
-        make = functools.partial(states.make_state, self.engine, tx)
+        make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
         return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
 
     def _place(self, path: str, value: jax.Array, sharding: Any) -> jax.Array:
@@ -177,7 +205,7 @@ class ShardedModel:
         def make(seed: Any) -> TrainState:
             params, model_state = self.model.create(seed)
             stored = {path: pad_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
-            return states.make_state(self.engine, tx, stored, model_state)
+            return states.make_state(self.engine, tx, stored, model_state, self.loss_scale)
 
         return jax.jit(make, out_shardings=self._shardings(tx), compiler_options=init_options(self.mesh))
 
@@ -193,7 +221,8 @@ class ShardedModel:
         tx: optax.GradientTransformation,
         *,
         accumulate: int = 1,
-        reduce: str = "every",
+        reduce: str | None = None,
+        reshard_after_backward: bool = True,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
     ) -> TrainStep:
@@ -202,15 +231,23 @@ class ShardedModel:
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, max_grad_norm, skip_nonfinite: see `StepConfig`.
+          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite: see `StepConfig`.
+
+        Raises:
+          ValueError: for an optimizer or a reduction that this layout cannot have.
         """
+        if not hasattr(tx, "update") or not callable(loss_fn):
+            raise ValueError(
+                "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
+            )
         self._check_optimizer(tx)
-        return TrainStep(self.apply, loss_fn, tx, StepConfig(accumulate, reduce, max_grad_norm, skip_nonfinite))
+        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite)
+        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
 
     def _check_optimizer(self, tx: optax.GradientTransformation) -> None:
-        from jfsdp.train.optimizer import check_elementwise
+        from jfsdp.train.optimizer import check_optimizer
 
-        check_elementwise(self.layout, tx)
+        check_optimizer(self.layout, tx)
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.

@@ -14,9 +14,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.rules import choose_dim
-from jfsdp.layout.table import Layout
+from jfsdp.layout.table import DEVICE, Layout
+from jfsdp.train.loss_scale import LossScale, ScaleState
+from jfsdp.train.optimizer import on_logical_leaves
+from jfsdp.train.roles import Roles, abstract_opt_state
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +34,9 @@ class TrainState:
       opt_state: the optimizer's state over the trainable part of `params`.
       model_state: the model's other state by name (batch statistics, rng keys and counts).
       num_skipped: int32 scalar; how many steps were skipped for non-finite gradients.
-      layout: where all of it stands; static.
+      loss_scale: the loss scale of float16 training; else empty.
+      layout: where the parameters stand; static.
+      roles: what each array of `opt_state` is and where it stands; static.
     """
 
     step: jax.Array
@@ -40,7 +45,9 @@ class TrainState:
     opt_state: Any
     model_state: Arrays
     num_skipped: jax.Array
+    loss_scale: ScaleState
     layout: Layout = dataclasses.field(metadata={"static": True})
+    roles: Roles = dataclasses.field(metadata={"static": True})
 
     @property
     def source(self) -> Arrays:
@@ -48,7 +55,13 @@ class TrainState:
         return {**self.params, **self.work}
 
 
-def make_state(engine: AutoEngine, tx: optax.GradientTransformation, params: Arrays, model_state: Arrays) -> TrainState:
+def make_state(
+    engine: Engine,
+    tx: optax.GradientTransformation,
+    params: Arrays,
+    model_state: Arrays,
+    loss_scale: LossScale | None = None,
+) -> TrainState:
     """Build the first state from parameters of stored shape; call it inside `jit` with `state_shardings`.
 
     Layout:  parameters as they come -> [D/axes F] each.
@@ -59,22 +72,24 @@ def make_state(engine: AutoEngine, tx: optax.GradientTransformation, params: Arr
         step=jnp.zeros((), jnp.int32),
         params=stored,
         work=make_work(engine, stored),
-        opt_state=tx.init(trainable(engine.layout, stored)),
+        opt_state=on_logical_leaves(engine, tx).init(trainable(engine.layout, stored)),
         model_state=model_state,
         num_skipped=jnp.zeros((), jnp.int32),
+        loss_scale=loss_scale.init() if loss_scale else {},
         layout=engine.layout,
+        roles=abstract_opt_state(engine.layout, tx)[1],
     )
 
 
-def make_work(engine: AutoEngine, params: Arrays) -> Arrays:
+def make_work(engine: Engine, params: Arrays) -> Arrays:
     """Cast the masters and gather them into the copy that strategies with a finer optimizer keep at rest.
 
     Layout:  [D/all F] master dtype -> [D F] (or [D/group F]) in `param_dtype`; nothing where no copy is kept.
     Cost:    one all-gather of the cast shards.
     """
-    leaves = [leaf for leaf in engine.layout.leaves if leaf.has_work]
-    cast = {leaf.path: params[leaf.path].astype(leaf.stage("work").dtype) for leaf in leaves}
-    return engine.constrain(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
+    leaves = [leaf for leaf in engine.layout.leaves if leaf.has_work and leaf.path in params]
+    cast = {leaf.path: to_device(params[leaf.path]).astype(leaf.stage("work").dtype) for leaf in leaves}
+    return engine.put(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
 
 
 def with_work(state: TrainState, like: TrainState) -> TrainState:
@@ -91,7 +106,7 @@ def with_work(state: TrainState, like: TrainState) -> TrainState:
 
 
 def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part that the optimizer sees: floating leaves. Moves no data."""
+    """Return the part that the optimizer sees: floating leaves that are not frozen. Moves no data."""
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}
 
 
@@ -106,41 +121,43 @@ def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> Tr
         step=whole,  # type: ignore[arg-type]
         params=stage(abstract_state.params, "param"),
         work=stage(abstract_state.work, "work"),
-        opt_state=jax.tree_util.tree_map_with_path(
-            lambda path, x: NamedSharding(mesh, opt_spec(layout, path, tuple(x.shape))), abstract_state.opt_state
-        ),
+        opt_state=abstract_state.roles.shardings(layout, mesh, abstract_state.opt_state),
         model_state=dict.fromkeys(abstract_state.model_state, whole),  # type: ignore[misc]
         num_skipped=whole,  # type: ignore[arg-type]
+        loss_scale=dict.fromkeys(abstract_state.loss_scale, whole),  # type: ignore[arg-type]
         layout=layout,
+        roles=abstract_state.roles,
     )
 
 
-def opt_spec(layout: Layout, path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Return where an array of the optimizer's state stands. Moves no data.
+def state_memories(state: TrainState) -> TrainState:
+    """Return the memory of every array of a state, as a state. Moves no data.
 
-    One that has the name and shape of a parameter stands like that parameter's `opt` stage. Others (factored moments,
-    counters) are split by the rule that parameters follow, but never padded: replicated if no dim divides.
+    Shardings do not say it everywhere: on devices of a topology JAX (0.10.2, 0.12) drops the memory from them.
     """
-    name = param_name(layout, path)
-    leaf = layout.by_path.get(name or "")
-    if leaf is not None and shape == leaf.stored_shape:
-        return leaf.spec("opt")
-    axes = tuple(axis for axis, size in layout.mesh_sizes if size > 1 and axis in layout.strategy.opt.axes)
-    choice = choose_dim(name or "", shape, layout.num_shards(axes), min_size=layout.min_size)
-    if choice.dim is None or choice.padding:
-        return PartitionSpec()
-    return PartitionSpec(*[axes if dim == choice.dim else None for dim in range(len(shape))])
+    layout = state.layout
+
+    def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return {path: layout.by_path[path].stage(name).memory for path in values}
+
+    here = jax.tree.map(lambda _: DEVICE, state)
+    return dataclasses.replace(
+        here,
+        params=stage(state.params, "param"),
+        work=stage(state.work, "work"),
+        opt_state=state.roles.map(lambda role, _: role.memory, state.opt_state),
+    )
 
 
-def param_name(layout: Layout, path: tuple[Any, ...]) -> str | None:
-    """Return the parameter that a path inside the optimizer's state speaks of, or None. Moves no data."""
-    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return next((key for key in reversed(keys) if key in layout.by_path), None)
-
-
-def abstract_state(engine: AutoEngine, tx: optax.GradientTransformation, model_state: Mapping[str, Any]) -> TrainState:
+def abstract_state(
+    engine: Engine,
+    tx: optax.GradientTransformation,
+    model_state: Mapping[str, Any],
+    loss_scale: LossScale | None = None,
+) -> TrainState:
     """Return shapes, dtypes and shardings of a state. Moves no data."""
     layout = engine.layout
+    opt_state, roles = abstract_opt_state(layout, tx)
     stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves}
     shapes = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
@@ -150,10 +167,12 @@ def abstract_state(engine: AutoEngine, tx: optax.GradientTransformation, model_s
             for leaf in layout.leaves
             if leaf.has_work
         },
-        opt_state=jax.eval_shape(tx.init, trainable(layout, stored)),
+        opt_state=opt_state,
         model_state=dict(model_state),
         num_skipped=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
+        loss_scale=jax.eval_shape(loss_scale.init) if loss_scale else {},
         layout=layout,
+        roles=roles,
     )
     return with_shardings(shapes, state_shardings(layout, engine.mesh, shapes))
 

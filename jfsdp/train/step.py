@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,14 +12,18 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.engine import to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES, num_data_shards
+from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
 from jfsdp.layout.report import summary
-from jfsdp.train.loss import Loss, as_loss
-from jfsdp.train.state import TrainState, make_work, state_shardings, trainable
+from jfsdp.layout.strategy import STRATEGIES, Split
+from jfsdp.layout.table import HOST, Layout
+from jfsdp.train.gradients import Gradients, LossFn, check_reduce_dtype, positive
+from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.optimizer import on_logical_leaves
+from jfsdp.train.state import TrainState, make_work, state_memories, state_shardings, trainable
 
-LossFn = Callable[[Any, Any], Any]
 Metrics = dict[str, jax.Array]
 
 
@@ -29,25 +33,30 @@ class StepConfig:
 
     Attributes:
       accumulate: into how many microbatches the batch is cut; they run one after the other.
-      reduce: "every" reduces the gradient of every microbatch into shards (memory of a shard, `accumulate` times the
-        traffic). "once" is not available in the auto engine, which cannot defer a reduction.
+      reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
+        times the traffic; between the groups of a hybrid strategy only once, if the loss is a `Loss`). "once"
+        accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`); a scalar
+        loss is then a mean per device. None: as the strategy's table says, which is "once" for zero1 with a `Loss`,
+        and "every" for the others. Where reducing later could change the result, a step that was not told "once"
+        reduces every microbatch, and warns.
+      reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
+        last: one gather per step for the memory of all parameters in use.
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
     """
 
     accumulate: int = 1
-    reduce: str = "every"
+    reduce: str | None = None
+    reshard_after_backward: bool = True
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
-        if self.reduce == "once":
-            raise ValueError('reduce="once" cannot be had from engine "auto", where XLA reduces; use reduce="every"')
-        if self.reduce != "every":
-            raise ValueError(f'reduce={self.reduce!r} is unknown; use "every"')
+        if self.reduce not in (None, "every", "once"):
+            raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive, or None")
 
@@ -55,13 +64,25 @@ class StepConfig:
 class TrainStep:
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
-    Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, and what the loss
-    returns as `aux`.
+    Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
+    is one, and what the loss returns as `aux`.
     """
 
-    def __init__(self, apply: ShardedApply, loss_fn: LossFn, tx: optax.GradientTransformation, config: StepConfig):
-        self.apply, self.loss_fn, self.tx, self.config = apply, loss_fn, tx, config
+    def __init__(
+        self,
+        apply: ShardedApply,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        config: StepConfig,
+        loss_scale: LossScale | None = None,
+    ):
+        self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
+        once = reduces_once(self.layout, config)
+        check_reduce_dtype(self.layout, once=once)
+        keep = config.reshard_after_backward
+        is_asked = config.reduce == "once"
+        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, keep, loss_scale is not None)
         self._jitted: Any = None
         self._batch_shape: Any = None
 
@@ -74,18 +95,23 @@ class TrainStep:
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.
         """
+        if not isinstance(state, TrainState):
+            raise ValueError(
+                f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
+                "model.init, jfsdp.restore or the step before returned"
+            )
         if state.step.is_deleted():
             raise ValueError(
                 "the state given was donated to an earlier step and is gone; keep what the step returns: "
                 "state, metrics = step(state, batch)"
             )
-        if state.layout != self.layout:
-            raise ValueError(
-                f"the state has another layout ({summary(state.layout)}) than this step ({summary(self.layout)}); make "
-                "it with this model's init, or restore it with like=model.abstract_state(tx)"
-            )
+        check_state(state, self.layout, self.loss_scale)
+        state = dataclasses.replace(state, layout=self.layout)
         batch = self.shard_batch(batch)
-        result = self._compile_for(state)(state, batch)
+        donated, lent = lend_host_params(state)
+        result = self._compile_for(state)(donated, lent, batch)
+        for value in jax.tree.leaves(lent):
+            value.delete()
         self._batch_shape = _batch_shape(batch)
         return result
 
@@ -99,7 +125,7 @@ class TrainStep:
         self._check_batch(abstract_batch, 1)
         sharding = batch_sharding(self.mesh)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_batch)
-        return self._compile_for(abstract_state).lower(abstract_state, batch)
+        return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
 
     def shard_batch(self, batch: Any) -> Any:
         """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
@@ -116,20 +142,28 @@ class TrainStep:
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         if not leaves:
             raise ValueError("the batch holds no arrays")
+        first = None
         for path, x in leaves:
-            size = x.shape[0] * num_processes if getattr(x, "shape", ()) else None
-            if size is None or size == 0 or size % (shards * accumulate):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            if not getattr(x, "shape", ()):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)}: dim 0 (size {size}) cannot be split over axes "
-                    f"{DATA_AXES} (size "
-                    f"{shards}) in {accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
+                    f"{name}: is {type(x).__name__} without dims; every leaf of a batch is an array of rows [B, ...]: "
+                    "repeat what holds for all rows, or leave it out"
                 )
+            size = x.shape[0] * num_processes
+            if size == 0 or size % (shards * accumulate):
+                raise ValueError(
+                    f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "
+                    f"{accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
+                )
+            first = first or (name, size)
+            if size != first[1]:
+                raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; give every leaf as many rows")
         shape = _batch_shape(batch)
         if self._batch_shape is not None and shape != self._batch_shape:
             raise ValueError(
                 f"the batch changed: this step was built for {self._batch_shape}, and got {shape}; make another "
-                f"train_step "
-                "for batches of another form"
+                "train_step for batches of another form"
             )
 
     def _compile_for(self, state: TrainState) -> Any:
@@ -138,83 +172,151 @@ class TrainStep:
             whole = NamedSharding(self.mesh, PartitionSpec())
             self._jitted = jax.jit(
                 self._step,
-                in_shardings=(shardings, None),
+                in_shardings=(*lend_host_params(shardings), None),
                 out_shardings=(shardings, whole),
                 donate_argnums=0,
                 compiler_options=compiler_options(self.mesh),
             )
         return self._jitted
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        grads, loss, model_state = self._gradients(state, batch)
-        weight = jnp.where(loss.weight > 0, loss.weight, 1.0)  # nothing counted: no loss, and a gradient of zeros
-        grads = self.apply.engine.constrain({path: grad / weight for path, grad in grads.items()}, "opt")
+    def _step(self, state: TrainState, lent: dict[str, Arrays], batch: Any) -> tuple[TrainState, Metrics]:
+        whole = {name: getattr(state, name) | values for name, values in lent.items()}
+        state = dataclasses.replace(state, **whole)
+        state = jax.tree.map(in_memory, state, state_memories(state))
+        scale = state.loss_scale["scale"] if self.loss_scale else 1.0
+        grads, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+        weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
+        here = {path: to_device(grad) / (weight * scale) for path, grad in grads.items()}
+        grads = self.apply.engine.constrain(here, "opt")
         grad_norm = optax.tree.norm(grads)
-        grads = self._to_dtype(clip_by_norm(grads, grad_norm, self.config.max_grad_norm), "param")
+        grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
+        grads = {path: grad.astype(self.layout.by_path[path].dtype) for path, grad in grads.items()}
         new = dataclasses.replace(self._update(state, grads), model_state=model_state)
         _check_dtypes(state, new)
-        new = dataclasses.replace(self._guard(state, new, loss, grad_norm), step=state.step + 1)
+        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
+        new = dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
         metrics = {
             "loss": loss.total / weight,
             "grad_norm": grad_norm,
             "weight": loss.weight,
             "num_skipped": new.num_skipped.astype(jnp.float32),
         }
+        if self.loss_scale:
+            metrics["loss_scale"] = jnp.asarray(scale)
         return new, metrics | {key: value / weight for key, value in (loss.aux or {}).items()}
 
-    def _gradients(self, state: TrainState, batch: Any) -> tuple[Arrays, Loss, Arrays]:
-        """Sum gradients, totals and weights over the microbatches; gradients at least in float32."""
-        weights = trainable(self.layout, state.source)
-        others = {path: value for path, value in state.source.items() if path not in weights}
-
-        def total(weights: Arrays, model_state: Arrays, microbatch: Any) -> tuple[jax.Array, tuple[Loss, Arrays]]:
-            loss, after = self.apply(self._call_loss, weights | others, model_state, microbatch)
-            return loss.total, (loss, after)
-
-        def gradients(model_state: Arrays, microbatch: Any) -> tuple[Arrays, Loss, Arrays]:
-            grads, (loss, after) = jax.grad(total, has_aux=True)(weights, model_state, microbatch)
-            return self._to_dtype(grads, "grad"), loss, after
-
-        if self.config.accumulate == 1:
-            return gradients(state.model_state, batch)
-        return self._accumulate(gradients, state.model_state, batch)
-
-    def _call_loss(self, model: Any, microbatch: Any) -> Loss:
-        return as_loss(self.loss_fn(model, microbatch))
-
-    def _accumulate(self, gradients: Any, model_state: Arrays, batch: Any) -> tuple[Arrays, Loss, Arrays]:
-        micro = split_microbatches(batch, self.config.accumulate, self.mesh)
-        shapes = jax.eval_shape(gradients, model_state, jax.tree.map(lambda x: x[0], micro))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-        start = (self.apply.engine.constrain(zeros[0], "grad"), zeros[1], model_state)
-
-        def body(carry: Any, microbatch: Any) -> tuple[Any, None]:
-            grads, loss, before = carry
-            new_grads, new_loss, after = gradients(before, microbatch)
-            added = jax.tree.map(jnp.add, (grads, loss), (new_grads, new_loss))
-            return (self.apply.engine.constrain(added[0], "grad"), added[1], after), None
-
-        return jax.lax.scan(body, start, micro)[0]
-
-    def _to_dtype(self, grads: Arrays, stage: str) -> Arrays:
-        by_path = self.layout.by_path
-        return {path: grad.astype(by_path[path].stage(stage).dtype) for path, grad in grads.items()}
-
     def _update(self, state: TrainState, grads: Arrays) -> TrainState:
-        """Update each parameter where the optimizer's states stand, then bring it back to where it rests."""
-        engine = self.apply.engine
-        params = engine.constrain(trainable(self.layout, state.params), "opt")
-        updates, opt_state = self.tx.update(grads, state.opt_state, params)
-        updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
-        new = {**state.params, **engine.constrain(updated, "param")}
-        return dataclasses.replace(state, params=new, work=make_work(engine, new), opt_state=opt_state)
+        """Update each parameter where the optimizer's states stand, then bring it back to where it rests.
 
-    def _guard(self, old: TrainState, new: TrainState, loss: Loss, grad_norm: jax.Array) -> TrainState:
-        if not self.config.skip_nonfinite:
+        What is offloaded is copied to the device, array by array, and back.
+        """
+        engine = self.apply.engine
+        here = {path: to_device(value) for path, value in trainable(self.layout, state.params).items()}
+        params = engine.constrain(here, "opt")
+        opt_state = jax.tree.map(to_device, state.opt_state)
+        updates, opt_state = on_logical_leaves(engine, self.tx).update(grads, opt_state, params)
+        updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
+        masters = engine.constrain(updated, "param")
+        frozen = {path: value for path, value in state.params.items() if path not in updated}
+        work = state.work if not state.work else {**state.work, **make_work(engine, masters)}
+        return dataclasses.replace(
+            state,
+            params={path: {**frozen, **engine.put(masters, "param")}[path] for path in state.params},
+            work=work,
+            opt_state=jax.tree.map(like_memory, state.opt_state, opt_state),
+        )
+
+    def _guard(self, old: TrainState, new: TrainState, is_finite: jax.Array) -> TrainState:
+        """Keep the old state where the step is not to be taken, and move the loss scale."""
+        if self.loss_scale is None and not self.config.skip_nonfinite:
             return new
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        return dataclasses.replace(kept, num_skipped=old.num_skipped + (~finite).astype(jnp.int32))
+
+        def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+            return like_memory(b, jnp.where(is_finite, to_device(a), to_device(b)))
+
+        kept = jax.tree.map(choose, new, old)
+        scale = self.loss_scale.update(old.loss_scale, is_finite) if self.loss_scale else old.loss_scale
+        num_skipped = old.num_skipped + (~is_finite).astype(jnp.int32)
+        return dataclasses.replace(kept, loss_scale=scale, num_skipped=num_skipped)
+
+
+def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:
+    """Refuse a state that stands elsewhere than a step expects it; what else a layout says is the step's own affair.
+
+    Raises:
+      ValueError: naming the first leaf that differs, or the loss scale.
+    """
+    remedy = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
+    there, wanted = _at_rest(state.layout), _at_rest(layout)
+    differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
+    if differing or state.layout.mesh_sizes != layout.mesh_sizes:
+        what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
+        raise ValueError(
+            f"the state has another layout ({summary(state.layout)}) than this step ({summary(layout)}){what}; {remedy}"
+        )
+    if bool(state.loss_scale) != (loss_scale is not None):
+        raise ValueError(
+            f"the state has {'a' if state.loss_scale else 'no'} loss scale, and this step's precision takes "
+            f"{'one' if loss_scale else 'none'}; {remedy}(state, model)"
+        )
+
+
+def _at_rest(layout: Layout) -> dict[str, Any]:
+    stages = ("param", "work", "opt")
+    return {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
+
+
+def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:
+    """Part a state into what a step may overwrite, and parameters in host memory, which it reads several times.
+
+    XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that keeps the
+    readers from the writer would be one from host to host. So these are freed after the step. Moves no data.
+    """
+
+    def on_host(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
+        return {path: x for path, x in values.items() if state.layout.by_path[path].stage(stage).memory == HOST}
+
+    lent = {"params": on_host(state.params, "param"), "work": on_host(state.work, "work")}
+    kept = {
+        name: {path: x for path, x in getattr(state, name).items() if path not in lent[name]}
+        for name in ("params", "work")
+    }
+    return dataclasses.replace(state, **kept), lent
+
+
+def in_memory(value: jax.Array, memory: str) -> jax.Array:
+    """Say in its type that an argument stands in host memory: JAX (0.10.2, 0.12) leaves that out when a step is lowered
+    for shapes. Moves no data: that is where it stands.
+    """
+    is_typed = jax.typeof(value).memory_space == jax.memory.Space.Host
+    return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_typed else value
+
+
+def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
+    is_host = jax.typeof(old).memory_space == jax.memory.Space.Host
+    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_host else new
+
+
+def reduces_once(layout: Layout, config: StepConfig) -> bool:
+    """Tell whether the microbatches of a step share one reduction.
+
+    Raises:
+      ValueError: if that is asked of a strategy whose parameters are split between microbatches.
+    """
+    is_once = layout.strategy.grad is Split.PARTIAL and config.accumulate > 1
+    if config.reduce is not None:
+        is_once = config.reduce == "once"
+    split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes]
+    if is_once and config.reshard_after_backward and (layout.strategy.axes("grad") or split):
+        able = ", ".join(name for name, strategy in STRATEGIES.items() if not strategy.axes("grad"))
+        what = f"{split[0]} is split at rest" if split else "its gradient accumulator is split"
+        raise ValueError(
+            f'reduce="once": strategy {layout.strategy.name!r}: {what}, and reducing once takes whole parameters and a '
+            f'whole gradient on every device; use {able}, reduce="every", or keep the parameters whole between '
+            "microbatches: reshard_after_backward=False"
+        )
+    return is_once
 
 
 def check_lowers(mesh: Any) -> None:
@@ -227,7 +329,8 @@ def check_lowers(mesh: Any) -> None:
 
 
 def _batch_shape(batch: Any) -> Any:
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", batch)
+    # The dtype as JAX takes it: without 64 bits unless they are asked for.
+    return jax.tree.map(lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}", batch)
 
 
 def _check_dtypes(old: TrainState, new: TrainState) -> None:
@@ -243,22 +346,7 @@ def _check_dtypes(old: TrainState, new: TrainState) -> None:
 
 def batch_sharding(mesh: Any) -> NamedSharding:
     """Return the sharding of a batch: dim 0 over all data axes. Moves no data."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXES))
-
-
-def split_microbatches(batch: Any, num: int, mesh: Any) -> Any:
-    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has.
-
-    Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
-    Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
-    """
-    sharding = NamedSharding(mesh, PartitionSpec(None, DATA_AXES))
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(rows, sharding)
-
-    return jax.tree.map(split, batch)
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 
 
 def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:

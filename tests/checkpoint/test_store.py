@@ -18,7 +18,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.store import MANIFEST, read_manifest
-from jfsdp.train.state import TrainState, param_name
+from jfsdp.train.roles import leaf_of
+from jfsdp.train.state import TrainState
 
 TX = optax.adamw(1e-3)
 
@@ -69,7 +70,7 @@ def lived_in(state: TrainState) -> TrainState:
     """A state as after some steps: moments of their own, counters that are not zero. Padding stays zero."""
 
     def change(path: Any, value: jax.Array) -> jax.Array:
-        name = param_name(state.layout, path)
+        name = leaf_of(state.layout, path)
         if name is None:
             return jax.device_put(value + 7, value.sharding)
         factor = 0.5 if "mu" in jax.tree_util.keystr(path) else -0.25
@@ -107,7 +108,7 @@ def logical(state: TrainState) -> dict[str, np.ndarray]:
             continue
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
-        value, name = np.asarray(value), param_name(state.layout, path)
+        value, name = np.asarray(value), leaf_of(state.layout, path)
         if name is not None and path[0].name in ("params", "opt_state"):
             leaf = state.layout.by_path[name]
             inside = tuple(map(slice, leaf.shape))

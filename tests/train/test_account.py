@@ -190,3 +190,41 @@ def test_llama_8b_on_24_lists_its_padding():
     assert count.padding == pytest.approx(12 * padding / 24, abs=3 * 12)  # rounded down for every array
     assert 0 < count.padding < 0.01 * count.total
     assert count.total == 12 * (8_030_261_248 + padding) // 24 + COUNTERS
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+@pytest.mark.parametrize("what", [("params",), ("opt_state",), ("params", "grads", "opt_state")], ids="+".join)
+def test_what_is_offloaded_is_counted_apart_and_is_what_the_live_arrays_occupy(strategy, what):
+    tx, mesh = optax.adamw(1e-3), device_mesh(MESHES["8"])
+    policy = jfsdp.OffloadPolicy(**dict.fromkeys(what, True))
+    here = sharded(strategy, mesh, "bfloat16")
+    mp_policy = jfsdp.MixedPrecisionPolicy("bfloat16")
+    there = jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, mp_policy=mp_policy, min_size=8, offload_policy=policy)
+    state, count, plain = there.init(tx), account(there.abstract_state(tx)), account(here.abstract_state(tx))
+    kinds: dict[str, list[Any]] = {"device": [], "pinned_host": []}
+    for array in jax.tree.leaves(state):
+        kinds["pinned_host" if array.sharding.memory_kind == "pinned_host" else "device"].append(array)
+    assert live_bytes(kinds["device"]) == {count.total}
+    assert live_bytes(kinds["pinned_host"]) == {count.host_total}
+    assert count == account(state)
+    assert count.total + count.host_total == plain.total
+    assert (count.padding, count.replicated) == (plain.padding, plain.replicated)
+    assert bool(count.host_params) == bool(count.params != plain.params) == ("params" in what)
+    assert bool(count.host_opt) == bool(count.opt != plain.opt) == ("opt_state" in what)
+    assert bool(count.host_work) == ("params" in what and strategy == "zero1")
+    both = {path: count.by_leaf[path] + count.host_by_leaf[path] for path in count.by_leaf}
+    assert both == plain.by_leaf and count.host_by_leaf["scale"] == 0, "small leaves stay on the device"
+    assert plain.host_total == 0 and set(plain.host_by_leaf.values()) == {0}
+
+
+def test_a_frozen_leaf_has_parameters_and_no_more():
+    mesh = jfsdp.make_abstract_mesh(MESHES["8"])
+    model = jfsdp.fully_shard(Net, mesh=mesh, min_size=8, frozen="even")
+    count = account(model.abstract_state(optax.adam(1e-3)))
+    assert count.by_leaf["even"] == 4 * EVEN // 8
+
+
+def test_the_loss_scale_is_among_the_counters():
+    mesh = jfsdp.make_abstract_mesh(MESHES["8"])
+    model = jfsdp.fully_shard(Net, mesh=mesh, mp_policy=jfsdp.MixedPrecisionPolicy("float16"))
+    assert account(model.abstract_state(optax.adam(1e-3))).counters == COUNTERS + 2 * 4

@@ -65,6 +65,18 @@ def test_anything_else_is_not_a_job(value):
         as_job(value, "mine")
 
 
+def test_an_unknown_kind_of_data_is_refused():
+    with pytest.raises(ValueError, match="job 'mine': data='sounds' is unknown; the kinds are tokens, images"):
+        as_job({**FIELDS, "data": "sounds"}, "mine")
+
+
+def test_a_job_takes_whatever_fully_shard_takes_as_model():
+    module, inputs = find_job("gpt2").model
+    assert type(module).__name__ == "GPT2" and [x.shape for x in inputs] == [(1, 1)]
+    assert find_job("gpt2").eval_loss is not None and find_job("llama-tiny").eval_loss is None
+    assert (find_job("vit-b16").data, find_job("vit-b16").num_classes) == ("images", 1000)
+
+
 def test_installed_models_are_found_by_name():
     assert {"llama-tiny", "llama-8b", "llama-405b"} <= set(job_names())
     job = find_job("llama-tiny")

@@ -1,83 +1,23 @@
-"""Documents to batches: shuffle, share out, pack, batch, prefetch; with a state that can be saved and restored."""
+"""Documents to batches: shuffle, share out, pack, batch, prefetch; with a state that can be saved and restored.
+
+[Note: batches of tokens] Arrays [B T]:
+
+    tokens       int32    inputs; 0 in padding
+    targets      int32    the next token of the same document (see [Note: pairs]); 0 in padding
+    segment_ids  int32    1, 2, .. in each row; 0 in padding: attend only within equal ids
+    positions    int32    from 0 in every segment of a row
+    weights      float32  1 where the target counts, 0 in padding
+"""
 
 from __future__ import annotations
 
 import functools
-import json
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from jfsdp.train.data.documents import INPUT, START, TARGET, DataConfig, TokenData
-
-_STATE_VERSION = 1
-_Batch = dict[str, np.ndarray]
-
-
-class DataIterator(Iterator[_Batch]):
-    """Batches of [B T] arrays, and where in the data they are.
-
-      tokens       int32    inputs; 0 in padding
-      targets      int32    the next token of the same document (see [Note: pairs]); 0 in padding
-      segment_ids  int32    1, 2, .. in each row; 0 in padding: attend only within equal ids
-      positions    int32    from 0 in every segment of a row
-      weights      float32  1 where the target counts, 0 in padding
-
-    Moves no data to devices.
-    """
-
-    def __init__(self, dataset: Any, stream: dict[str, Any]):
-        self._open = [iter(dataset)]
-        self._stream = stream
-        # Not left to grain's __del__, which at interpreter exit prints an ignored TypeError (0.2.18).
-        self._close = weakref.finalize(self, _close_all, self._open)
-
-    def __next__(self) -> _Batch:
-        return next(self._iterator)
-
-    def close(self):
-        """Stop the thread that reads ahead; garbage collection and interpreter exit do the same."""
-        self._close()
-
-    @property
-    def _iterator(self) -> Any:
-        if not self._open:
-            raise ValueError("this data iterator was closed; make a new one and restore its state")
-        return self._open[0]
-
-    def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` needs to continue after the last batch taken; plain JSON, about 1 kB."""
-        state = {"version": _STATE_VERSION, "stream": self._stream, "position": self._iterator.get_state()}
-        return json.loads(json.dumps(state))
-
-    def set_state(self, state: dict[str, Any]):
-        """Continue where `get_state` was called, bit for bit, in this or another process.
-
-        Cost: reads and tokenizes again the documents of one window of `shuffle_rows` rows.
-
-        Raises:
-          ValueError: if the state belongs to another stream (data, seed, seq_len, process count..); names what differs.
-        """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"data state has version {state.get('version')}, expected {_STATE_VERSION}; start the data anew"
-            )
-        theirs, ours = state["stream"], self._stream
-        differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
-        if differing:
-            pairs = ", ".join(f"{n} was {theirs.get(n)!r}, is {ours.get(n)!r}" for n in differing)
-            raise ValueError(
-                f"data state belongs to another stream: {pairs}; resume with the same settings, or start the data anew "
-                "by not restoring its state"
-            )
-        self._iterator.set_state(_tuples(state["position"]))
-
-
-def _close_all(iterators: list[Any]):
-    while iterators:
-        iterators.pop().close()
+from jfsdp.train.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
 
 
 def make_train_iterator(
@@ -103,7 +43,7 @@ def make_train_iterator(
     Raises:
       ValueError: if there are fewer training documents than processes, or numbers that make no sense.
     """
-    _check_share(batch_size, process_index, process_count)
+    check_share(batch_size, process_index, process_count)
     if len(data.train) < process_count:
         raise ValueError(
             f"{data.config.data!r}: {len(data.train)} training documents cannot be shared by {process_count} "
@@ -117,7 +57,7 @@ def make_train_iterator(
     rows = _shuffle_rows(_pack(share, data.config.seq_len), data.config)
     batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
     stream = _describe(data, "train", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(batches, prefetch_batches), stream)
+    return DataIterator(prefetch(batches, prefetch_batches), stream)
 
 
 def make_eval_iterator(
@@ -134,7 +74,7 @@ def make_eval_iterator(
     Raises:
       ValueError: if no documents are held out, or numbers that make no sense.
     """
-    _check_share(batch_size, process_index, process_count)
+    check_share(batch_size, process_index, process_count)
     if not len(data.eval):
         raise ValueError(f"{data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
     import grain
@@ -145,7 +85,7 @@ def make_eval_iterator(
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
     stream = _describe(data, "eval", batch_size, process_index, process_count)
-    return DataIterator(_prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
+    return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
 def _pack(documents: Any, seq_len: int) -> Any:
@@ -158,10 +98,7 @@ def _pack(documents: Any, seq_len: int) -> Any:
     """
     import grain
 
-    # No thread pool for the documents. One thread reads faster than a host trains; and with pools (grain 0.2.18) two
-    # test runs in which iterators were garbage collected hung, a thread waiting for a lock in `submit`.
-    in_caller = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    elements = documents.map(_named_pairs).to_iter_dataset(in_caller)
+    elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
     return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
 
 
@@ -173,18 +110,12 @@ def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
     return grain.experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
 
 
-def _prefetch(batches: Any, prefetch_batches: int) -> Any:
-    import grain
-
-    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
-
-
-def _named_pairs(pairs: np.ndarray) -> _Batch:
+def _named_pairs(pairs: np.ndarray) -> Batch:
     return {"pairs": pairs}
 
 
-def _to_batch(packed: _Batch, *, cross_documents: bool, rows: slice = slice(None)) -> _Batch:
-    """Split pairs [B T 3] into the arrays that `DataIterator` lists."""
+def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
+    """Split pairs [B T 3] into the arrays of [Note: batches of tokens]."""
     pairs, is_real = packed["pairs"][rows], packed["pairs_segment_ids"][rows] > 0
     is_start = np.zeros_like(is_real) if cross_documents else pairs[:, :, START] > 0
     is_start[:, 0] = True
@@ -217,18 +148,3 @@ def _describe(data: TokenData, split: str, batch_size: int, process_index: int, 
         "process_index": process_index,
         "process_count": process_count,
     }
-
-
-def _check_share(batch_size: int, process_index: int, process_count: int):
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: must be at least 1 per process")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index}: must be in 0..{process_count - 1}, below process_count")
-
-
-def _tuples(state: Any) -> Any:
-    # JSON has no tuples, and grain (0.2.18, ConcatThenSplit) compares its "no remainder" slice with the tuple (-1, -1):
-    # given the list [-1, -1], it drops a document. To go when grain accepts its own state after JSON.
-    if isinstance(state, dict):
-        return {key: _tuples(value) for key, value in state.items()}
-    return tuple(_tuples(value) for value in state) if isinstance(state, list) else state

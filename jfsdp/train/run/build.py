@@ -9,12 +9,12 @@ from typing import Any
 import optax
 
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
-from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.rules import DEFAULT_MIN_SIZE
+from jfsdp.train import options
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.run.config import TrainConfig, parse_profile
 from jfsdp.train.run.loop import LoopConfig
-from jfsdp.train.sharded import ShardedModel, fully_shard
+from jfsdp.train.run.source import check_source
+from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step import TrainStep
 
 
@@ -26,7 +26,8 @@ class Parts:
       job, model, tx, step: the job, its model sharded, its optimizer and its training step.
       schedule: the learning rate by number of updates made before.
       loop: when things happen.
-      seq_len, global_batch: tokens per row, and rows per step of all devices together.
+      row_items, global_batch: items per row (tokens; 1 where a row is an image), and rows per step of all devices
+        together.
       decides: all that the losses depend on, but for the data: a run is not resumed under another.
     """
 
@@ -36,7 +37,7 @@ class Parts:
     step: TrainStep
     schedule: Callable[[int], Any]
     loop: LoopConfig
-    seq_len: int
+    row_items: int
     global_batch: int
     decides: dict[str, Any]
 
@@ -51,51 +52,36 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    loop = make_loop(config)
     job = load_job(config.model, config.factory).with_config(**parse_config(config.model_config))
-    seq_len = job.seq_len if config.seq_len is None else config.seq_len
-    check_job(job, seq_len)
-    model = make_model(config, job)
+    row_items = check_source(config, job)
+    model = options.shard_job(config, job, make_run_mesh(config))
+    loop = make_loop(config, model.loss_scale is not None)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
-    tx = job.optimizer(schedule)
+    tx = options.make_optimizer(config, job, schedule)
     step = model.train_step(
         job.loss,
         tx,
-        accumulate=config.accumulate,
+        **options.step_arguments(config),
         max_grad_norm=config.max_grad_norm,
         skip_nonfinite=config.skip_nonfinite,
     )
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     check_rows(config, model)
-    decides = what_decides(config, job, seq_len, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
-    return Parts(job, model, tx, step, schedule, loop, seq_len, global_batch, decides)
+    decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
+    return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
 
 
-def make_model(config: TrainConfig, job: Job) -> ShardedModel:
-    """Shard the job's model as the configuration says."""
-    return fully_shard(
-        job.model,
-        mesh=make_run_mesh(config),
-        strategy=config.strategy,
-        units=job.units,
-        mp_policy=MixedPrecisionPolicy(config.param_dtype, config.reduce_dtype),
-        remat=config.remat,
-        engine=config.engine,
-        min_size=DEFAULT_MIN_SIZE if config.min_size is None else config.min_size,
-    )
-
-
-def make_loop(config: TrainConfig) -> LoopConfig:
-    """Say when things happen."""
+def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
+    """Say when things happen. A step whose loss is scaled skips what is not finite by itself."""
     return LoopConfig(
         steps=config.steps,
         log_every=config.log_every,
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
         profile=parse_profile(config.profile),
-        skips_nonfinite=config.skip_nonfinite,
+        skips_nonfinite=config.skip_nonfinite or is_scaled,
     )
 
 
@@ -119,17 +105,6 @@ def check_rows(config: TrainConfig, model: ShardedModel) -> None:
         )
 
 
-def check_job(job: Job, seq_len: int) -> None:
-    """Refuse a job that is not trained on tokens: tokens are all that the data pipeline gives."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} must be at least 1")
-    batch = job.batch(1, seq_len)
-    if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
-        raise ValueError(
-            f"job {job.name!r} does not take batches of tokens and targets, which is all that the data gives"
-        )
-
-
 def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
     """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
 
@@ -143,18 +118,18 @@ def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> C
     return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
 
 
-_DECIDING = ("seed", "accumulate", "param_dtype", "reduce_dtype", "learning_rate", "min_learning_rate")
-_DECIDING += ("max_grad_norm", "skip_nonfinite")
+_DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
 
 
-def what_decides(config: TrainConfig, job: Job, seq_len: int, global_batch: int) -> dict[str, Any]:
-    """Return all that the losses depend on but data and schedule. Mesh and strategy change them by rounding only."""
+def what_decides(config: TrainConfig, job: Job, row_items: int, global_batch: int) -> dict[str, Any]:
+    """Return all that the losses depend on but data and schedule; see `options.ROUNDING` for the rest."""
     is_data = dataclasses.is_dataclass(job.config) and not isinstance(job.config, type)
     fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
     return {
         "model": config.model or config.factory,
         **{f"model_config.{name}": value for name, value in fields.items()},
-        "seq_len": seq_len,
+        "seq_len": row_items,
         "global_batch": global_batch,
+        **options.what_decides(config),
         **{name: getattr(config, name) for name in _DECIDING},
     }

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from jfsdp.train.options import ShardingOptions
+
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(ShardingOptions):
     """What to train, on what, where and for how long."""
 
     recipe: str = "none"
     """Named defaults, which any other option overrides."""
-    model: str | None = None
-    """A job that an installed package offers, such as llama-8b."""
-    factory: str | None = None
-    """A job of your own instead: module:function."""
-    model_config: tuple[str, ...] = ()
-    """Fields of the model's configuration to change, as key=value."""
 
     data: str = "stdlib"
-    """"stdlib" (Python's own sources), a directory, a glob, *.jsonl, or token files *.bin."""
+    """"stdlib" (Python's own sources), a directory, a glob, *.jsonl, or token files *.bin; for models that take images
+    "digits" (those of scikit-learn), or a file *.npz with arrays images and labels."""
     tokenizer: str = "byte"
     """"byte", or the path of a tokenizer.json."""
     text_field: str = "text"
@@ -31,7 +28,7 @@ class TrainConfig:
     eod_id: int | None = None
     """End-of-document id of token files without a sidecar."""
     eval_fraction: float = 0.05
-    """Share of the documents held out."""
+    """Share of the documents or images held out."""
     cross_documents: bool = False
     """Let attention and positions cross documents in a row."""
     shuffle_rows: int = 1024
@@ -40,28 +37,11 @@ class TrainConfig:
     steps: int = 1000
     """The total of the run, whatever was done before a resume."""
     batch_per_device: int = 1
-    """Sequences per device and step."""
-    accumulate: int = 1
-    """Cut them into so many microbatches, one after the other."""
+    """Sequences or images per device and step."""
     seq_len: int | None = None
     """Tokens per sequence; default: the model's."""
     seed: int = 0
     """Of initialization, data order and sample."""
-
-    mesh: str = "fsdp=-1"
-    """Axis sizes, such as replica=2,fsdp=4; -1 takes the rest of the devices."""
-    strategy: str = "full_shard"
-    """ddp, zero1, full_shard, hybrid_shard, ..."""
-    engine: str = "auto"
-    """auto."""
-    remat: str = "full"
-    """What a unit recomputes in its backward: none, full, dots."""
-    param_dtype: str | None = "bfloat16"
-    """Of parameters in compute and on the wire; None: as they are stored (float32)."""
-    reduce_dtype: str | None = None
-    """Of gradients on the wire; None: param_dtype."""
-    min_size: int | None = None
-    """Leaves with fewer elements are replicated; None: the library's default."""
 
     learning_rate: float = 3e-4
     """The peak."""
@@ -91,7 +71,7 @@ class TrainConfig:
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     sample_tokens: int = 200
-    """Length of the text generated at the end; 0 for none. Ends at seq_len."""
+    """Length of the text that a model for tokens generates at the end; 0 for none. Ends at seq_len."""
     prompt: str = ""
     """Its beginning."""
     temperature: float = 0.8

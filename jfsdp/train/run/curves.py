@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], levels: Mapping[str, float]) -> None:
+def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], levels: Mapping[str, float], item: str) -> None:
     """Draw training and held-out loss over steps.
 
     Args:
       records: lines of metrics.jsonl.
       levels: horizontal lines by name, such as the entropies of the corpus.
+      item: what losses are means over.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -24,7 +25,7 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], levels: Ma
     _draw(axes, records, "eval_loss", "held-out loss", marker="o", markersize=4)
     for number, (name, value) in enumerate(levels.items()):
         axes.axhline(value, linestyle="--", linewidth=0.8, color=f"C{number + 2}", label=f"{name} entropy {value:.3f}")
-    axes.set(xlabel="step", ylabel="nats per token")
+    axes.set(xlabel="step", ylabel=f"nats per {item}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

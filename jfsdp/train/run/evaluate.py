@@ -1,10 +1,11 @@
-"""Held-out loss: an exact token-weighted mean over a fixed set of batches."""
+"""Held-out loss: an exact mean over what a fixed set of batches counts (tokens, images)."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,10 +15,25 @@ from jfsdp.train.state import TrainState
 from jfsdp.train.step import LossFn, batch_sharding
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+      loss: the mean over what was counted.
+      weight: how much that was (tokens, images).
+      aux: the means of what the loss returns beside, by name.
+    """
+
+    loss: float
+    weight: float
+    aux: dict[str, float]
+
+
 class Evaluator:
-    """Computes the loss of held-out batches: `loss, weight = evaluator(state)`. Compiles once.
+    """Computes the loss of held-out batches: `evaluation = evaluator(state)`. Compiles once.
 
     Args:
+      loss_fn: the job's `eval_loss`, or its `loss`.
       batches: `f()` starts an iterator over this process's share of the same batches every time; in every process
         equally many, their rows together a multiple of the data shards.
       num_batches: how many of them; 0 takes all.
@@ -26,9 +42,9 @@ class Evaluator:
     def __init__(
         self, model: ShardedModel, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], num_batches: int = 0
     ):
-        def sums(module: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        def sums(module: Any, batch: Any) -> dict[str, Any]:
             loss = as_loss(loss_fn(module, batch))
-            return loss.total, loss.weight
+            return {"total": loss.total, "weight": loss.weight, "aux": loss.aux or {}}
 
         self._sums, self._batches, self._num_batches = model.forward(sums), batches, num_batches
         self._sharding = batch_sharding(model.mesh)
@@ -36,23 +52,25 @@ class Evaluator:
     def _shard_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._sharding, x), batch)
 
-    def __call__(self, state: TrainState) -> tuple[float, float]:
-        """Return the mean loss and what it is the mean of (tokens).
+    def __call__(self, state: TrainState) -> Evaluation:
+        """Return the mean loss, what it is the mean of, and the means of `aux`.
 
-        Layout:  batches [B/data ...], as in training -> two scalars each, summed on the host in float64.
+        Layout:  batches [B/data ...], as in training -> scalars each, summed on the host in float64.
         Cost:    every unit is gathered once per batch, and not at all in a backward.
         Memory:  one batch at a time; a batch is read while the one before it is computed.
 
         Raises:
           ValueError: if there is nothing to evaluate.
         """
-        total = weight = 0.0
+        sums: dict[str, Any] | None = None
         batches = itertools.islice(self._batches(), self._num_batches or None)
         batch = next(batches, None)
         while batch is not None:
-            sums = self._sums(state, self._shard_batch(batch))
+            more = self._sums(state, self._shard_batch(batch))
             batch = next(batches, None)
-            total, weight = total + float(sums[0]), weight + float(sums[1])
-        if not weight:
-            raise ValueError("the held-out batches hold no tokens; raise eval_fraction or eval_batches")
-        return total / weight, weight
+            more = jax.tree.map(float, more)
+            sums = more if sums is None else jax.tree.map(operator.add, sums, more)
+        if sums is None or not sums["weight"]:
+            raise ValueError("nothing counts in the held-out batches; raise eval_fraction or eval_batches")
+        weight = sums["weight"]
+        return Evaluation(sums["total"] / weight, weight, {name: x / weight for name, x in sums["aux"].items()})

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from jfsdp.train.run.display import Display
+from jfsdp.train.run.evaluate import Evaluation
 from jfsdp.train.run.metrics import Record, Throughput, memory_bytes
 from jfsdp.train.run.stop import StopSignal
 from jfsdp.train.state import TrainState
@@ -68,7 +69,7 @@ class Loop:
       batches: this process's share of each batch, endless.
       throughput: counts steps and time.
       learning_rate: the schedule, by number of updates made before.
-      evaluate: `f(state) -> (loss, tokens)`; None evaluates nothing.
+      evaluate: `f(state) -> Evaluation`; None evaluates nothing.
       checkpoints: where states go.
       get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
       stop: asked after every step.
@@ -83,7 +84,7 @@ class Loop:
     batches: Iterator[Any]
     throughput: Throughput
     learning_rate: Callable[[int], Any]
-    evaluate: Callable[[TrainState], tuple[float, float]] | None
+    evaluate: Callable[[TrainState], Evaluation] | None
     checkpoints: Saver
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
@@ -178,7 +179,7 @@ class Loop:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         rates = self.throughput.take()
         with self.throughput.paused():
-            eval_loss, eval_tokens = self.evaluate(state) if is_eval and self.evaluate else (None, None)
+            evaluation = self.evaluate(state) if is_eval and self.evaluate else None
             num_skipped = int(values.pop("num_skipped"))
             values.pop("weight", None)
             record = {
@@ -189,9 +190,8 @@ class Loop:
                 **rates,
                 "memory_bytes": memory_bytes(),
                 "num_skipped": num_skipped,
-                "tokens_seen": step * self.throughput.tokens_per_step,
-                "eval_loss": eval_loss,
-                "eval_tokens": eval_tokens,
+                **self.throughput.seen(step),
+                **describe_evaluation(evaluation, self.throughput.item),
                 **values,
             }
             self.last_record = record
@@ -214,3 +214,11 @@ class Loop:
         self.display.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
 
     _is_tracing: bool = dataclasses.field(default=False, init=False)
+
+
+def describe_evaluation(evaluation: Evaluation | None, item: str) -> Record:
+    """Return what a line of metrics.jsonl says of an evaluation, or of none."""
+    if evaluation is None:
+        return {"eval_loss": None, f"eval_{item}s": None}
+    found = {"eval_loss": evaluation.loss, f"eval_{item}s": evaluation.weight}
+    return {f"eval_{name}": value for name, value in evaluation.aux.items()} | found

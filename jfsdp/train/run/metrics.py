@@ -5,19 +5,21 @@ same file. Logged are multiples of `log_every`, steps with an evaluation, and th
 or null; a number that JSON has no word for (a loss that is NaN) is null.
 
     step                      from 1
-    loss                      of this step alone: the mean over its tokens, before its update
+    loss                      of this step alone: the mean over its tokens (images), before its update
     grad_norm                 before clipping
     learning_rate             that this step's update used
     tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
-    tokens_per_s_per_device
+    tokens_per_s_per_device   (of models for images these read images_per_s, and so on)
     mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
     memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
     num_skipped               steps skipped for non-finite gradients so far
     tokens_seen               tokens trained on so far
     eval_loss, eval_tokens    held-out loss after this step's update and the tokens it is the mean of; null if not taken
+    loss_scale                with --param-dtype float16: the factor that this step's loss was multiplied by
 
-What the job's loss returns as `aux` is added under its own names.
+What the job's loss returns as `aux` is added under its own names, and that of an evaluation with `eval_` before it:
+`correct` and `eval_correct` are the share of tokens or images that the models of this repository get right.
 """
 
 from __future__ import annotations
@@ -89,21 +91,33 @@ class Throughput:
     """Counts steps and the time they took, leaving out what is done under `paused`.
 
     Args:
-      tokens_per_step: of all devices together: every row of the global batch counts, once.
+      items_per_step: tokens (or images) of all devices together: every row of the global batch counts, once.
       num_devices: all of the mesh.
-      flops_per_token: forward and backward; None if unknown.
+      flops_per_item: forward and backward; None if unknown.
       device_kind: to look the peak up.
+      item: what is counted: "token" or "image".
     """
 
-    def __init__(self, tokens_per_step: int, num_devices: int, flops_per_token: float | None, device_kind: str):
-        self.tokens_per_step, self.num_devices = tokens_per_step, num_devices
+    def __init__(
+        self,
+        items_per_step: int,
+        num_devices: int,
+        flops_per_item: float | None,
+        device_kind: str,
+        item: str = "token",
+    ):
+        self.items_per_step, self.num_devices, self.item = items_per_step, num_devices, item
         peak = peak_flops(device_kind)
-        self._flops_per_peak = None if peak is None or flops_per_token is None else flops_per_token / peak
+        self._flops_per_peak = None if peak is None or flops_per_item is None else flops_per_item / peak
         self.restart()
 
     def restart(self) -> None:
         """Forget the steps counted; the clock starts now."""
         self._num_steps, self._paused_s, self._start = 0, 0.0, time.perf_counter()
+
+    def seen(self, num_steps: int) -> Record:
+        """Return how much was trained on in so many steps."""
+        return {f"{self.item}s_seen": num_steps * self.items_per_step}
 
     def count_step(self) -> None:
         self._num_steps += 1
@@ -117,14 +131,15 @@ class Throughput:
 
     def take(self) -> Record:
         """Return the rates since the last `take` or `restart`, and start anew."""
-        step_s = tokens_per_s = per_device = mfu = None
+        step_s = items_per_s = per_device = mfu = None
         if self._num_steps:
             step_s = (time.perf_counter() - self._start - self._paused_s) / self._num_steps
-            tokens_per_s = self.tokens_per_step / step_s
-            per_device = tokens_per_s / self.num_devices
+            items_per_s = self.items_per_step / step_s
+            per_device = items_per_s / self.num_devices
             mfu = None if self._flops_per_peak is None else per_device * self._flops_per_peak
         self.restart()
-        return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": per_device, "mfu": mfu, "step_s": step_s}
+        rate = f"{self.item}s_per_s"
+        return {rate: items_per_s, f"{rate}_per_device": per_device, "mfu": mfu, "step_s": step_s}
 
 
 def finite(record: Mapping[str, Any]) -> Record:

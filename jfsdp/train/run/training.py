@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,29 +12,23 @@ from typing import Any
 
 import jax
 
+from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
-from jfsdp.train.data import (
-    DataConfig,
-    NgramEntropies,
-    TokenData,
-    make_eval_iterator,
-    make_train_iterator,
-    ngram_entropies,
-    open_data,
-)
+from jfsdp.train.ema import with_ema
+from jfsdp.train.options import ROUNDING
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.build import Parts
 from jfsdp.train.run.config import TrainConfig
-from jfsdp.train.run.display import Display, make_display
-from jfsdp.train.run.evaluate import Evaluator
+from jfsdp.train.run.display import Display, accuracy, make_display
+from jfsdp.train.run.evaluate import Evaluation, Evaluator
 from jfsdp.train.run.loop import Loop
 from jfsdp.train.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.train.run.source import Source, open_source
 from jfsdp.train.run.stop import StopSignal
 from jfsdp.train.state import TrainState
 
-_ENTROPY_TOKENS = 20_000_000
 # What changes losses by rounding only: a run may be resumed with other values.
-_ROUNDING = ("mesh", "simulate_devices", "strategy", "engine", "remat", "min_size", "deterministic")
+_ROUNDING = (*ROUNDING, "simulate_devices", "deterministic")
 
 
 class Run:
@@ -50,9 +45,8 @@ class Run:
         self.config, self.parts, self.run_dir, self.begin = config, parts, run_dir, begin
         self.open_checkpoints = open_checkpoints
         self.is_writer = jax.process_index() == 0
-        self.data: TokenData
+        self.source: Source
         self.display: Display
-        self.entropies: NgramEntropies | None = None
 
     def run(self) -> None:
         """Train, and leave the results.
@@ -73,7 +67,7 @@ class Run:
 
     def _run(self) -> None:
         self.first = self._check_directory()
-        self.data = self._open_data()
+        self.source = open_source(self.config, self.parts.job, self.parts.row_items)
         decides = self._check_decides()
         self.display = make_display(self.config.steps, self.first, self.is_writer)
         with contextlib.closing(self.display):
@@ -91,40 +85,33 @@ class Run:
         _wait_for_all("checked")  # before process 0 makes the directory look like that of a run
         return first
 
-    def _open_data(self) -> TokenData:
-        names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
-        options = {name: getattr(self.config, name) for name in (*names, "cross_documents", "shuffle_rows", "seed")}
-        config = DataConfig(seq_len=self.parts.seq_len, **options)
-        return open_data(config, vocab_size=self.parts.job.vocab_size)
-
     def _check_decides(self) -> dict[str, Any]:
         """Refuse to resume under another configuration; return what `config.json` is to say."""
-        data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
-        data |= {name: getattr(self.config, name) for name in ("eval_fraction", "cross_documents", "shuffle_rows")}
-        decides = self.parts.decides | data
+        decides = self.parts.decides | self.source.decides()
         if self.config.resume is not None:
             runs.check_same(self.run_dir, decides)
         return decides
 
     def _greet(self) -> None:
-        layout, data, config = self.parts.model.layout, self.data, self.config
+        layout, source, config = self.parts.model.layout, self.source, self.config
         mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
         say = self.display.say
         say(f"run directory: {self.run_dir}")
-        say(f"data {config.data!r}: {data.stats}; {len(data.eval)} held out")
-        if data.encoding == "byte" and self.is_writer:
-            self.entropies = ngram_entropies(data.train, max_tokens=_ENTROPY_TOKENS)
-            say(f"entropies: {self.entropies}")
+        say(f"data {config.data!r}: {source.describe()}; {source.num_eval} held out")
+        if self.is_writer and (measured := source.measure()):
+            say(measured)
         say(
             f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters, {layout.strategy.name} on "
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
-            f"{self.parts.global_batch} rows of {self.parts.seq_len} tokens per step"
+            f"{source.describe_batch(self.parts.global_batch)} per step"
         )
+        for warning in advise(layout):
+            say(f"note: {warning}")
         if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
-        iterator = make_train_iterator(self.data, **self._share(1))
+        iterator = self.source.train_batches(**self._share(1))
         state = self._start_state(iterator)
         if self.is_writer:
             described = {"config": dataclasses.asdict(self.config), "decides": decides}
@@ -169,7 +156,8 @@ class Run:
         return state
 
     def _say_what_rounds_differently(self) -> None:
-        theirs, ours = runs.read_config(self.run_dir).get("config", {}), dataclasses.asdict(self.config)
+        theirs = runs.read_config(self.run_dir).get("config", {})
+        ours = json.loads(json.dumps(dataclasses.asdict(self.config), default=str))
         changed = [name for name in _ROUNDING if name in theirs and theirs[name] != ours[name]]
         if changed:
             pairs = "; ".join(f"{name} was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
@@ -183,7 +171,6 @@ class Run:
 
     def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
         parts, mesh = self.parts, self.parts.step.mesh
-        flops = parts.job.flops_per_token(parts.seq_len) if parts.job.flops_per_token else None
         device = mesh.devices.flat[0]
         writers = []
         if self.is_writer:
@@ -196,8 +183,8 @@ class Run:
         return Loop(
             config=parts.loop,
             step=parts.step,
-            batches=map(self._prepare, iterator),
-            throughput=Throughput(parts.global_batch * parts.seq_len, mesh.devices.size, flops, device.device_kind),
+            batches=map(self.source.prepare, iterator),
+            throughput=self._make_throughput(mesh.devices.size, device.device_kind),
             learning_rate=parts.schedule,
             evaluate=self._make_evaluator(),
             checkpoints=checkpoints,
@@ -209,40 +196,45 @@ class Run:
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
 
-    def _prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Drop what only says that a row is one document: without a mask attention is cheaper."""
-        if not self.config.cross_documents:
-            return batch
-        return {name: array for name, array in batch.items() if name not in ("segment_ids", "positions")}
+    def _make_throughput(self, num_devices: int, device_kind: str) -> Throughput:
+        parts, job = self.parts, self.parts.job
+        flops = job.flops_per_token(parts.row_items) if job.flops_per_token else None
+        return Throughput(parts.global_batch * parts.row_items, num_devices, flops, device_kind, self.source.item)
 
-    def _make_evaluator(self) -> Callable[[TrainState], tuple[float, float]] | None:
-        if not len(self.data.eval):
+    def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
+        if not self.source.num_eval:
             return None
 
         def batches() -> Iterator[Any]:
-            with contextlib.closing(make_eval_iterator(self.data, **self._share(self.config.accumulate))) as iterator:
-                yield from map(self._prepare, iterator)
+            with contextlib.closing(self.source.eval_batches(**self._share(self.config.accumulate))) as iterator:
+                yield from map(self.source.prepare, iterator)
 
-        return Evaluator(
-            self.parts.model, self.parts.job.loss, batches, self.config.eval_batches * self.config.accumulate
-        )
+        job = self.parts.job
+        num_batches = self.config.eval_batches * self.config.accumulate
+        evaluate = Evaluator(self.parts.model, job.eval_loss or job.loss, batches, num_batches)
+        return lambda state: evaluate(self._evaluated(state))
+
+    def _evaluated(self, state: TrainState) -> TrainState:
+        """Return the state that evaluation and sample see: with `--ema` that of the averages."""
+        return state if self.config.ema is None else with_ema(state)
 
     def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
         is_done = steps == self.config.steps
-        if is_done and self.config.sample_tokens and not stop.is_agreed(may_gather=True):
+        samples = self.source.makes_text and self.config.sample_tokens
+        if is_done and samples and not stop.is_agreed(may_gather=True):
             self._sample(state)
         if not self.is_writer:
             return
         self._save_curve()
         record = loop.last_record or {}
-        entropies = self.entropies and dataclasses.asdict(self.entropies)
         summary = {
             "steps": steps,
             "is_done": is_done,
             "stopped_by": None if is_done else stop.name,
             "loss": record.get("loss"),
             "eval_loss": record.get("eval_loss"),
-            "entropies": entropies,
+            "eval_correct": record.get("eval_correct"),
+            "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
             "total_s": time.perf_counter() - self.begin,
         }
@@ -254,39 +246,20 @@ class Run:
         if not summary["is_done"]:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
         if loss is not None:
-            beside = ""
-            if self.entropies is not None:
-                e = self.entropies
-                beside = f" (corpus: unigram {e.unigram:.4f}, bigram {e.bigram:.4f}, trigram {e.trigram:.4f})"
-            say(f"held-out loss {loss:.4f} nats per token{beside}")
+            levels = ", ".join(f"{name} {value:.4f}" for name, value in self.source.levels.items())
+            beside = f" (corpus: {levels})" if levels else ""
+            say(f"held-out loss {loss:.4f} nats per {self.source.item}{accuracy(summary)}{beside}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _save_curve(self) -> None:
         from jfsdp.train.run.curves import save_loss_curve
 
-        levels = {}
-        if self.entropies is not None:
-            levels = {name: getattr(self.entropies, name) for name in ("unigram", "bigram", "trigram")}
-        save_loss_curve(self.run_dir / "loss.png", read_jsonl(self.run_dir / "metrics.jsonl"), levels)
+        records = read_jsonl(self.run_dir / "metrics.jsonl")
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.item)
 
     def _sample(self, state: TrainState) -> None:
-        from jfsdp.train.run.sample import sample_texts
-
-        config, tokenizer = self.config, self.data.tokenizer
-        if tokenizer is None:
-            self.display.say("no sample: token files come without a tokenizer")
-            return
         try:
-            texts = sample_texts(
-                self.parts.model,
-                state,
-                tokenizer,
-                num_tokens=config.sample_tokens,
-                max_len=self.parts.seq_len,
-                prompt=config.prompt,
-                temperature=config.temperature,
-                seed=config.seed,
-            )
+            texts = self.source.sample(self.parts.model, self._evaluated(state))
         except ValueError as error:
             self.display.say(f"no sample: {error}")
             return

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jfsdp.train.run.display import Silent
+from jfsdp.train.run.evaluate import Evaluation
 from jfsdp.train.run.loop import Loop, LoopConfig
 from jfsdp.train.run.metrics import Throughput
 from jfsdp.train.run.stop import StopSignal
@@ -39,7 +40,7 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
 
     def evaluate(state):
         records.evaluated.append(state)
-        return 0.5, 7.0
+        return Evaluation(0.5, 7.0, {"correct": 0.25})
 
     loop = Loop(
         config=LoopConfig(**config),
@@ -96,6 +97,8 @@ def test_logged_are_multiples_evaluations_and_the_last_step_each_once():
     assert steps == 11
     assert steps_of(records) == [4, 6, 8, 11]
     assert [line["eval_loss"] for line in records.lines] == [None, 0.5, None, 0.5]
+    assert [line["eval_tokens"] for line in records.lines] == [None, 7.0, None, 7.0]
+    assert [line.get("eval_correct") for line in records.lines] == [None, 0.25, None, 0.25]
     assert [step for step, *_ in records.saved] == [4, 8, 11]
     assert [state.step for state in records.evaluated] == [6, 11]
 

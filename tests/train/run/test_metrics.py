@@ -6,6 +6,7 @@ import time
 import pytest
 
 from jfsdp.train.run import metrics
+from jfsdp.train.run.display import describe
 from jfsdp.train.run.metrics import JsonLines, Throughput, peak_flops, read_jsonl
 
 
@@ -34,7 +35,7 @@ def test_peak_flops_of_a_cpu_is_not_known():
 def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
     clock = iter([0.0, 10.0, 10.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
-    throughput = Throughput(1000, num_devices=4, flops_per_token=989e9, device_kind="NVIDIA H100")
+    throughput = Throughput(1000, num_devices=4, flops_per_item=989e9, device_kind="NVIDIA H100")
     for _ in range(5):
         throughput.count_step()
     rates = throughput.take()
@@ -44,7 +45,7 @@ def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
 
 
 def test_what_is_done_while_paused_is_no_step_time():
-    throughput = Throughput(1, num_devices=1, flops_per_token=None, device_kind="cpu")
+    throughput = Throughput(1, num_devices=1, flops_per_item=None, device_kind="cpu")
     with throughput.paused():
         time.sleep(0.2)
     throughput.count_step()
@@ -52,7 +53,7 @@ def test_what_is_done_while_paused_is_no_step_time():
 
 
 def test_rates_without_a_step_are_null():
-    throughput = Throughput(1, num_devices=1, flops_per_token=1.0, device_kind="NVIDIA H100")
+    throughput = Throughput(1, num_devices=1, flops_per_item=1.0, device_kind="NVIDIA H100")
     assert set(throughput.take().values()) == {None}
 
 
@@ -74,3 +75,19 @@ def test_a_full_disk_is_named():
         pytest.raises(OSError, match=re.escape("/dev/full cannot be written (No space left on device)")),
     ):
         lines.write(json.loads('{"step": 1}'))
+
+
+def test_rates_carry_the_name_of_what_is_counted():
+    throughput = Throughput(10, num_devices=1, flops_per_item=None, device_kind="cpu", item="image")
+    assert throughput.take().keys() == {"images_per_s", "images_per_s_per_device", "mfu", "step_s"}
+    assert throughput.seen(3) == {"images_seen": 30}
+
+
+def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
+    record = {"loss": 1.5, "mfu": None, "memory_bytes": 2**30, "eval_loss": None, "images_per_s": 1234.0}
+    assert describe(record) == "loss 1.5000  1,234 images/s  MFU -  1.00 GiB"
+    evaluated = record | {"eval_loss": 0.25, "eval_correct": 0.9721}
+    assert "held-out loss 0.2500, accuracy 97.21 %  1,234 images/s" in describe(evaluated)
+    tokens = {**record, "images_per_s": None}
+    tokens["tokens_per_s"] = tokens.pop("images_per_s")
+    assert describe(tokens) == "loss 1.5000  - tokens/s  MFU -  1.00 GiB"

@@ -1,0 +1,109 @@
+"""An iterator over batches whose place can be saved and restored, for every kind of data."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+_STATE_VERSION = 1
+Batch = dict[str, np.ndarray]
+
+
+class DataIterator(Iterator[Batch]):
+    """Batches of arrays by name, and where in the data they are. Moves no data to devices.
+
+    What the arrays are: [Note: batches of tokens], [Note: batches of images].
+
+    Args:
+      dataset: of grain; yields batches, and its iterator has `get_state`, `set_state` and `close`.
+      stream: all that order and content of the batches depend on; a state is restored into the same stream only.
+    """
+
+    def __init__(self, dataset: Any, stream: dict[str, Any]):
+        self._open = [iter(dataset)]
+        self._stream = stream
+        # Not left to grain's __del__, which at interpreter exit prints an ignored TypeError (0.2.18).
+        self._close = weakref.finalize(self, _close_all, self._open)
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def close(self):
+        """Stop the thread that reads ahead; garbage collection and interpreter exit do the same."""
+        self._close()
+
+    @property
+    def _iterator(self) -> Any:
+        if not self._open:
+            raise ValueError("this data iterator was closed; make a new one and restore its state")
+        return self._open[0]
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what `set_state` needs to continue after the last batch taken; plain JSON, about 1 kB."""
+        state = {"version": _STATE_VERSION, "stream": self._stream, "position": self._iterator.get_state()}
+        return json.loads(json.dumps(state))
+
+    def set_state(self, state: dict[str, Any]):
+        """Continue where `get_state` was called, bit for bit, in this or another process.
+
+        Cost: for tokens, reads and tokenizes again the documents of one window of `shuffle_rows` rows.
+
+        Raises:
+          ValueError: if the state belongs to another stream (data, seed, seq_len, process count..); names what differs.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"data state has version {state.get('version')}, expected {_STATE_VERSION}; start the data anew"
+            )
+        theirs, ours = state["stream"], self._stream
+        differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+        if differing:
+            pairs = ", ".join(f"{n} was {theirs.get(n)!r}, is {ours.get(n)!r}" for n in differing)
+            raise ValueError(
+                f"data state belongs to another stream: {pairs}; resume with the same settings, or start the data anew "
+                "by not restoring its state"
+            )
+        self._iterator.set_state(_tuples(state["position"]))
+
+
+def _close_all(iterators: list[Any]):
+    while iterators:
+        iterators.pop().close()
+
+
+def read_in_caller() -> Any:
+    """Return options for `to_iter_dataset`: no thread pool.
+
+    One thread reads faster than a host trains; and with pools (grain 0.2.18) two test runs in which iterators were
+    garbage collected hung, a thread waiting for a lock in `submit`.
+    """
+    import grain
+
+    return grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+def prefetch(batches: Any, prefetch_batches: int) -> Any:
+    """Read so many batches ahead by one thread; 0 reads in the caller."""
+    import grain
+
+    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
+
+
+def check_share(batch_size: int, process_index: int, process_count: int):
+    """Refuse numbers that name no share of the data."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: must be at least 1 per process")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index={process_index}: must be in 0..{process_count - 1}, below process_count")
+
+
+def _tuples(state: Any) -> Any:
+    # JSON has no tuples, and grain (0.2.18, ConcatThenSplit) compares its "no remainder" slice with the tuple (-1, -1):
+    # given the list [-1, -1], it drops a document. To go when grain accepts its own state after JSON.
+    if isinstance(state, dict):
+        return {key: _tuples(value) for key, value in state.items()}
+    return tuple(_tuples(value) for value in state) if isinstance(state, list) else state

@@ -1,0 +1,106 @@
+"""Exponential moving averages of the parameters, kept among the optimizer's states."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.engine import to_device
+from jfsdp.layout.precision import sum_dtype
+from jfsdp.layout.table import Layout
+from jfsdp.train.state import TrainState, make_work
+
+
+class TrackEmaState(NamedTuple):
+    """The averages of the parameters, as a tree like theirs."""
+
+    ema: Any
+
+
+def track_ema(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the parameters; put it last in an `optax.chain`. Changes no update.
+
+    After each step `ema = decay * ema + (1 - decay) * params`, starting from the first parameters, so that no bias is
+    to be corrected (`optax.ema` averages updates, not parameters). Averages of bfloat16 or float16 parameters are kept
+    in float32: one minus the decay is below what they resolve.
+
+    Layout:  as the optimizer's states: [D/axes F] each. Moves no data.
+    Memory:  one more moment: 4 bytes per parameter, split over the axes of the `opt` stage.
+
+    Args:
+      decay: in 0..1, exclusive of 1; 0.999 averages over about the last 1000 steps.
+
+    Raises:
+      ValueError: if `decay` is out of range, or the update is called without parameters.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay={decay} must be in 0..1 and below 1; 0.999 averages over about 1000 steps")
+
+    def init(params: Any) -> TrackEmaState:
+        return TrackEmaState(jax.tree.map(lambda p: jnp.array(p, dtype=_dtype(p)), params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, TrackEmaState]:
+        if params is None:
+            raise ValueError("track_ema: its update needs the parameters; call tx.update(grads, state, params)")
+        after = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), state.ema, after)
+        return updates, TrackEmaState(ema)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _dtype(param: Any) -> Any:
+    return jnp.dtype(sum_dtype(jnp.dtype(param.dtype).name))
+
+
+def with_ema(state: TrainState) -> TrainState:
+    """Return the state with the averages of `track_ema` in place of the parameters, for evaluation.
+
+    The state given stays as it is and is what training goes on with. Where `track_ema` stands behind a mask or in a
+    partition, leaves without an average keep their parameters.
+
+    Layout:  [D/opt F] -> as the `param` stage, and the low-precision copy rebuilt where the strategy keeps one.
+    Cost:    one all-gather of the averages where parameters are split less far than the optimizer (zero1, hfsdp), or of
+             their low-precision cast where there is a copy; else none.
+    Memory:  one more copy of parameters (and of the low-precision copy), until the result is dropped.
+
+    Raises:
+      ValueError: if the optimizer keeps no averages, or more than one set of them.
+    """
+    is_ema = lambda x: isinstance(x, TrackEmaState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.track_ema(decay) last in its "
+            "optax.chain"
+        )
+    averages = {path: ema for path, ema in found[0].ema.items() if isinstance(ema, jax.Array)}
+    shardings = (
+        tuple((p, x.sharding) for p, x in state.params.items()),
+        tuple((p, x.sharding) for p, x in state.work.items()),
+    )
+    mesh = state.step.sharding.mesh  # type: ignore[attr-defined]
+    params, work = _placer(state.layout, mesh, *shardings)({**state.params, **averages})
+    return dataclasses.replace(state, params=params, work=work)
+
+
+_Shardings = tuple[tuple[str, Any], ...]
+
+
+@functools.lru_cache(maxsize=8)
+def _placer(layout: Layout, mesh: Any, params: _Shardings, work: _Shardings) -> Any:
+    """Return the compiled placing for one layout: evaluations come again and again."""
+    place = functools.partial(_place, AutoEngine(layout, mesh))
+    return jax.jit(place, out_shardings=(dict(params), dict(work)))
+
+
+def _place(engine: AutoEngine, values: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
+    # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state.
+    cast = {path: jnp.copy(to_device(x)).astype(engine.layout.by_path[path].dtype) for path, x in values.items()}
+    return cast, make_work(engine, cast)

@@ -1,0 +1,325 @@
+"""Gradients of a step: of its microbatches, summed and reduced.
+
+[Note: when gradients are reduced]
+*Every microbatch*: the derivative of each unit reduces into the accumulator's layout. *Once*: the microbatches run
+inside a `shard_map`, where a gradient is this device's own; it is accumulated whole and reduced by one explicit
+collective per leaf at the end. In between stand the hybrid strategies: inside a `shard_map` every microbatch is
+gathered and reduced over the group's axis, and the accumulators are summed over the groups once. A `shard_map` over
+axis `replica` alone would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
+Inside a `shard_map` a model sees its device's rows only: so its rng keys are folded with the device's index, and a
+model whose state depends on the rows (batch statistics) cannot run there. Without accumulation a hybrid strategy goes
+there too, for its group's reduce-scatter (XLA makes an all-reduce over everything), if the loss says by its type
+(`Loss`) that it is a sum over rows: a scalar may be anything, a masked mean or a contrast between rows, and is then
+left to the global batch.
+
+[Note: sums in float16]
+A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
+differentiated and what is on the wire is the mean: divided by the weight of the rows before, multiplied by it in
+float32 after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.dataflow import depends_on, passes_through
+from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.local import LocalEngine
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.mesh import DATA_AXES, data_axes
+from jfsdp.layout.precision import is_float
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.train.loss import Loss, as_loss
+from jfsdp.train.state import trainable
+
+LossFn = Callable[[Any, Any], Any]
+
+
+class Summed(NamedTuple):
+    """Sums over all rows of a step: gradients by name, loss; and the model's other state after the last microbatch."""
+
+    grads: Arrays
+    loss: Loss
+    model_state: Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Sum the gradients of a step's microbatches; see [Note: when gradients are reduced].
+
+    Attributes:
+      apply: the sharded model.
+      loss_fn: `f(model, microbatch)`.
+      accumulate: into how many microbatches a batch is cut.
+      once: whether they share one reduction.
+      is_asked: whether that was asked for, and is not only what the strategy's table says.
+      reshard_after_backward: False gathers all parameters before the first microbatch and keeps them to the last.
+      is_scaled: whether the loss is scaled; see [Note: sums in float16].
+    """
+
+    apply: ShardedApply
+    loss_fn: LossFn
+    accumulate: int
+    once: bool
+    is_asked: bool
+    reshard_after_backward: bool
+    is_scaled: bool = False
+
+    def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
+        """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
+
+        Cost:    reduce every: as many reductions as microbatches. Once: one reduction per leaf.
+        Memory:  reduce every: an accumulator in the layout of stage `grad`. Once: a whole gradient per device.
+        """
+        gather = not self.reshard_after_backward
+        source = self.apply.engine.gather_all(source) if gather else source
+        layout = self.apply.layout.gathered() if gather else self.apply.layout
+        axes = self._deferred_axes(source, model_state, batch)
+        if axes:
+            return self._deferred(axes, layout, source, model_state, batch, scale)
+        apply = self.apply if not gather else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
+        mesh = self.apply.engine.mesh
+        rows = NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
+        return self._sum(apply, source, model_state, batch, scale, rows)
+
+    def _apply_on(self, engine: Engine) -> ShardedApply:
+        return ShardedApply(self.apply.model, engine)
+
+    def _total(
+        self, apply: ShardedApply, weights: Arrays, others: Arrays, state: Arrays, rows: Any, scale: Any
+    ) -> tuple[jax.Array, tuple[Loss, Arrays]]:
+        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), weights | others, state, rows)
+        if self.is_scaled:
+            scale = scale / positive(loss.weight)
+        return loss.total * scale, (loss, after)
+
+    def _sum(
+        self,
+        apply: ShardedApply,
+        source: Arrays,
+        model_state: Arrays,
+        batch: Any,
+        scale: Any,
+        sharding: NamedSharding | None,
+    ) -> Summed:
+        """Sum over microbatches, as the layout of `apply` reduces each."""
+        layout, engine = apply.layout, apply.engine
+        weights = trainable(layout, source)
+        others = {path: value for path, value in source.items() if path not in weights}
+
+        def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
+            grad = jax.grad(lambda w: self._total(apply, w, others, state, rows, scale), has_aux=True)
+            grads, (loss, after) = grad(weights)
+            factor = positive(loss.weight) if self.is_scaled else 1.0
+            return {path: add(layout.by_path[path], value) * factor for path, value in grads.items()}, loss, after
+
+        def add(leaf: Leaf, grad: jax.Array) -> jax.Array:
+            return engine.accumulate(leaf, to_device(grad)).astype(leaf.stage("grad").dtype)
+
+        if self.accumulate == 1:
+            grads, loss, after = gradients(model_state, batch)
+            return Summed(engine.put(grads, "grad"), loss, after)
+        micro = split_microbatches(batch, self.accumulate, sharding)
+        shapes = jax.eval_shape(gradients, model_state, jax.tree.map(lambda x: x[0], micro))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+        start = (engine.put(zeros[0], "grad"), zeros[1], model_state)
+
+        def body(carry: Any, rows: Any) -> tuple[Any, None]:
+            grads, loss, before = carry
+            new_grads, new_loss, after = gradients(before, rows)
+            added = jax.tree.map(jnp.add, (jax.tree.map(to_device, grads), loss), (new_grads, new_loss))
+            return (engine.put(added[0], "grad"), added[1], after), None
+
+        return Summed(*jax.lax.scan(body, start, micro)[0])
+
+    def _deferred_axes(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...]:
+        """Return the axes over which gradients are reduced after the last microbatch only."""
+        layout = self.apply.layout
+        if self.once:
+            axes = tuple(axis for axis in DATA_AXES if layout.num_shards([axis]) > 1)
+        else:
+            axes = group_only(layout)
+        if not axes:
+            return ()
+        is_sum, problem = self._survey(source, model_state, batch)
+        if self.once and self.is_asked:
+            if problem:
+                raise ValueError(
+                    f'reduce="once": {problem}, and each device would see its own rows only; use reduce="every"'
+                )
+            return axes
+        if not is_sum and not problem:
+            problem = "the loss is a scalar, which may not be the mean of its parts (return a jfsdp.Loss)"
+        if problem and self.accumulate > 1:
+            check_reduce_dtype(self.apply.layout, once=False)
+            warnings.warn(
+                f"{layout.strategy.name}: {problem}, so every microbatch is reduced over {', '.join(axes)}, and not "
+                "the last one only",
+                stacklevel=2,
+            )
+        return () if problem else axes
+
+    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, str | None]:
+        """Tell whether the loss is a sum by its type, and what of the model's state differs where the rows do."""
+        rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
+        is_sum, names = False, []
+
+        def loss_fn(model: Any, rows: Any) -> Loss:
+            nonlocal is_sum
+            value = self.loss_fn(model, rows)
+            is_sum = hasattr(value, "total")
+            return as_loss(value)
+
+        def after(rows: Any, state: Arrays) -> list[Any]:
+            nonlocal names
+            named = self.apply(loss_fn, source, state, rows)[1]
+            names = list(named)
+            return list(named.values())
+
+        jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
+        num_rows = len(jax.tree.leaves(rows))
+        inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
+        keys = {name for name, value in model_state.items() if is_key(value)}
+        by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))])
+        by_keys = depends_on(jaxpr, [name in keys for name in inputs])
+        for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, passes_through(jaxpr), strict=True):
+            if rows_reach:
+                return is_sum, f"the model's state {name} depends on the rows of the batch"
+            if name in keys and (at is None or inputs[at] != name):
+                return is_sum, f"the model changes its rng key {name}"
+            if keys_reach and name not in keys:
+                return is_sum, f"the model's state {name} depends on its rng keys"
+        return is_sum, None
+
+    def _deferred(
+        self, axes: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
+    ) -> Summed:
+        engine = LocalEngine(layout, self.apply.engine.mesh, axes)
+        apply, mesh = self._apply_on(engine), engine.mesh
+        data = layout.axes_on(mesh, [axis for axis in DATA_AXES if layout.num_shards([axis]) > 1])
+        finish = functools.partial(self._finish, engine)
+
+        def local(source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
+            own = fold_keys(model_state, jax.lax.axis_index(data))
+            grads, loss, after = self._sum(apply, source, own, batch, scale, None)
+            loss = jax.tree.map(lambda x: jax.lax.psum(x, data), loss)
+            factor = positive(loss.weight) if self.is_scaled else 1.0
+            reduced = {path: finish(path, to_device(grad) / factor) * factor for path, grad in grads.items()}
+            keys = {name: value for name, value in model_state.items() if is_key(value)}
+            return Summed(reduced, loss, after | keys)
+
+        whole = PartitionSpec()
+        at_rest = {path: layout.on_device(mesh, _leaf(layout, path), _leaf(layout, path).source) for path in source}
+        grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(layout, source)}
+        run = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=({path: sharding.spec for path, sharding in at_rest.items()}, whole, PartitionSpec(data), whole),
+            out_specs=Summed(grad_specs, whole, whole),  # type: ignore[arg-type]
+            check_vma=False,
+        )
+        summed = run(source, model_state, batch, jnp.asarray(scale, jnp.float32))
+        return summed._replace(model_state={name: summed.model_state[name] for name in model_state})
+
+    def _finish(self, engine: LocalEngine, path: str, grad: jax.Array) -> jax.Array:
+        """Sum one accumulator over the deferred axes, in the unit's `reduce_dtype`."""
+        leaf = engine.layout.by_path[path]
+        policy = engine.layout.policy(leaf.unit).mp_policy
+        use = leaf.stage("use").dtype
+        grad = grad.astype(policy.reduce_dtype or use if is_float(use) else use)
+        return engine.sum_over(grad, engine.deferred, self._scattered(engine, leaf), leaf.dim).astype(
+            leaf.stage("grad").dtype
+        )
+
+    def _scattered(self, engine: LocalEngine, leaf: Leaf) -> tuple[str, ...]:
+        """Return the deferred axes over which the last sum is scattered: those of `opt`, if the rest is whole."""
+        opt = leaf.stage("opt").axes
+        return opt if set(opt) <= set(engine.deferred) and not engine.accumulator_axes(leaf) else ()
+
+    def _out_spec(self, engine: LocalEngine, path: str) -> PartitionSpec:
+        leaf = engine.layout.by_path[path]
+        scattered = self._scattered(engine, leaf)
+        axes = engine.layout.axes_on(engine.mesh, scattered or engine.accumulator_axes(leaf))
+        return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
+
+
+def _leaf(layout: Layout, path: str) -> Leaf:
+    return layout.by_path[path]
+
+
+def check_reduce_dtype(layout: Layout, once: bool) -> None:
+    """Refuse a dtype of the reduction that XLA would not use: its own reductions are in the dtype of the gradient.
+
+    Raises:
+      ValueError: naming the unit.
+    """
+    for leaf in layout.leaves:
+        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
+        if once or not leaf.trainable or not is_float(use) or wanted in (None, use):
+            continue
+        raise ValueError(
+            f"unit {leaf.unit or '(root)'}: reduce_dtype {wanted!r} differs from param_dtype {use!r}, in which "
+            f"{leaf.path} is used: engine 'auto' reduces every microbatch in that; leave reduce_dtype None, make both "
+            'equal, or reduce once per step with reduce="once" (strategies that split parameters also need '
+            "reshard_after_backward=False)"
+        )
+
+
+def positive(weight: jax.Array) -> jax.Array:
+    """Return a weight to divide by: 1 where nothing was counted. Moves no data."""
+    return jnp.where(weight > 0, weight, 1.0)
+
+
+def group_only(layout: Layout) -> tuple[str, ...]:
+    """Return the data axes over which all parameters and accumulators are repeated while another splits them."""
+    used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
+    free = tuple(axis for axis in DATA_AXES if layout.num_shards([axis]) > 1 and axis not in used)
+    return free if used else ()
+
+
+def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
+    stage = dict(leaf.stages)[name]
+    return () if stage is None else stage.axes
+
+
+def is_key(value: Any) -> bool:
+    """Tell whether an array holds rng keys. Moves no data."""
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def fold_keys(state: Arrays, index: jax.Array) -> Arrays:
+    """Give this device its own rng keys. Moves no data."""
+    fold = functools.partial(_fold_key, index=index)
+    return {name: fold(value) if is_key(value) else value for name, value in state.items()}
+
+
+def _fold_key(keys: jax.Array, index: jax.Array) -> jax.Array:
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), index)
+    return folded.reshape(keys.shape)
+
+
+def split_microbatches(batch: Any, num: int, sharding: NamedSharding | None) -> Any:
+    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has.
+
+    Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
+    Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
+
+    Args:
+      sharding: that of the result: dim 1 over the data axes; None inside a `shard_map`.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
+        return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
+
+    return jax.tree.map(split, batch)

@@ -1,0 +1,178 @@
+"""Move a live state into another layout: another mesh shape, strategy or padding, without a disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jfsdp.engine.engine import to_device
+from jfsdp.layout.mesh import AXES, make_abstract_mesh, split_mesh
+from jfsdp.layout.report import summary
+from jfsdp.layout.table import Layout
+from jfsdp.train.roles import place
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.state import TrainState, state_shardings, with_work
+
+
+def reshard(
+    state: TrainState, layout: Layout | ShardedModel, *, mesh: Mesh | None = None, donate: bool = False
+) -> TrainState:
+    """Move a state into another layout of the same model: bitwise, and without a disk.
+
+    Layout:  each array from where the old layout stores it to where the new one does; padding is cut off and put on
+             again along the leaf's dim. The low-precision copy is made anew from the masters.
+    Cost:    on the same devices, nothing for an array that stands there already, else up to an all-gather of it (most
+             where another dim is split). Onto other devices every array goes through the host, one at a time.
+    Memory:  the old state and the new one; and of the one array on its way, up to all of it on every device. With
+             `donate` each old array is freed as soon as it has moved: one state, and that array.
+
+    Args:
+      layout: the new layout, or a `ShardedModel`, whose mesh is then the default too.
+      mesh: with its devices; default those of the state in the same order, in the new layout's shape.
+      donate: give up the old state.
+
+    Raises:
+      ValueError: if the layouts are of different models, listing names, shapes and dtypes that differ; if the mesh is
+        not of the layout's sizes; or if a state of several processes is to go onto other devices.
+    """
+    if isinstance(layout, ShardedModel):
+        state = dataclasses.replace(state, loss_scale=_loss_scale(state, layout))
+        mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh
+        layout = layout.layout
+    _check_same_model(state.layout, layout)
+    old = _mesh_of(state)
+    mesh = _reshape(old, layout) if mesh is None else _check_mesh(mesh, layout)
+    roles = place(layout, state.roles)
+    like = dataclasses.replace(state, layout=layout, roles=roles, work={})
+    shardings = state_shardings(layout, mesh, like)
+    shapes = _shapes(like, "stored_shape"), _shapes(like, "shape")
+    move = functools.partial(_move, same_devices=list(old.devices.flat) == list(mesh.devices.flat), donate=donate)
+    if donate:
+        jax.tree.map(lambda x: x.delete(), state.work)
+    moved = jax.tree.map(move, like, *shapes, shardings)
+    work = {leaf.path: layout.abstract(mesh, leaf, "work") for leaf in layout.leaves if leaf.has_work}
+    return with_work(moved, dataclasses.replace(moved, work=work))
+
+
+def _loss_scale(state: TrainState, model: ShardedModel) -> Any:
+    """Keep the loss scale, begin one, or drop it, as the model's precision wants."""
+    if model.loss_scale is None or state.loss_scale:
+        return state.loss_scale if model.loss_scale else {}
+    return jax.device_put(model.loss_scale.init(), state.step.sharding)
+
+
+def _shapes(state: TrainState, which: str) -> TrainState:
+    """Return the `shape` or the `stored_shape` that the layout gives every array, as a state of shapes."""
+    by_path = state.layout.by_path
+    return dataclasses.replace(
+        jax.tree.map(lambda x: _shape(x, x.shape), state),
+        params={path: _shape(x, getattr(by_path[path], which)) for path, x in state.params.items()},
+        opt_state=state.roles.map(lambda role, x: _shape(x, getattr(role, which)), state.opt_state),
+    )
+
+
+def _shape(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _move(x: jax.Array, stored: Any, logical: Any, sharding: NamedSharding, *, same_devices: bool, donate: bool) -> Any:
+    """Move one array; its old buffers are gone afterwards if `donate`."""
+    if not same_devices:
+        moved = _through_host(x, stored.shape, logical.shape, sharding)
+    elif x.shape == stored.shape:
+        return jax.device_put(x, sharding, donate=donate, may_alias=None if donate else False)
+    else:
+        moved = _repad(x, stored.shape, logical.shape, sharding)
+    if donate:
+        jax.block_until_ready(moved)
+        x.delete()
+    return moved
+
+
+def _repad(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    def change(x: jax.Array) -> jax.Array:
+        cut = to_device(x)[tuple(map(slice, logical))]
+        return jnp.pad(cut, [(0, size - inside) for size, inside in zip(stored, logical, strict=True)])
+
+    return jax.jit(change, out_shardings=sharding)(x)
+
+
+def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.random.wrap_key_data(jax.device_put(np.asarray(data), whole), impl=jax.random.key_impl(x))
+    if not x.is_fully_addressable:
+        raise ValueError(
+            f"reshard: the state is spread over {jax.process_count()} processes, and onto other devices an array goes "
+            "through the host of one; save it and restore it with like=model.abstract_state(tx)"
+        )
+    host = np.asarray(x)
+    if host.shape != stored:
+        widths = [(0, size - inside) for size, inside in zip(stored, logical, strict=True)]
+        host = np.pad(host[tuple(map(slice, logical))], widths)
+    return jax.device_put(host, sharding)
+
+
+def _mesh_of(state: TrainState) -> Mesh:
+    mesh = getattr(state.step.sharding, "mesh", None)
+    if not isinstance(state.step, jax.Array) or not isinstance(mesh, Mesh):
+        raise ValueError("reshard: the state holds shapes only; pass one that init or restore returned")
+    return mesh
+
+
+def _reshape(old: Mesh, layout: Layout) -> Mesh:
+    sizes = dict(layout.mesh_sizes)
+    shape = tuple(sizes.get(name, 1) for name in AXES)
+    if math.prod(shape) != old.devices.size:
+        raise ValueError(
+            f"reshard: the new layout ({summary(layout)}) needs {math.prod(shape)} devices, and the state stands on "
+            f"{old.devices.size}; pass mesh=, with the devices that are to hold it"
+        )
+    mesh = Mesh(old.devices.reshape(shape), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    return split_mesh(mesh, layout.sub_axes)
+
+
+def _check_mesh(mesh: Any, layout: Layout) -> Mesh:
+    if mesh.axis_names == AXES:
+        mesh = split_mesh(mesh, layout.sub_axes)
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    split = split_mesh(make_abstract_mesh(dict(layout.mesh_sizes)), layout.sub_axes)  # type: ignore[arg-type]
+    wanted = {name: size for name, size in split.shape.items() if size > 1}
+    if isinstance(mesh, AbstractMesh) or sizes != wanted:
+        raise ValueError(
+            f"reshard: the mesh given has axes {sizes or 'of size 1'}, the new layout {wanted or 'of size 1'}; pass "
+            "the mesh, with devices, that the layout was made for"
+        )
+    return mesh
+
+
+def _check_same_model(old: Layout, new: Layout) -> None:
+    there = {leaf.path: (leaf.shape, leaf.dtype, leaf.trainable) for leaf in old.leaves}
+    wanted = {leaf.path: (leaf.shape, leaf.dtype, leaf.trainable) for leaf in new.leaves}
+    differing = [
+        f"{path}: the state has {_show(*there[path])}, the new layout {_show(*wanted[path])}"
+        for path in there
+        if path in wanted and there[path] != wanted[path]
+    ]
+    problems = {
+        "only in the state": sorted(there.keys() - wanted.keys()),
+        "only in the new layout": sorted(wanted.keys() - there.keys()),
+        "different": differing,
+    }
+    lines = [
+        f"  {kind}: {', '.join(names[:8])}{' ...' * (len(names) > 8)}" for kind, names in problems.items() if names
+    ]
+    if lines:
+        raise ValueError("reshard: the new layout is of another model:\n" + "\n".join(lines))
+
+
+def _show(shape: tuple[int, ...], dtype: str, trainable: bool) -> str:
+    return f"{dtype}{list(shape)}{'' if trainable else ' without gradient'}"

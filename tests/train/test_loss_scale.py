@@ -1,0 +1,121 @@
+"""Float16: the scale of the loss moves as it should, and training equals float32 but for rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.train.loss_scale import LossScale
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.adamw(1e-2, eps=1e-4)
+
+
+def make(strategy="full_shard", param_dtype: str | None = "float16", **options):
+    return jfsdp.fully_shard(
+        lambda rngs: Tower(rngs, False),
+        strategy=strategy,
+        units=[Block],
+        min_size=20,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype),
+        **options,
+    )
+
+
+def train(model, num=4, **step_options):
+    state = model.init(TX)
+    step = model.train_step(token_loss, TX, **step_options)
+    metrics = []
+    for batch in make_batches(num):
+        state, step_metrics = step(state, batch)
+        metrics.append({name: float(x) for name, x in step_metrics.items()})
+    return state, metrics
+
+
+def test_the_scale_grows_after_an_interval_and_shrinks_at_an_overflow():
+    scale = LossScale(initial=4.0, interval=2, minimum=1.0)
+    state, seen = scale.init(), []
+    for finite in (True, True, True, False, False, False, True, True):
+        state = scale.update(state, jnp.asarray(finite))
+        seen.append(float(state["scale"]))
+    assert seen == [4.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0]
+
+
+def test_the_scale_never_becomes_infinite():
+    scale = LossScale(initial=2.0**127, interval=1)
+    assert float(scale.update(scale.init(), jnp.asarray(True))["scale"]) == 2.0**127
+
+
+@pytest.mark.parametrize(
+    "bad", [{"initial": 0.5}, {"growth": 0.5}, {"backoff": 0.0}, {"interval": 0}, {"minimum": 0.0}]
+)
+def test_settings_that_cannot_be_are_refused(bad):
+    with pytest.raises(ValueError, match="needs initial >= minimum > 0"):
+        LossScale(**bad)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("full_shard", {}), ("full_shard", {"accumulate": 2}), ("zero1", {"accumulate": 2}), ("ddp", {"reduce": "once"})],
+)
+def test_float16_trains_like_float32(strategy, options):
+    _, wanted = train(make(param_dtype=None))
+    _, found = train(make(strategy, loss_scale=LossScale(initial=2.0**10)), **options)
+    assert all(m["loss_scale"] == 2.0**10 and m["num_skipped"] == 0 for m in found)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in wanted], rtol=2e-3)
+    np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in wanted], rtol=2e-2)
+
+
+def test_an_overflow_changes_nothing_but_the_scale_and_the_count():
+    model = make(loss_scale=LossScale(initial=2.0**40))
+    before = {name: np.asarray(x) for name, x in model.init(TX).params.items()}
+    state, metrics = train(model, num=2)
+    assert [m["num_skipped"] for m in metrics] == [1, 2]
+    assert [m["loss_scale"] for m in metrics] == [2.0**40, 2.0**39]
+    assert int(state.opt_state[0].count) == 0 and int(state.step) == 2
+    for name, value in state.params.items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_without_a_scale_the_gradients_of_float16_underflow():
+    """What the scale is for: a gradient below float16's smallest number is zero, scaled it is not."""
+
+    def tiny(model, batch):
+        loss = token_loss(model, batch)
+        return jfsdp.Loss(loss.total * 1e-7, loss.weight)
+
+    norms = []
+    for scale in (LossScale(initial=1.0), LossScale(initial=2.0**16)):
+        model = make(loss_scale=scale)
+        norms.append(float(model.train_step(tiny, TX)(model.init(TX), make_batches(1)[0])[1]["grad_norm"]))
+    full = make(param_dtype=None)
+    wanted = float(full.train_step(tiny, TX)(full.init(TX), make_batches(1)[0])[1]["grad_norm"])
+    assert abs(norms[1] / wanted - 1) < 0.05
+    assert abs(norms[0] / wanted - 1) > 0.2
+
+
+def test_the_scale_is_saved_and_restored(tmp_path):
+    model = make()
+    state, _ = train(model, num=2)
+    jfsdp.save(tmp_path / "one", state)
+    again = jfsdp.restore(tmp_path / "one", like=model.abstract_state(TX))
+    assert jax.tree.map(float, again.loss_scale) == {"scale": 2.0**16, "num_finite": 2.0}
+
+
+def test_other_precisions_carry_no_scale():
+    assert make(param_dtype="bfloat16").init(TX).loss_scale == {}
+
+
+def test_float32_reductions_of_bfloat16_gradients_are_had_by_reducing_once():
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
+    model = jfsdp.fully_shard(lambda rngs: Tower(rngs, False), strategy="zero1", units=[Block], mp_policy=policy)
+    with pytest.raises(ValueError, match=r"reduce_dtype 'float32' differs from param_dtype.*reduce=\"once\""):
+        model.train_step(token_loss, TX)
+    step = model.train_step(token_loss, TX, reduce="once")
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
+    text = step.lower(model.abstract_state(TX), batch).as_text()
+    reductions = [line for line in text.splitlines() if "}) : (tensor<" in line]
+    assert any("reduce_scatter" in line for line in text.splitlines())
+    assert reductions and not any("bf16" in line for line in reductions)

@@ -1,0 +1,240 @@
+"""A table of optimizers x properties: five steps equal optax on one device, and states stand where they should.
+
+Limits: 1e-3 of `max(lr * steps, max|ref|)` for each parameter, and of max|ref| for each array of the optimizer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jfsdp
+from tests import reference
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+STEPS, RATE, LIMIT = 5, 1e-2, 1e-3
+MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
+SCHEDULE = optax.linear_schedule(0.0, RATE, 3)
+
+
+def is_block_matrix(name: str) -> bool:
+    return name.startswith("blocks.") and name.endswith("kernel")
+
+
+def muon_dims(params: Any) -> Any:
+    """Which leaves are matrices for Muon: the last two dims of the blocks' kernels, a layer dim before them or not."""
+    return {
+        name: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if is_block_matrix(name) else None
+        for name, x in params.items()
+    }
+
+
+def by_kind(params: Any) -> Any:
+    return {name: "embed" if "embed" in name else "matrix" if "kernel" in name else "vector" for name in params}
+
+
+def kernels(params: Any) -> Any:
+    return {name: name.endswith("kernel") for name in params}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An optimizer, the specs of some of its arrays on 8 devices (full_shard, stacked), and its bytes per device.
+
+    `num_bytes` is a formula over SPLIT (elements of split leaves, padding included) and WHOLE (of replicated ones).
+    """
+
+    make: Callable[[], Any]
+    specs: dict[str, P]
+    num_bytes: int
+
+
+# Tower, 16 wide, 3 layers: embed (37, 16) by dim 1; kernels (3, 16, 64), (3, 64, 16) by 64; the blocks' bias (3, 64);
+# head kernel (16, 37) by 16; head bias (37,) padded to 40. The norms (3, 16) are below min_size=20 per layer.
+SPLIT = 37 * 16 + 2 * 3 * 16 * 64 + 3 * 64 + 16 * 37 + 40
+WHOLE = 3 * 16
+COUNT = 4
+EMBED, UP, BIAS = P(None, "fsdp"), P(None, None, "fsdp"), P("fsdp")
+MOMENT = 4 * (SPLIT // 8 + WHOLE)
+
+CASES = {
+    "momentum": Case(
+        lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
+        {"opt_state.0.trace.embed.embedding": EMBED, "opt_state.0.trace.head.bias": BIAS},
+        MOMENT,
+    ),
+    "lion": Case(
+        lambda: optax.lion(RATE),
+        {"opt_state.0.mu.blocks.up.kernel": UP, "opt_state.0.count": P()},
+        MOMENT + COUNT,
+    ),
+    "adagrad": Case(lambda: optax.adagrad(RATE), {"opt_state.0.sum_of_squares.head.bias": BIAS}, MOMENT),
+    # Of embed (37, 16) and head (16, 37) the 16 stays split and 37 divides by nothing; of the blocks' kernels the 64
+    # stays split and 16 is below min_size; vectors are not factored. 10 places of one element are left empty.
+    "adafactor": Case(
+        lambda: optax.adafactor(RATE, min_dim_size_to_factor=8, momentum=None),
+        {
+            "opt_state.0.v_row.blocks.up.kernel": P(None, None),
+            "opt_state.0.v_col.blocks.up.kernel": P(None, "fsdp"),
+            "opt_state.0.v_row.embed.embedding": P("fsdp"),
+            "opt_state.0.v_col.embed.embedding": P(None),
+            "opt_state.0.v.head.bias": BIAS,
+            "opt_state.0.v.embed.embedding": P(None),
+        },
+        4 * (2 * (16 // 8 + 37) + 2 * 3 * (64 // 8 + 16) + 3 * 64 // 8 + 40 // 8 + WHOLE + 10) + COUNT,
+    ),
+    "muon": Case(
+        lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=muon_dims, adam_weight_decay=0.1),
+        {
+            "opt_state.inner_states.muon.inner_state.0.mu.blocks.up.kernel": UP,
+            "opt_state.inner_states.muon.inner_state.0.ns_coeffs": P(None),
+            "opt_state.inner_states.adam.inner_state.0.nu.head.bias": BIAS,
+        },
+        4 * (2 * 3 * 16 * 64) // 8 + 8 * ((SPLIT - 2 * 3 * 16 * 64) // 8 + WHOLE) + 3 * 4 + 2 * COUNT,
+    ),
+    "partition": Case(
+        lambda: optax.partition(
+            {"embed": optax.adam(RATE), "matrix": optax.lamb(RATE), "vector": optax.sgd(RATE, 0.9)}, by_kind
+        ),
+        {
+            "opt_state.inner_states.embed.inner_state.0.mu.embed.embedding": EMBED,
+            "opt_state.inner_states.vector.inner_state.0.trace.head.bias": BIAS,
+        },
+        8 * (SPLIT - 3 * 64 - 40) // 8 + 4 * ((3 * 64 + 40) // 8 + WHOLE) + 2 * COUNT,
+    ),
+    "lamb": Case(lambda: optax.lamb(RATE), {"opt_state.0.mu.head.bias": BIAS}, 2 * MOMENT + COUNT),
+    "masked decay": Case(
+        lambda: optax.adamw(RATE, weight_decay=0.5, mask=kernels),
+        {"opt_state.0.nu.head.bias": BIAS},
+        2 * MOMENT + COUNT,
+    ),
+    "schedule": Case(lambda: optax.adamw(SCHEDULE), {"opt_state.2.count": P()}, 2 * MOMENT + 2 * COUNT),
+    "hyperparameters": Case(
+        lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE),
+        {"opt_state.hyperparams.learning_rate": P(), "opt_state.inner_state.0.mu.embed.embedding": EMBED},
+        2 * MOMENT + 3 * COUNT + 6 * 4,
+    ),
+    "clip": Case(
+        lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE)),
+        {"opt_state.1.0.mu.embed.embedding": EMBED},
+        2 * MOMENT + COUNT,
+    ),
+    "noise": Case(
+        lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(RATE)),
+        {"opt_state.0.rng_key": P()},
+        COUNT + 8,
+    ),
+    "every second": Case(
+        lambda: optax.MultiSteps(optax.chain(optax.clip_by_block_rms(0.01), optax.adam(RATE)), 2),
+        {"opt_state.acc_grads.blocks.up.kernel": UP, "opt_state.mini_step": P()},
+        3 * MOMENT + 3 * COUNT,
+    ),
+    # One vector of all logical elements, without a name, which 8 does not divide.
+    "flatten": Case(
+        lambda: optax.flatten(optax.adam(RATE)), {"opt_state.0.mu": P(None)}, 2 * 4 * (SPLIT - 3 + WHOLE) + COUNT
+    ),
+    "ema": Case(
+        lambda: optax.chain(optax.adam(RATE), jfsdp.track_ema(0.9)),
+        {"opt_state.1.ema.embed.embedding": EMBED, "opt_state.1.ema.head.bias": BIAS},
+        3 * MOMENT + COUNT,
+    ),
+}
+
+
+def shard(mesh: str, strategy: str, form: str, **options: Any) -> jfsdp.ShardedModel:
+    num_devices = int(np.prod(list(MESHES[mesh].values())))
+    return jfsdp.fully_shard(
+        lambda rngs: Tower(rngs, form == "stacked"),
+        mesh=jfsdp.make_mesh(**MESHES[mesh], devices=jax.devices()[:num_devices]),
+        strategy=strategy,
+        units=[Block],
+        min_size=20,
+        **options,
+    )
+
+
+def rows(mesh: str) -> int:
+    return 18 if mesh == "3" else 16
+
+
+@functools.cache
+def oracle(case: str, form: str, num_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    batches = make_batches(STEPS, rows=num_rows)
+    return reference.train_by_name(lambda rngs: Tower(rngs, form == "stacked"), token_loss, CASES[case].make(), batches)
+
+
+def run(case: str, mesh: str, strategy: str, form: str) -> jfsdp.TrainState:
+    model, tx = shard(mesh, strategy, form), CASES[case].make()
+    state, step = model.init(tx), model.train_step(token_loss, tx)
+    for batch in make_batches(STEPS, rows=rows(mesh)):
+        state, _ = step(state, batch)
+    return state
+
+
+def error(found: Any, wanted: Any, scale: float) -> float:
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    return float(np.abs(found - wanted).max() / max(scale, np.abs(wanted).max()))
+
+
+def check_parity(case: str, mesh: str, strategy: str, form: str) -> None:
+    state = run(case, mesh, strategy, form)
+    params, arrays = oracle(case, form, rows(mesh))
+    errors = {name: error(jfsdp.full(state, name), params[name], RATE * STEPS) for name in params}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < LIMIT, f"{worst}: {errors[worst]:.1e}"
+    assert {role.name for role in state.roles.arrays} == {f"opt_state.{name}" for name in arrays}
+    errors = {name: error(jfsdp.full(state, f"opt_state.{name}"), x, 1e-6) for name, x in arrays.items()}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] < LIMIT, f"{worst}: {errors[worst]:.1e}"
+    for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state), strict=True):
+        if role.padding:
+            padding = np.array(x)
+            padding[tuple(map(slice, role.shape))] = 0
+            assert not padding.any(), f"{role.name}: padding is not zero"
+
+
+UNEVEN, OTHERS = ("3", "full_shard", "stacked"), [("8", "zero1", "list"), ("2x4", "hybrid_shard", "list")]
+PLACES = [(case, place) for i, case in enumerate(CASES) for place in (UNEVEN, OTHERS[i % 2])]
+
+
+@pytest.mark.parametrize(("case", "place"), PLACES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_five_steps_equal_optax_on_one_device(case, place):
+    check_parity(case, *place)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("form", ["stacked", "list"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard", "hfsdp", "ddp"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_optimizer_equals_optax_on_one_device(case, mesh, strategy, form):
+    check_parity(case, mesh, strategy, form)
+
+
+def live_bytes(tree: Any) -> set[int]:
+    """The bytes of a tree's arrays on each device; one number where all hold the same."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for x in jax.tree.leaves(tree):
+        data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for piece in data.addressable_shards:
+            held[piece.device] += piece.data.nbytes
+    return set(held.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_states_stand_where_the_table_says_and_take_the_bytes_of_its_formula(case):
+    tx = CASES[case].make()
+    state = shard("8", "full_shard", "stacked").init(tx)
+    arrays = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state), strict=True))
+    assert {name: arrays[name].sharding.spec for name in CASES[case].specs} == CASES[case].specs
+    assert live_bytes(state.opt_state) == {CASES[case].num_bytes}

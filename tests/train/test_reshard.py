@@ -1,0 +1,198 @@
+"""Resharding a live state: bitwise into any mesh and strategy, in bounded memory; and one whole array by name."""
+
+import functools
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "full8": {"sizes": {"fsdp": 8}},
+    "full3": {"sizes": {"fsdp": 3}},
+    "one": {"sizes": {"fsdp": 1}},
+    "hybrid2x4": {"sizes": {"replica": 2, "fsdp": 4}, "strategy": "hybrid_shard"},
+    "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
+    "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "strategy": "hfsdp", "param_dtype": "bfloat16"},
+    "zero1replica": {"sizes": {"replica": 8, "fsdp": 1}, "strategy": "zero1"},
+}
+
+
+class Net(nnx.Module):
+    """A tower, and beside it integers, statistics, a key and a leaf that divides by nothing in any dim."""
+
+    def __init__(self, rngs, dim=16):
+        self.tower = Tower(rngs, dim=dim)
+        self.tower.embed.dtype = None  # that of its weight in use: a scan wants one dtype
+        self.odd = nnx.Param(jax.random.normal(rngs.params(), (13, 11)))
+        self.table = nnx.Param(jax.random.randint(rngs.params(), (8, 8), 0, 99))
+        self.seen = nnx.BatchStat(jax.random.normal(rngs.params(), (3, 3)))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.dropout(self.tower(tokens)) * (1 + self.odd[...].mean())
+
+
+def make(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
+    settings = dict(LAYOUTS[name])
+    sizes = settings.pop("sizes")
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    mp_policy = jfsdp.MixedPrecisionPolicy(settings.pop("param_dtype", None))
+    return jfsdp.fully_shard(factory, mesh=mesh, units=[Block], mp_policy=mp_policy, min_size=20, **settings)
+
+
+def train(model: jfsdp.ShardedModel, state: jfsdp.TrainState, num: int = 2) -> jfsdp.TrainState:
+    step = model.train_step(token_loss, TX)
+    for batch in make_batches(num, rows=24):
+        state, _ = step(state, batch)
+    return state
+
+
+@functools.cache
+def lived_in(name: str) -> jfsdp.TrainState:
+    model = make(name)
+    return train(model, model.init(TX, seed=list(LAYOUTS).index(name)))
+
+
+def logical(state: jfsdp.TrainState) -> dict[str, np.ndarray]:
+    """Every array by name, without padding, as bits; nothing of it through `full`."""
+    shapes = {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
+    shapes |= {role.name: role.shape for role in state.roles.arrays}
+    arrays = {f"params.{name}": x for name, x in state.params.items()}
+    arrays |= dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state), strict=True))
+    for name, x in state.model_state.items():
+        arrays[name] = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    arrays |= {"step": state.step, "num_skipped": state.num_skipped}
+    return {name: np.asarray(x)[tuple(map(slice, shapes.get(name, x.shape)))] for name, x in arrays.items()}
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        assert value.tobytes() == other[name].tobytes(), name
+
+
+def assert_stands_like(state: jfsdp.TrainState, like: jfsdp.TrainState) -> None:
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    for value, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        assert (value.shape, value.dtype, value.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+
+
+PAIRS = [(source, target) for source in ("full8", "hfsdp2x3bf16") for target in LAYOUTS if target != source]
+PAIRS += [("full3", "full8"), ("zero1bf16", "full3"), ("one", "hybrid2x4")]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
+    model = make(target)
+    before = logical(lived_in(source))
+    state = jfsdp.reshard(lived_in(source), model)
+    assert_same_bits(logical(state), before)
+    assert_stands_like(state, model.abstract_state(TX))
+    for name, copy in state.work.items():
+        assert np.asarray(copy).tobytes() == np.asarray(state.params[name].astype("bfloat16")).tobytes()
+    assert_same_bits(logical(lived_in(source)), before)
+
+
+def test_there_and_back_again_changes_no_bit_and_no_padding():
+    state = jfsdp.reshard(jfsdp.reshard(lived_in("full8"), make("full3")), make("full8"))
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(lived_in("full8")), strict=True)
+    for value, wanted in pairs:
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, wanted = jax.random.key_data(value), jax.random.key_data(wanted)
+        assert np.asarray(value).tobytes() == np.asarray(wanted).tobytes()
+
+
+def test_training_goes_on_after_resharding_as_if_nothing_had_been():
+    model = make("zero1replica")
+    there = train(model, jfsdp.reshard(lived_in("full8"), model))
+    stayed = train(make("full8"), jfsdp.reshard(lived_in("full8"), make("full8")))
+    for name, value in logical(there).items():
+        np.testing.assert_allclose(value, logical(stayed)[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_a_layout_alone_takes_the_devices_of_the_state_in_their_order():
+    devices = jax.devices()[::-1]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, 8, 1), ("pipe", "replica", "fsdp", "tensor"))
+    state = jfsdp.reshard(lived_in("full8"), make("full8"), mesh=mesh)
+    again = jfsdp.reshard(state, make("hybrid2x4").layout)
+    assert list(again.step.sharding.mesh.devices.flat) == devices  # type: ignore[attr-defined]
+    assert_same_bits(logical(again), logical(lived_in("full8")))
+
+
+def test_donating_frees_the_old_state_as_it_goes():
+    old = jfsdp.reshard(lived_in("zero1bf16"), make("zero1bf16"))
+    wanted = logical(old)
+    new = jfsdp.reshard(old, make("hfsdp2x3bf16"), donate=True)
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert_same_bits(logical(new), wanted)
+    same = jfsdp.reshard(new, make("hfsdp2x3bf16"), donate=True)
+    assert_same_bits(logical(same), wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_bits(logical(jfsdp.reshard(same, make("full3"), donate=True)), wanted)
+
+
+def test_the_result_shares_no_buffer_with_the_state_given():
+    old = jfsdp.reshard(lived_in("full8"), make("full8"))
+    new = jfsdp.reshard(old, make("full8"))
+    train(make("full8"), new, 1)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(old))
+
+
+def test_layouts_of_other_models_are_refused_with_what_differs():
+    with pytest.raises(ValueError, match="another model") as error:
+        jfsdp.reshard(lived_in("full8"), make("full8", lambda rngs: Net(rngs, dim=24)))
+    assert "tower.embed.embedding: the state has float32[37, 16], the new layout float32[37, 24]" in str(error.value)
+    with pytest.raises(ValueError, match="another model") as error:
+        jfsdp.reshard(lived_in("full8"), make("full8", Tower))
+    assert "only in the state: odd, table, tower.blocks.down.kernel" in str(error.value)
+    assert "only in the new layout: blocks.down.kernel" in str(error.value)
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"needs 3 devices, and the state stands on 8; pass mesh="):
+        jfsdp.reshard(lived_in("full8"), make("full3").layout)
+    with pytest.raises(ValueError, match=r"has axes \{'fsdp': 8\}, the new layout \{'fsdp': 3\}"):
+        jfsdp.reshard(lived_in("full8"), make("full3").layout, mesh=make("full8").mesh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="holds shapes only"):
+        jfsdp.reshard(make("full8").abstract_state(TX), make("full3"))
+
+
+@pytest.mark.parametrize("name", ["full8", "full3", "zero1bf16"])
+def test_full_returns_one_whole_array_of_logical_shape(name):
+    state = lived_in(name)
+    for path, wanted in logical(state).items():
+        if path.startswith(("params.", "opt_state.")):
+            found = jfsdp.full(state, path)
+            assert found.sharding.is_fully_replicated
+            assert np.asarray(found).tobytes() == wanted.tobytes(), path
+    assert jfsdp.full(state, "tower.embed.embedding").shape == (37, 16)
+
+
+def test_full_gathers_only_what_is_asked_for():
+    before = {id(x) for x in jax.live_arrays()}
+    state = lived_in("full8")
+    value = jfsdp.full(state, "tower.head.kernel")
+    new = [x for x in jax.live_arrays() if id(x) not in before and x.is_fully_replicated and x.size > 100]
+    assert [x.shape for x in new] == [value.shape] == [(16, 37)]
+
+
+def test_full_names_what_is_close_to_an_unknown_name():
+    with pytest.raises(ValueError, match=r"close names are .*tower\.embed\.embedding"):
+        jfsdp.full(lived_in("full8"), "tower.embed.embeding")
+    with pytest.raises(ValueError, match=r"close names are .*opt_state\.1\.ema\.odd"):
+        jfsdp.full(lived_in("full8"), "opt_state.1.ema.od")
+    with pytest.raises(ValueError, match="shapes only"):
+        jfsdp.full(make("full8").abstract_state(TX), "odd")

@@ -1,0 +1,233 @@
+"""What a strategy holds: bytes of live arrays by formula, frozen leaves, offloaded memory, evaluation on any."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from tests import reference
+from tests.models_published import MODELS, batches
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.adamw(1e-2, eps=1e-4)
+MESH: dict[str, Any] = {"replica": 2, "fsdp": 4}
+# Of P parameters in float32, bytes of (masters, copy in bfloat16, Adam's two moments) per parameter: n shards in all, g
+# in a group. The second line of ZeRO-1 is its own formula: 2P whole, 12P split.
+FORMULAS = {
+    "ddp": (4, 0, 8),
+    "zero1": (4 / 8, 2, 8 / 8),
+    "zero2": (4 / 8, 2, 8 / 8),
+    "full_shard": (4 / 8, 0, 8 / 8),
+    "shard_grad_op": (4 / 8, 0, 8 / 8),
+    "hybrid_shard": (4 / 4, 0, 8 / 4),
+    "hybrid_shard_zero2": (4 / 4, 0, 8 / 4),
+    "hfsdp": (4 / 8, 2 / 4, 8 / 8),
+    "hpz": (4 / 8, 0, 8 / 8),
+}
+
+
+def make(strategy="full_shard", param_dtype=None, mesh: Any = None, stacked=False, **options: Any):
+    if strategy == "hpz":
+        options = {"reshard_after_forward": 2} | options
+    return jfsdp.fully_shard(
+        lambda rngs: Tower(rngs, stacked),
+        mesh=jfsdp.make_mesh(**(mesh or MESH)),
+        strategy=strategy,
+        units=[Block],
+        min_size=0,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype),
+        **options,
+    )
+
+
+def live_bytes(arrays):
+    """Count what the first device really holds."""
+    shards = (shard for x in jax.tree.leaves(arrays) for shard in x.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
+
+
+@pytest.mark.parametrize("strategy", FORMULAS)
+def test_live_arrays_take_the_bytes_of_the_formula(strategy):
+    model = make(strategy, "bfloat16")
+    state = model.init(TX)
+    stored = sum(math.prod(leaf.stored_shape) for leaf in model.layout.leaves)
+    masters, copies, moments = FORMULAS[strategy]
+    assert live_bytes(state.params) == masters * stored
+    assert live_bytes(state.work) == copies * stored
+    counters = sum(x.nbytes for x in jax.tree.leaves(state.opt_state) if x.ndim == 0)
+    assert live_bytes(state.opt_state) - counters == moments * stored
+    padding = stored - sum(math.prod(leaf.shape) for leaf in model.layout.leaves)
+    assert padding == (0 if strategy == "ddp" else sum(leaf.padding for leaf in model.layout.leaves))
+
+
+def test_one_precision_needs_no_copy():
+    state = make("zero1").init(TX)
+    assert state.work == {}
+    assert live_bytes(state.params) == 4 * sum(math.prod(leaf.stored_shape) for leaf in state.layout.leaves)
+
+
+FROZEN: dict[str, Any] = {
+    "glob": ["embed", "blocks.*.up"],
+    "leaf": "embed.embedding",
+    "predicate": lambda path, leaf: path.startswith("blocks") and len(leaf.shape) == 2,
+}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard"])
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=list(FROZEN))
+def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state(strategy, frozen):
+    model = make(strategy, frozen=frozen)
+    state = model.init(TX)
+    first = {name: np.asarray(x) for name, x in state.params.items()}
+    step = model.train_step(token_loss, TX, accumulate=2)
+    for batch in make_batches(2):
+        state, _ = step(state, batch)
+    trained = {leaf.path for leaf in model.layout.leaves if leaf.trainable}
+    assert trained and len(trained) < len(first)
+    assert set(state.opt_state[0].mu) == trained
+    for name, value in state.params.items():
+        assert (np.asarray(value).tobytes() == first[name].tobytes()) == (name not in trained), name
+
+
+def test_training_beside_frozen_leaves_equals_one_device():
+    def mask(is_frozen: bool) -> Any:
+        return lambda params: {name: name.startswith("blocks") == is_frozen for name in params}
+
+    zero, masked = optax.masked(optax.set_to_zero(), mask(True)), optax.masked(TX, mask(False))
+    wanted, _ = reference.train_by_name(
+        lambda rngs: Tower(rngs, False), token_loss, optax.chain(zero, masked), make_batches(3)
+    )
+    model = make(frozen="blocks")
+    state = model.init(TX)
+    step = model.train_step(token_loss, TX)
+    for batch in make_batches(3):
+        state, _ = step(state, batch)
+    found = {name: reference.logical(state, name, x) for name, x in state.params.items()}
+    error, name = reference.worst_leaf(found, wanted, 3e-2)
+    assert error < 1e-3, f"{name}: {error:.1e}"
+
+
+def memories(arrays):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(arrays) if x.ndim}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_what_is_offloaded_stands_in_host_memory_before_and_after_a_step(strategy, part):
+    model = make(strategy, "bfloat16", offload_policy=jfsdp.OffloadPolicy(**{part: True}))
+    states = [model.init(TX)]
+    step = model.train_step(token_loss, TX)
+    states.append(step(model.init(TX), make_batches(1)[0])[0])
+    for state in states:
+        assert memories(state.params) == {"pinned_host" if part == "params" else "device"}
+        assert memories(state.work) <= {"pinned_host" if part == "params" else "device"}
+        assert memories(state.opt_state) == {"pinned_host" if part == "opt_state" else "device"}
+        assert memories(model.abstract_state(TX).opt_state) == memories(state.opt_state)
+
+
+def test_small_leaves_are_not_offloaded():
+    model = jfsdp.fully_shard(Tower, units=[Block], min_size=100, offload_policy=jfsdp.OffloadPolicy(params=True))
+    kinds = {name: x.sharding.memory_kind for name, x in model.init(TX).params.items()}
+    assert kinds["blocks.norm.scale"] == "device"
+    assert kinds["blocks.up.kernel"] == "pinned_host"
+
+
+def test_an_offloaded_state_given_to_a_step_is_gone():
+    model = make(offload_policy=jfsdp.OffloadPolicy(params=True))
+    step, batch = model.train_step(token_loss, TX), make_batches(1)[0]
+    state = model.init(TX)
+    step(state, batch)
+    assert all(x.is_deleted() for x in state.params.values())
+    with pytest.raises(ValueError, match="donated to an earlier step"):
+        step(state, batch)
+
+
+@pytest.mark.parametrize("strategy", list(FORMULAS))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_evaluation_gives_the_logits_of_one_device(name, strategy):
+    case = MODELS[name]
+    options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "hpz" else {}
+    model = jfsdp.fully_shard(
+        case.source, mesh=jfsdp.make_mesh(**MESH), strategy=strategy, units=case.units, min_size=20, **options
+    )
+    batch = batches(name, 1, 8)[0]
+    logits = model.forward(lambda model, tokens: model(tokens))(model.init(TX), batch["tokens"])
+    plain = reference.plain(case.source)
+    wanted, _ = plain.loss(lambda model, batch: model(batch["tokens"]), plain.params, plain.state, batch)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scalar_that_is_no_mean_of_its_parts_is_left_to_the_global_batch():
+    """A masked mean over uneven masks: per group it would be another number."""
+
+    def masked_mean(model, batch):
+        loss = token_loss(model, batch)
+        return loss.total / loss.weight
+
+    batch = make_batches(1)[0]
+    losses = []
+    for strategy in ("full_shard", "hybrid_shard", "hybrid_shard_zero2"):
+        model = make(strategy)
+        losses.append(float(model.train_step(masked_mean, TX)(model.init(TX), batch)[1]["loss"]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
+    model = make("hybrid_shard")
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
+
+    def lowered(loss_fn):
+        return model.train_step(loss_fn, TX).lower(model.abstract_state(TX), abstract).as_text()
+
+    assert "reduce_scatter" in lowered(token_loss)
+    assert "reduce_scatter" not in lowered(lambda model, batch: token_loss(model, batch).total)
+
+
+class DrawsKey(Tower):
+    """A model that replaces its rng key at each call."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        from flax import nnx
+
+        self.key = nnx.Variable(jax.random.key(0))
+
+    def __call__(self, tokens):
+        self.key[...] = jax.random.split(self.key[...])[0]
+        return super().__call__(tokens)
+
+
+def test_a_key_that_the_model_replaces_cannot_be_the_same_on_devices_with_other_keys():
+    model = jfsdp.fully_shard(DrawsKey, units=[Block], strategy="zero1", min_size=20)
+    step = model.train_step(token_loss, TX, accumulate=2, reduce="once")
+    with pytest.raises(ValueError, match='reduce="once": the model changes its rng key key'):
+        step(model.init(TX), make_batches(1)[0])
+
+
+def test_dropout_masks_differ_between_devices_where_a_step_reduces_once():
+    """With one mask for all, two devices with equal rows would have equal losses; the sum of squares tells."""
+    from flax import nnx
+
+    class Dropped(nnx.Module):
+        def __init__(self, rngs):
+            self.weight = nnx.Param(jnp.ones((4,)))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(x * self.weight[...])
+
+    def loss(model, batch):
+        out = model(batch["x"])
+        total = out.sum()
+        return jfsdp.Loss(total, 1.0, {"squares": total**2})
+
+    model = jfsdp.fully_shard(Dropped, strategy="ddp")
+    step = model.train_step(loss, optax.sgd(0.0), accumulate=2, reduce="once")
+    _, metrics = step(model.init(optax.sgd(0.0)), {"x": np.ones((16, 4), np.float32)})
+    mean, squares = float(metrics["loss"]), float(metrics["squares"])
+    assert squares > mean**2 + 1e-3, "all devices and microbatches drew the same mask"
