@@ -2,6 +2,7 @@
 
 One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
 Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding.
+Values that a remat policy may name: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
 the names read `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value heads, A = size of one head:
@@ -19,19 +20,20 @@ everything is bfloat16 but the inside of norms, the softmax and the rotation, wh
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from .llama_config import PRESETS, AttentionChoice, LlamaConfig, flops_per_token
+from .attention import choose_attention, document_mask, document_positions
+from .llama_config import PRESETS, LlamaConfig, flops_per_token
+from .losses import next_token_loss, token_batch
+from .optimizers import adamw
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -70,49 +72,6 @@ def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
-
-
-def document_positions(segment_ids: jax.Array) -> jax.Array:
-    """Count positions from the start of each run of equal segment ids.
-
-    Layout:  [B T] -> [B T] int32
-    """
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None, :]
-    starts = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = jnp.pad(starts, ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-
-
-# [Note: choosing the attention kernel]
-# `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
-# scores. "auto" therefore decides here, when the model is traced: cuDNN where the default backend of this process is
-# CUDA and `_cudnn_serves` holds, else XLA. A process that compiles for GPUs it does not have (JAX_PLATFORMS=cpu) sees
-# the backend "cpu" and gets XLA: say "cudnn" there, which is handed on unchanged. With segment ids both kernels read
-# a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype); without them no mask exists in memory.
-
-
-def _cudnn_serves(query: jax.Array, has_mask: bool) -> bool:
-    """Say whether cuDNN's flash attention takes this query on every GPU from Ampere on (Hopper would allow A = 256)."""
-    _, seq_len, _, head_size = query.shape
-    is_half = query.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and head_size % 8 == 0 and head_size <= 128 and (not has_mask or seq_len % 2 == 0)
-
-
-def _is_cuda() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    return "cuda" in jax.extend.backend.get_backend().platform_version.lower()
-
-
-def _choose_attention(choice: AttentionChoice, query: jax.Array, has_mask: bool) -> Literal["xla", "cudnn"]:
-    if choice == "auto":
-        return "cudnn" if _is_cuda() and _cudnn_serves(query, has_mask) else "xla"
-    if choice == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"LlamaConfig.attention='cudnn' needs bfloat16 or float16 activations, got {query.dtype}; "
-            "give the model bfloat16 weights, or choose attention='xla'"
-        )
-    return choice
 
 
 class Linear(nnx.Module):
@@ -178,6 +137,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rope(query, rope), apply_rope(key, rope)
+        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
         window = config.local_window_size
         attended = jax.nn.dot_product_attention(
             query,
@@ -187,9 +147,9 @@ class Attention(nnx.Module):
             is_causal=True,
             # A window that spans the sequence is no window, and XLA would still build its mask.
             local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
-            implementation=_choose_attention(config.attention, query, mask is not None),
+            implementation=choose_attention(config.attention, query, has_mask=mask is not None),
         )
-        return self.o_proj(attended.reshape(batch, seq_len, -1))
+        return self.o_proj(checkpoint_name(attended, "attended").reshape(batch, seq_len, -1))
 
 
 class MLP(nnx.Module):
@@ -201,7 +161,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.ffn_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (checkpoint_name(wide, "mlp_hidden") for wide in (self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 def _residual_gain(config: LlamaConfig) -> float:
@@ -263,8 +224,7 @@ class Llama(nnx.Module):
             one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
         rope = rope_table(self.config, positions)
-        # Padding sees padding, so that no row of the softmax is empty.
-        mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        mask = document_mask(segment_ids)
         x = self.norm(self._run_layers(self.embed(tokens), rope, mask))
         return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
 
@@ -279,80 +239,6 @@ class Llama(nnx.Module):
             return layer(x, rope, mask)
 
         return scan_layers(x, self.layers, rope, mask)
-
-
-class NextTokenLoss(NamedTuple):
-    """Sums over tokens, to be added over devices and microbatches and divided once: `total / weight` is the loss."""
-
-    total: jax.Array
-    weight: jax.Array
-    aux: dict[str, jax.Array]
-
-
-def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> NextTokenLoss:
-    """Sum the weighted cross entropy of `targets`. Moves no data between devices.
-
-    Layout:  tokens, targets [B T] int32 -> scalars
-    Dtype:   float32, whatever the logits' dtype.
-
-    Args:
-      model: called as `model(tokens, segment_ids=..., positions=...)`.
-      batch: `tokens` and `targets`; optional `weights` `[B T]` float32 (default: 1, but 0 where `segment_ids` is 0),
-        `segment_ids`, `positions`. The targets are the caller's: nothing is shifted here, and a target that lies in
-        the next document counts unless its weight is 0. A target outside the vocabulary makes the loss NaN.
-
-    Returns:
-      `total` and `weight`, and in `aux` `correct`: the weight of the tokens whose highest logit is the target.
-    """
-    segment_ids = batch.get("segment_ids")
-    targets = batch["targets"]
-    logits = model(batch["tokens"], segment_ids=segment_ids, positions=batch.get("positions")).astype(jnp.float32)
-    weights = batch.get("weights")
-    if weights is None:
-        weights = jnp.ones(targets.shape) if segment_ids is None else segment_ids != 0
-    weights = weights.astype(jnp.float32)
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
-    cross_entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
-    correct = jnp.argmax(logits, axis=-1) == targets
-    return NextTokenLoss(
-        total=jnp.sum(weights * cross_entropy),
-        weight=jnp.sum(weights),
-        aux={"correct": jnp.sum(weights * correct)},
-    )
-
-
-def decay_mask(params: Any) -> Any:
-    """Say by name which parameters decay: all but norms and biases.
-
-    Embeddings decay, as in Llama's own training: a tied table is also the head, whose logits decay keeps in bounds.
-
-    Args:
-      params: a dict from dotted name to array; any nested tree works too.
-
-    Returns:
-      The same tree with bools.
-    """
-
-    def decays(path: Any, _: Any) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return not {"scale", "bias"} & set(name.split("."))
-
-    return jax.tree_util.tree_map_with_path(decays, params)
-
-
-def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Return Llama's AdamW: b1 0.9, b2 0.95, decay 0.1 on what `decay_mask` names."""
-    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decay_mask)
-
-
-def abstract_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch for `next_token_loss`; `packed`: with `weights`, `segment_ids` and `positions`."""
-    ids = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
-    batch = {"tokens": ids, "targets": ids}
-    if packed:
-        weights = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.float32)
-        batch |= {"weights": weights, "segment_ids": ids, "positions": ids}
-    return batch
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -372,7 +258,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "config": config,
         "loss": next_token_loss,
         "units": [DecoderLayer],
-        "batch": abstract_batch,
+        "batch": token_batch,
         "optimizer": adamw,
         "vocab_size": config.vocab_size,
         "seq_len": seq_len,

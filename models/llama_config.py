@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
 
-AttentionChoice = Literal["auto", "xla", "cudnn"]
+from .attention import AttentionChoice
+from .checks import require_attention, require_bool, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class RopeScaling:
     original_context: int = 8192
 
     def __post_init__(self):
-        _require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context")
+        require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"RopeScaling.high_freq_factor={self.high_freq_factor} must exceed "
@@ -49,7 +49,7 @@ class LlamaConfig:
       qkv_bias: biases on the query, key and value projections (Qwen 2).
       qk_norm: RMSNorm over each query and key head before the rotation (Qwen 3).
       stacked: store layers stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
-      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel].
+      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
 
     Raises:
       ValueError: for values that contradict each other; names field, value and remedy.
@@ -73,11 +73,9 @@ class LlamaConfig:
     attention: AttentionChoice = "auto"
 
     def __post_init__(self):
-        _require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
-        _require_positive(self, "norm_eps", "rope_theta")
-        for field in ("tied", "qkv_bias", "qk_norm", "stacked"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"LlamaConfig.{field}={getattr(self, field)!r} must be True or False")
+        require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
+        require_positive(self, "norm_eps", "rope_theta")
+        require_bool(self, "tied", "qkv_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -99,10 +97,7 @@ class LlamaConfig:
                 f"LlamaConfig.local_window_size={self.local_window_size} must be at least 1 (the query itself); "
                 "pass None for no window"
             )
-        if self.attention not in get_args(AttentionChoice):
-            raise ValueError(
-                f"LlamaConfig.attention={self.attention!r} is unknown; choose one of {get_args(AttentionChoice)}"
-            )
+        require_attention(self)
 
     @property
     def head_size(self) -> int:
@@ -122,13 +117,6 @@ class LlamaConfig:
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
         return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
-
-
-def _require_positive(config: Any, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if not value > 0:
-            raise ValueError(f"{type(config).__name__}.{field}={value} must be positive; pass {field}= above 0")
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jfsdp_models import llama, llama_config  # pyright: ignore[reportMissingImports] (installed as an import hook)
+from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
+    attention,
+    llama,
+    llama_config,
+    losses,
+    optimizers,
+)
 
 SMALL = llama.LlamaConfig(
     vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, rope_theta=10_000.0, attention="xla"
@@ -61,7 +67,7 @@ def forward(model, tokens, segment_ids=None, positions=None):
 
 
 def mean_loss(model, batch):
-    sums = llama.next_token_loss(model, batch)
+    sums = losses.next_token_loss(model, batch)
     return sums.total / sums.weight
 
 
@@ -243,7 +249,7 @@ def test_padding_changes_neither_logits_nor_loss_nor_gradient():
 def test_document_positions_restart_at_every_change_of_segment():
     ids = jnp.asarray([[3, 3, 3, 1, 1, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
     expected = [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
-    np.testing.assert_array_equal(llama.document_positions(ids), expected)
+    np.testing.assert_array_equal(attention.document_positions(ids), expected)
 
 
 def test_given_positions_are_used():
@@ -298,7 +304,7 @@ def test_bfloat16_weights_meet_no_float32_matmul(variant, stacked):
     tokens = make_tokens()
 
     def loss(state):
-        return llama.next_token_loss(nnx.merge(graphdef, state), {"tokens": tokens, "targets": tokens}).total
+        return losses.next_token_loss(nnx.merge(graphdef, state), {"tokens": tokens, "targets": tokens}).total
 
     avals = list(matmuls(jax.make_jaxpr(jax.grad(loss))(state).jaxpr))
     weight_matmuls = [operands for operands in avals if any(a.ndim == 2 for a in operands)]
@@ -349,8 +355,8 @@ def test_without_segment_ids_no_mask_enters_the_model():
 
 def test_auto_attention_is_xla_on_cpu_and_cudnn_wants_half_precision():
     query = jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.bfloat16)
-    assert llama._choose_attention("auto", query, False) == "xla"
-    assert llama._choose_attention("cudnn", query, False) == "cudnn"
+    assert attention.choose_attention("auto", query, has_mask=False) == "xla"
+    assert attention.choose_attention("cudnn", query, has_mask=False) == "cudnn"
     with pytest.raises(ValueError, match="attention='cudnn' needs bfloat16 or float16 activations, got float32"):
         make_model(attention="cudnn")(make_tokens())
 
@@ -367,9 +373,9 @@ def test_auto_attention_is_xla_on_cpu_and_cudnn_wants_half_precision():
     ],
 )
 def test_auto_attention_on_cuda_takes_what_cudnn_serves(monkeypatch, dtype, head_size, seq_len, has_mask, served):
-    monkeypatch.setattr(llama, "_is_cuda", lambda: True)
+    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
     query = jax.ShapeDtypeStruct((1, seq_len, 4, head_size), dtype)
-    assert llama._choose_attention("auto", query, has_mask) == ("cudnn" if served else "xla")
+    assert attention.choose_attention("auto", query, has_mask=has_mask) == ("cudnn" if served else "xla")
 
 
 # ---- loss, decay, flops, jobs ----
@@ -379,7 +385,7 @@ def test_loss_sums_the_weighted_cross_entropy():
     model = make_model()
     tokens, targets = make_tokens(seed=1), make_tokens(seed=2)
     weights = jnp.asarray(np.random.default_rng(3).uniform(size=tokens.shape), jnp.float32)
-    sums = llama.next_token_loss(model, {"tokens": tokens, "targets": targets, "weights": weights})
+    sums = losses.next_token_loss(model, {"tokens": tokens, "targets": targets, "weights": weights})
     logits = np.asarray(model(tokens), np.float64)
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.take_along_axis(probabilities, np.asarray(targets)[..., None], -1)[..., 0]
@@ -392,8 +398,8 @@ def test_loss_sums_the_weighted_cross_entropy():
 def test_loss_of_bfloat16_logits_is_taken_in_float32():
     logits = jax.random.normal(jax.random.key(0), (2, 64, 300), jnp.bfloat16) * 4
     targets = make_tokens(2, 64)
-    sums = llama.next_token_loss(lambda *_, **__: logits, {"tokens": targets, "targets": targets})
-    wide = llama.next_token_loss(lambda *_, **__: logits.astype(jnp.float32), {"tokens": targets, "targets": targets})
+    sums = losses.next_token_loss(lambda *_, **__: logits, {"tokens": targets, "targets": targets})
+    wide = losses.next_token_loss(lambda *_, **__: logits.astype(jnp.float32), {"tokens": targets, "targets": targets})
     assert sums.total.dtype == jnp.float32
     np.testing.assert_allclose(sums.total, wide.total, rtol=1e-6)
 
@@ -401,15 +407,15 @@ def test_loss_of_bfloat16_logits_is_taken_in_float32():
 def test_default_weights_leave_padding_out():
     model = make_model()
     batch = {"tokens": make_tokens(), "targets": make_tokens(seed=4)}
-    assert llama.next_token_loss(model, batch).weight == 24
+    assert losses.next_token_loss(model, batch).weight == 24
     ids = jnp.asarray(np.repeat([[1] * 9 + [0] * 3], 2, axis=0))
-    assert llama.next_token_loss(model, batch | {"segment_ids": ids}).weight == 18
+    assert losses.next_token_loss(model, batch | {"segment_ids": ids}).weight == 18
 
 
 def test_decay_spares_norms_and_biases_in_both_storage_forms():
     for stacked in (True, False):
         params = weights_by_name(make_model(qkv_bias=True, qk_norm=True, stacked=stacked))
-        spared = {name for name, decays in llama.decay_mask(params).items() if not decays}
+        spared = {name for name, decays in optimizers.decay_mask(params).items() if not decays}
         assert spared == {name for name in params if name.endswith((".scale", ".bias"))}
         assert len(spared) == 1 + 7 * (1 if stacked else SMALL.num_layers)
 

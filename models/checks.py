@@ -1,0 +1,72 @@
+"""Checks that the configurations of the models share."""
+
+from typing import Any, get_args
+
+from .attention import AttentionChoice
+
+
+def require_positive(config: Any, *fields: str) -> None:
+    """Refuse fields that are not above 0.
+
+    Raises:
+      ValueError: names class, field, value and remedy.
+    """
+    for field in fields:
+        value = getattr(config, field)
+        if not value > 0:
+            raise ValueError(f"{type(config).__name__}.{field}={value} must be positive; pass {field}= above 0")
+
+
+def require_fraction(config: Any, *fields: str) -> None:
+    """Refuse fields outside 0..1, 1 itself excluded: rates of dropout.
+
+    Raises:
+      ValueError: names class, field, value and remedy.
+    """
+    for field in fields:
+        value = getattr(config, field)
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{type(config).__name__}.{field}={value} must be at least 0 and below 1; 0 switches it off"
+            )
+
+
+def require_bool(config: Any, *fields: str) -> None:
+    """Refuse fields that are not True or False (a text from a command line, say).
+
+    Raises:
+      ValueError: names class, field and value.
+    """
+    for field in fields:
+        if not isinstance(getattr(config, field), bool):
+            raise ValueError(f"{type(config).__name__}.{field}={getattr(config, field)!r} must be True or False")
+
+
+def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
+    """Refuse a field that is none of the choices.
+
+    Raises:
+      ValueError: names class, field, value and choices.
+    """
+    if getattr(config, field) not in choices:
+        raise ValueError(
+            f"{type(config).__name__}.{field}={getattr(config, field)!r} is unknown; choose one of {choices}"
+        )
+
+
+def require_attention(config: Any) -> None:
+    """Refuse a field `attention` that names no kernel. Raises: ValueError, as `require_choice`."""
+    require_choice(config, "attention", get_args(AttentionChoice))
+
+
+def require_heads(config: Any) -> None:
+    """Refuse a width that the heads do not divide.
+
+    Raises:
+      ValueError: names class, fields, values and remedy.
+    """
+    if config.dim % config.num_heads:
+        raise ValueError(
+            f"{type(config).__name__}.dim={config.dim} is not a multiple of num_heads={config.num_heads}; choose such "
+            "a dim, or another num_heads="
+        )

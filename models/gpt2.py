@@ -1,0 +1,213 @@
+"""GPT-2 in plain Flax Linen, and the jobs that train it.
+
+The published decoder: learned positions, LayerNorm before each half of a block, biases everywhere, GELU (the tanh
+form), the embedding as head. Nothing here knows about sharding.
+
+Parameter names (joined by ".", below the collection `params`; with `stacked=True` each array below `h` has a leading
+dim L, with `stacked=False` the names read `h_0.ln_1...`). They are OpenAI's, with Flax's names for the arrays; kernels
+are `[in, out]`, as OpenAI's are:
+
+    wte.embedding          [V, D]         h.ln_2.{scale,bias}     [D]
+    wpe.embedding          [P, D]         h.mlp.c_fc.kernel       [D, 4D]    .bias [4D]
+    h.ln_1.{scale,bias}    [D]            h.mlp.c_proj.kernel     [4D, D]    .bias [D]
+    h.attn.c_attn.kernel   [D, 3D]        ln_f.{scale,bias}       [D]
+    h.attn.c_attn.bias     [3D]           (c_attn: query, key and value side by side, each with its heads in order)
+    h.attn.c_proj.kernel   [D, D]         .bias [D]
+
+Initialization: normal(0.02); kernels that write to the residual stream normal(0.02 / sqrt(2 L)); biases 0.
+Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
+everything is bfloat16 but the inside of norms and the softmax.
+
+Values that a remat policy may name: qkv, attended (before its projection), mlp_hidden (before the GELU).
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and openai/gpt-2.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from .attention import choose_attention, document_mask, document_positions
+from .gpt2_config import PRESETS, GPT2Config, flops_per_token
+from .losses import next_token_loss, token_batch
+from .optimizers import adamw
+
+_INIT_STD = 0.02
+
+
+def _residual_init(config: GPT2Config) -> Any:
+    """Keep the residual stream's variance flat in depth: 2L branches add to it (the paper's section 2.3)."""
+    return nn.initializers.normal(_INIT_STD * (2 * config.num_layers) ** -0.5)
+
+
+def _dense(features: int, init: Any, name: str) -> nn.Dense:
+    return nn.Dense(features, kernel_init=init, name=name)
+
+
+class Attention(nn.Module):
+    """Attend causally with H heads."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+        config = self.config
+        heads = (*x.shape[:-1], config.num_heads, config.dim // config.num_heads)
+        qkv = _dense(3 * config.dim, nn.initializers.normal(_INIT_STD), "c_attn")(x)
+        query, key, value = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))
+        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
+        if config.attention_dropout and not deterministic:
+            attended = self._attend_with_dropout(query, key, value, mask)
+        else:
+            attended = jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                mask=mask,
+                is_causal=True,
+                implementation=choose_attention(config.attention, query, has_mask=mask is not None),
+            )
+        attended = checkpoint_name(attended, "attended").reshape(x.shape)
+        return _dense(config.dim, _residual_init(config), "c_proj")(attended)
+
+    def _attend_with_dropout(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+    ) -> jax.Array:
+        seq_len, head_size = query.shape[1], query.shape[-1]
+        causal = jnp.tril(jnp.ones((1, 1, seq_len, seq_len), bool))
+        scores = jnp.einsum("bqha,bkha->bhqk", query, key).astype(jnp.float32) * head_size**-0.5
+        scores = jnp.where(causal if mask is None else causal & mask, scores, jnp.finfo(jnp.float32).min)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+        dropped = nn.Dropout(self.config.attention_dropout, deterministic=False)(probabilities)
+        return jnp.einsum("bhqk,bkha->bqha", dropped, value)
+
+
+class MLP(nn.Module):
+    """Apply `c_proj(gelu(c_fc(x)))` with a width of 4D inside."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = checkpoint_name(_dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), "mlp_hidden")
+        return _dense(self.config.dim, _residual_init(self.config), "c_proj")(jax.nn.gelu(wide, approximate=True))
+
+
+class Block(nn.Module):
+    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+        eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
+        attended = Attention(self.config, name="attn")(_norm(eps, "ln_1")(x), mask, deterministic)
+        x = x + drop(attended)
+        return x + drop(MLP(self.config, name="mlp")(_norm(eps, "ln_2")(x)))
+
+
+def _norm(eps: float, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=eps, use_fast_variance=False, name=name)
+
+
+class GPT2(nn.Module):
+    """Predict the next token of each position.
+
+    The same seed draws other weights for the stacked model than for the listed one.
+    """
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Compute logits.
+
+        Layout:  [B T] int32 -> [B T V]
+        Dtype:   that of the weights.
+
+        Args:
+          tokens: token ids; one outside the vocabulary yields NaN, not a neighbour.
+          segment_ids: `[B T]`, the document of each token in a packed row; attention stays inside a document.
+            0 is padding, which no document sees; logits at padding are finite and mean nothing.
+          positions: `[B T]`, rows of the table of positions; None: counted from the start of each document.
+          deterministic: False draws dropout masks from the rng "dropout", if the configuration has any.
+
+        Raises:
+          ValueError: if a row is longer than the table of positions.
+        """
+        config, seq_len = self.config, tokens.shape[1]
+        if seq_len > config.num_positions:
+            raise ValueError(
+                f"rows of {seq_len} tokens, and GPT2Config.num_positions={config.num_positions}; shorten the rows, or "
+                "raise num_positions"
+            )
+        if positions is None:
+            one_row = jnp.arange(seq_len, dtype=jnp.int32)[None, :]
+            positions = one_row if segment_ids is None else document_positions(segment_ids)
+        init = nn.initializers.normal(_INIT_STD)
+        wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
+        wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
+        x = nn.Dropout(config.dropout, deterministic=deterministic)(wte(tokens) + wpe(positions))
+        x = self._run_blocks(x, document_mask(segment_ids), deterministic)
+        return wte.attend(_norm(config.norm_eps, "ln_f")(x))
+
+    def _run_blocks(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+        if not self.config.stacked:
+            for index in range(self.config.num_layers):
+                x = Block(self.config, name=f"h_{index}")(x, mask, deterministic)
+            return x
+
+        def run_block(block: Block, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, None]:
+            return block(x, mask, deterministic), None
+
+        scan = nn.scan(
+            run_block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,  # type: ignore[arg-type]
+            length=self.config.num_layers,
+        )
+        return scan(Block(self.config, name="h"), x, mask)[0]
+
+
+def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
+    """Describe a training job as plain data.
+
+    Returns:
+      The fields that `llama.make_job` lists, with `model` as `(module, example inputs)`, and `eval_loss`: the loss
+      without dropout.
+    """
+
+    def configure(**overrides: Any) -> dict[str, Any]:
+        return make_job(replace(config, **overrides), seq_len)
+
+    return {
+        "model": (GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)),
+        "config": config,
+        "loss": partial(next_token_loss, deterministic=False),
+        "eval_loss": next_token_loss,
+        "units": [Block],
+        "batch": token_batch,
+        "optimizer": adamw,
+        "vocab_size": config.vocab_size,
+        "seq_len": seq_len,
+        "flops_per_token": partial(flops_per_token, config),
+        "configure": configure,
+    }
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    name: make_job(config, seq_len=config.num_positions) for name, config in PRESETS.items()
+}

@@ -1,0 +1,81 @@
+"""Dimensions and options of GPT-2: the configuration, the published sizes, their FLOPs."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from .attention import AttentionChoice
+from .checks import require_attention, require_bool, require_fraction, require_heads, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Hold the dimensions and options of one model.
+
+    Args:
+      vocab_size: V, rows of the embedding, which is also the head.
+      num_positions: P, rows of the table of positions: the longest row of tokens.
+      dim: D, width of the residual stream.
+      num_layers: L.
+      num_heads: H; must divide `dim`.
+      norm_eps: added to the variance under the root.
+      dropout: rate on the embeddings and on what each half of a block adds to the residual stream.
+      attention_dropout: rate on the attention's probabilities. Where it is not 0, training computes attention plainly,
+        with scores `[B H T T]` in memory: no fused kernel draws these masks.
+      stacked: store blocks stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
+
+    Raises:
+      ValueError: for values that contradict each other; names field, value and remedy.
+    """
+
+    vocab_size: int = 50_257
+    num_positions: int = 1024
+    dim: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float = 1e-5
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    stacked: bool = True
+    attention: AttentionChoice = "auto"
+
+    def __post_init__(self):
+        require_positive(self, "vocab_size", "num_positions", "dim", "num_layers", "num_heads", "norm_eps")
+        require_fraction(self, "dropout", "attention_dropout")
+        require_bool(self, "stacked")
+        require_heads(self)
+        require_attention(self)
+
+    @property
+    def matmul_params_per_layer(self) -> int:
+        """Count the weights of one block that take part in matmuls: 3 + 1 matrices of attention, 4 + 4 of the MLP."""
+        return 12 * self.dim**2
+
+    @property
+    def num_params(self) -> int:
+        """Count all parameters; the tied head counts once."""
+        norms, biases = 4 * self.dim, 9 * self.dim
+        tables = (self.vocab_size + self.num_positions) * self.dim
+        return tables + self.num_layers * (self.matmul_params_per_layer + norms + biases) + 2 * self.dim
+
+
+def flops_per_token(config: GPT2Config, seq_len: int) -> float:
+    """Count the model FLOPs of forward and backward per token: `6 N + 12 L D T`, as for Llama.
+
+    N counts the weights that take part in matmuls: the tied head, but not the lookups, norms or biases. The attention
+    term counts scores and values over all T keys, without the causal half (PaLM, arXiv 2204.02311, appendix B).
+    """
+    matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
+    return 6.0 * matmul_params + 12.0 * config.num_layers * config.dim * seq_len
+
+
+_no_dropout = partial(GPT2Config, dropout=0.0, attention_dropout=0.0)
+
+PRESETS: dict[str, GPT2Config] = {
+    # Bytes and eight special tokens; small enough to learn on a CPU, and too small to need dropout.
+    "gpt2-tiny": _no_dropout(vocab_size=264, num_positions=256, dim=128, num_layers=4, num_heads=4),
+    "gpt2": GPT2Config(dim=768, num_layers=12, num_heads=12),
+    "gpt2-medium": GPT2Config(dim=1024, num_layers=24, num_heads=16),
+    "gpt2-large": GPT2Config(dim=1280, num_layers=36, num_heads=20),
+    "gpt2-xl": GPT2Config(dim=1600, num_layers=48, num_heads=25),
+}

@@ -1,0 +1,233 @@
+"""The Vision Transformer in plain Flax NNX, and the jobs that train it.
+
+An encoder over the patches of an image: learned positions, a norm before each half of a block, biases everywhere, GELU.
+The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding.
+
+Parameter names (joined by "."; with `stacked=True` each array below `blocks` has a leading dim L, with `stacked=False`
+the names read `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch, T = tokens:
+
+    embed.patch.kernel       [P*P*C, D]  .bias [D]        blocks.norm1.{scale,bias}   [D]
+    embed.class_token        [1, 1, D]   (pool="token")   blocks.attn.qkv.kernel      [D, 3D]  .bias [3D]
+    embed.positions          [1, T, D]                    blocks.attn.out.kernel      [D, D]   .bias [D]
+    norm.{scale,bias}        [D]                          blocks.norm2.{scale,bias}   [D]
+    head.kernel              [D, K]      .bias [K]        blocks.mlp.up.kernel        [D, F]   .bias [F]
+                                                          blocks.mlp.down.kernel      [F, D]   .bias [D]
+    With norm="batch" each norm also holds the statistics `mean` and `var` [D], float32; no parameters.
+
+Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
+everything is bfloat16 but the inside of norms and the softmax; statistics stay float32.
+
+Values that a remat policy may name: qkv, attended (before its projection), mlp_hidden (before the GELU).
+
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929), and google-research/vision_transformer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from .attention import choose_attention
+from .losses import LossSums, classification_loss, image_batch
+from .optimizers import NORMS_AND_BIASES, decay_mask
+from .vit_config import PRESETS, ViTConfig, flops_per_image
+
+_kernel_init = nnx.initializers.truncated_normal(0.02)
+_token_init = nnx.initializers.normal(0.02)
+
+
+class BatchNorm(nnx.BatchNorm):
+    """Normalize by the batch's statistics, or in evaluation by those stored: float32 inside, the input's dtype out.
+
+    The statistics are over all leading dims; under jfsdp's auto engine that is the global batch.
+    """
+
+    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        return super().__call__(x, *args, **kwargs).astype(x.dtype)
+
+
+def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
+    if config.norm == "batch":
+        return BatchNorm(
+            config.dim, epsilon=config.norm_eps, momentum=config.norm_momentum, use_fast_variance=False, rngs=rngs
+        )
+    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_fast_variance=False, rngs=rngs)
+
+
+def _linear(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs)
+
+
+def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Return dropout; without a rate it holds no rng, so that the model has no state but what it needs."""
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+
+class PatchEmbed(nnx.Module):
+    """Cut an image into patches, project each, and add class token and positions.
+
+    The projection is the published convolution with stride P, written as a reshape and a matmul.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.patch = _linear(config.patch_dim, config.dim, rngs)
+        has_token = config.pool == "token"
+        self.class_token = nnx.Param(jnp.zeros((1, 1, config.dim), jnp.float32)) if has_token else None
+        self.positions = nnx.Param(_token_init(rngs.params(), (1, config.seq_len, config.dim), jnp.float32))
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Layout: [B H W C] -> [B T D]."""
+        config, batch = self.config, images.shape[0]
+        side, patch = config.image_size // config.patch_size, config.patch_size
+        grid = images.reshape(batch, side, patch, side, patch, config.channels).swapaxes(2, 3)
+        x = self.patch(grid.reshape(batch, config.num_patches, config.patch_dim).astype(self.patch.kernel.dtype))
+        if self.class_token is not None:
+            token = jnp.broadcast_to(self.class_token[...], (batch, 1, config.dim))
+            x = jnp.concatenate([token, x], axis=1)
+        return self.dropout(x + self.positions[...])
+
+
+class Attention(nnx.Module):
+    """Attend from every token to every token."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.qkv = _linear(config.dim, 3 * config.dim, rngs)
+        self.out = _linear(config.dim, config.dim, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        heads = (*x.shape[:-1], self.config.num_heads, self.config.dim // self.config.num_heads)
+        query, key, value = (part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1))
+        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
+        implementation = choose_attention(self.config.attention, query, has_mask=False)
+        attended = jax.nn.dot_product_attention(query, key, value, implementation=implementation)
+        return self.out(checkpoint_name(attended, "attended").reshape(x.shape))
+
+
+class MLP(nnx.Module):
+    """Apply `down(gelu(up(x)))`, with the exact GELU."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.up = _linear(config.dim, config.ffn_dim, rngs)
+        self.down = _linear(config.ffn_dim, config.dim, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(checkpoint_name(self.up(x), "mlp_hidden"), approximate=False))
+
+
+class EncoderBlock(nnx.Module):
+    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.norm1 = _make_norm(config, rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.norm2 = _make_norm(config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout1, self.dropout2 = _dropout(config, rngs), _dropout(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.dropout1(self.attn(self.norm1(x)))
+        return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+class ViT(nnx.Module):
+    """Classify images.
+
+    As NNX models are, it is born in training mode: dropout drops, and BatchNorm uses the batch; `nnx.view` with
+    `deterministic=True, use_running_average=True` (or `eval()`) changes that, as `evaluation_loss` does. With the same
+    seed the stacked model and the listed one hold the same weights.
+    """
+
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = PatchEmbed(config, rngs=rngs)
+        keys = jax.random.split(rngs.params(), config.num_layers)
+
+        def make_block(key: jax.Array) -> EncoderBlock:
+            params, dropout = jax.random.split(key)
+            return EncoderBlock(config, rngs=nnx.Rngs(params=params, dropout=dropout))
+
+        self.blocks = nnx.vmap(make_block)(keys) if config.stacked else nnx.List([make_block(key) for key in keys])
+        self.norm = _make_norm(config, rngs)
+        self.head = nnx.Linear(config.dim, config.num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Compute logits.
+
+        Layout:  [B H W C] -> [B K]
+        Dtype:   any in, cast to that of the weights; out in that of the weights.
+
+        Raises:
+          ValueError: if the images are not of the configuration's shape.
+        """
+        config = self.config
+        expected = (config.image_size, config.image_size, config.channels)
+        if images.shape[1:] != expected:
+            raise ValueError(
+                f"images {tuple(images.shape)} are not [B {' '.join(map(str, expected))}]; set image_size= and "
+                "channels= of ViTConfig"
+            )
+        x = self.norm(self._run_blocks(self.embed(images)))
+        return self.head(x[:, 0] if config.pool == "token" else jnp.mean(x, axis=1))
+
+    def _run_blocks(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scan_blocks(x, block):
+            return block(x)
+
+        return scan_blocks(x, self.blocks)
+
+
+def evaluation_loss(model: ViT, batch: Mapping[str, jax.Array]) -> LossSums:
+    """Compute `classification_loss` without dropout and with the stored batch statistics; leaves the model as it is."""
+    modes = {"deterministic": True, "use_running_average": True}
+    return classification_loss(nnx.view(model, raise_if_not_found=False, **modes), batch)
+
+
+def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Return AdamW as published (b1 0.9, b2 0.999, decay 0.1), which decays kernels only: no token and no positions."""
+    mask = partial(decay_mask, spared=NORMS_AND_BIASES | {"class_token", "positions"})
+    return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
+
+
+def make_job(config: ViTConfig) -> dict[str, Any]:
+    """Describe a training job as plain data.
+
+    Returns:
+      `model` (rngs -> module), `config`, `loss`, `eval_loss`, `units`, `data` ("images"), `batch` ((batch_size,
+      seq_len) -> shapes), `optimizer`, `num_classes`, `flops_per_token` (of one image) and `configure` (changed fields
+      of the config, by keyword -> another job).
+    """
+
+    def configure(**overrides: Any) -> dict[str, Any]:
+        return make_job(replace(config, **overrides))
+
+    return {
+        "model": partial(ViT, config),
+        "config": config,
+        "loss": classification_loss,
+        "eval_loss": evaluation_loss,
+        "units": [EncoderBlock],
+        "data": "images",
+        "batch": partial(image_batch, (config.image_size, config.image_size, config.channels)),
+        "optimizer": adamw,
+        "num_classes": config.num_classes,
+        "flops_per_token": partial(flops_per_image, config),
+        "configure": configure,
+    }
+
+
+JOBS: dict[str, dict[str, Any]] = {name: make_job(config) for name, config in PRESETS.items()}

@@ -1,0 +1,124 @@
+"""Dimensions and options of the Vision Transformer: the configuration, the published sizes, their FLOPs."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .attention import AttentionChoice
+from .checks import (
+    require_attention,
+    require_bool,
+    require_choice,
+    require_fraction,
+    require_heads,
+    require_positive,
+)
+
+Norm = Literal["layer", "batch"]
+Pool = Literal["token", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Hold the dimensions and options of one model.
+
+    Args:
+      image_size: H and W of an image.
+      channels: C of an image.
+      patch_size: side of a patch; must divide `image_size`.
+      num_classes: K.
+      dim: D, width of the residual stream.
+      num_layers: L.
+      num_heads: must divide `dim`.
+      ffn_dim: F, width inside the MLP.
+      norm: "layer", as published, or "batch": BatchNorm over batch and patches, whose statistics are state.
+      pool: what the head sees: "token", a class token beside the patches, as published, or "mean", the patches' mean.
+      norm_eps: added to the variance under the root.
+      norm_momentum: of the stored batch statistics: the share that a step keeps of them.
+      dropout: rate on the embedded patches and on what each half of a block adds to the residual stream.
+      stacked: store blocks stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
+
+    Raises:
+      ValueError: for values that contradict each other; names field, value and remedy.
+    """
+
+    image_size: int = 224
+    channels: int = 3
+    patch_size: int = 16
+    num_classes: int = 1000
+    dim: int
+    num_layers: int
+    num_heads: int
+    ffn_dim: int
+    norm: Norm = "layer"
+    pool: Pool = "token"
+    norm_eps: float = 1e-6
+    norm_momentum: float = 0.9
+    dropout: float = 0.1
+    stacked: bool = True
+    attention: AttentionChoice = "auto"
+
+    def __post_init__(self):
+        require_positive(self, "image_size", "channels", "patch_size", "num_classes", "dim", "num_layers", "num_heads")
+        require_positive(self, "ffn_dim", "norm_eps")
+        require_fraction(self, "dropout", "norm_momentum")
+        require_bool(self, "stacked")
+        require_choice(self, "norm", get_args(Norm))
+        require_choice(self, "pool", get_args(Pool))
+        require_heads(self)
+        require_attention(self)
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"ViTConfig.image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; choose "
+                "such a size, or another patch_size="
+            )
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def seq_len(self) -> int:
+        """Return T: the patches, and the class token where there is one."""
+        return self.num_patches + (self.pool == "token")
+
+    @property
+    def patch_dim(self) -> int:
+        """Return the numbers in one patch."""
+        return self.patch_size**2 * self.channels
+
+    @property
+    def matmul_params_per_layer(self) -> int:
+        """Count the weights of one block that take part in matmuls."""
+        return 4 * self.dim**2 + 2 * self.dim * self.ffn_dim
+
+    @property
+    def num_params(self) -> int:
+        """Count all parameters; stored batch statistics are none."""
+        vectors = 4 * self.dim + 5 * self.dim + self.ffn_dim  # two norms; biases of attention and MLP
+        embedding = (self.patch_dim + 1) * self.dim + self.seq_len * self.dim + (self.pool == "token") * self.dim
+        head = 2 * self.dim + (self.dim + 1) * self.num_classes
+        return embedding + self.num_layers * (self.matmul_params_per_layer + vectors) + head
+
+
+def flops_per_image(config: ViTConfig, seq_len: int = 1) -> float:
+    """Count the model FLOPs of forward and backward per image: `6 (T N + P E + D K) + 12 L D T^2`.
+
+    N counts the weights of the blocks that take part in matmuls, P E the patches times their embedding, D K the head;
+    the attention term scores and values over all T tokens. `seq_len` is not read: a row is one image.
+    """
+    del seq_len
+    blocks = config.seq_len * config.num_layers * config.matmul_params_per_layer
+    ends = config.num_patches * config.patch_dim * config.dim + config.dim * config.num_classes
+    return 6.0 * (blocks + ends) + 12.0 * config.num_layers * config.dim * config.seq_len**2
+
+
+PRESETS: dict[str, ViTConfig] = {
+    # For the 8 x 8 digits of scikit-learn; small enough to learn on a CPU.
+    "vit-tiny": ViTConfig(
+        image_size=8, channels=1, patch_size=2, num_classes=10, dim=64, num_layers=4, num_heads=4, ffn_dim=256
+    ),
+    "vit-s16": ViTConfig(dim=384, num_layers=12, num_heads=6, ffn_dim=1536),
+    "vit-b16": ViTConfig(dim=768, num_layers=12, num_heads=12, ffn_dim=3072),
+    "vit-l16": ViTConfig(dim=1024, num_layers=24, num_heads=16, ffn_dim=4096),
+}

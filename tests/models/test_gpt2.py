@@ -1,0 +1,360 @@
+"""The models of `models/gpt2.py`, against numpy, against each other and against published parameter counts."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import traverse_util
+
+from jfsdp_models import gpt2, losses, optimizers  # pyright: ignore[reportMissingImports]
+
+SMALL = gpt2.GPT2Config(
+    vocab_size=61, num_positions=32, dim=32, num_layers=3, num_heads=4, dropout=0.0, attention_dropout=0.0
+)
+# As published; openai/gpt-2 gives them rounded, and wrong for the first two in its first README (117M, 345M).
+PUBLISHED_PARAMS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+def make_tokens(batch_size=2, seq_len=12, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SMALL.vocab_size, (batch_size, seq_len)), jnp.int32)
+
+
+def make_model(**overrides):
+    """A small model, and weights whose norms and biases are not at their trivial initial values."""
+    model = gpt2.GPT2(dataclasses.replace(SMALL, **overrides))
+    rng = np.random.default_rng(1)
+    flat = flatten(model.init(jax.random.key(0), make_tokens()))
+    for name, w in flat.items():
+        is_vector = name.endswith((".scale", ".bias"))
+        # Tenfold, so that attention is far from uniform and GELU far from linear.
+        flat[name] = w + 0.3 * rng.normal(size=w.shape).astype(np.float32) if is_vector else 10 * w
+    return model, unflatten(flat)
+
+
+def flatten(variables) -> dict[str, Any]:
+    return traverse_util.flatten_dict(variables["params"], sep=".")
+
+
+def unflatten(flat):
+    return {"params": traverse_util.unflatten_dict(flat, sep=".")}
+
+
+def listed(flat, num_layers):
+    """Bring stacked weights into the names of the listed model."""
+    out = {name: w for name, w in flat.items() if not name.startswith("h.")}
+    for name in flat.keys() - out.keys():
+        out |= {f"h_{i}.{name.removeprefix('h.')}": flat[name][i] for i in range(num_layers)}
+    return out
+
+
+# ---- a second opinion in numpy, float64 ----
+
+
+def numpy_norm(x, weights, name):
+    centred = x - x.mean(-1, keepdims=True)
+    return (
+        centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weights[f"{name}.scale"]
+        + weights[f"{name}.bias"]
+    )
+
+
+def numpy_linear(x, weights, name):
+    return x @ weights[f"{name}.kernel"] + weights[f"{name}.bias"]
+
+
+def numpy_attention(x, weights, num_heads):
+    """One head and one query at a time."""
+    size = x.shape[-1] // num_heads
+    query, key, value = np.split(numpy_linear(x, weights, "attn.c_attn"), 3, axis=-1)
+    out = np.zeros_like(x)
+    for head in range(num_heads):
+        mine = slice(head * size, (head + 1) * size)
+        for t in range(len(x)):
+            scores = np.exp(query[t, mine] @ key[: t + 1, mine].T / math.sqrt(size))
+            out[t, mine] = scores @ value[: t + 1, mine] / scores.sum()
+    return numpy_linear(out, weights, "attn.c_proj")
+
+
+def numpy_gelu(x):
+    """The tanh form of Hendrycks and Gimpel (arXiv 1606.08415), as openai/gpt-2 writes it."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def numpy_gpt2(flat, config, tokens):
+    flat = {name: np.asarray(w, np.float64) for name, w in flat.items()}
+    x = flat["wte.embedding"][tokens] + flat["wpe.embedding"][: len(tokens)]
+    for i in range(config.num_layers):
+        layer = {n.removeprefix(f"h_{i}."): w for n, w in flat.items() if n.startswith(f"h_{i}.")}
+        x = x + numpy_attention(numpy_norm(x, layer, "ln_1"), layer, config.num_heads)
+        wide = numpy_gelu(numpy_linear(numpy_norm(x, layer, "ln_2"), layer, "mlp.c_fc"))
+        x = x + numpy_linear(wide, layer, "mlp.c_proj")
+    return numpy_norm(x, flat, "ln_f") @ flat["wte.embedding"].T
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_logits_equal_a_naive_numpy_model(stacked):
+    model, variables = make_model(stacked=stacked)
+    flat = flatten(variables)
+    tokens = make_tokens(1, 20)
+    expected = numpy_gpt2(listed(flat, 3) if stacked else flat, model.config, np.asarray(tokens[0]))
+    assert np.abs(expected).max() > 3, "the weights must be large enough to tell models apart"
+    np.testing.assert_allclose(jax.jit(model.apply)(variables, tokens)[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMS)
+def test_parameter_counts_are_the_published_ones(name):
+    job = gpt2.JOBS[name]
+    module, inputs = job["model"]
+    abstract = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    counted = sum(x.size for x in jax.tree.leaves(abstract))
+    assert counted == job["config"].num_params == PUBLISHED_PARAMS[name]
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(abstract))
+    assert list(abstract) == ["params"]
+
+
+def test_stacked_and_listed_blocks_are_the_same_model():
+    model, variables = make_model()
+    other, _ = make_model(stacked=False)
+    same = unflatten(listed(flatten(variables), SMALL.num_layers))
+    tokens = make_tokens()
+    np.testing.assert_allclose(model.apply(variables, tokens), other.apply(same, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_initialization_is_the_published_one(stacked):
+    config = dataclasses.replace(gpt2.PRESETS["gpt2"], num_layers=3, vocab_size=500, stacked=stacked)
+    flat = flatten(gpt2.GPT2(config).init(jax.random.key(0), make_tokens()))
+    for name, w in flat.items():
+        if name.endswith("bias"):
+            assert not w.any(), name
+        elif name.endswith("scale"):
+            assert (w == 1).all(), name
+        else:
+            expected = 0.02 / math.sqrt(6) if name.endswith("c_proj.kernel") else 0.02
+            np.testing.assert_allclose(np.std(w), expected, rtol=0.02, err_msg=name)
+    first, second = (
+        (flat["h.attn.c_attn.kernel"][0], flat["h.attn.c_attn.kernel"][1])
+        if stacked
+        else (flat["h_0.attn.c_attn.kernel"], flat["h_1.attn.c_attn.kernel"])
+    )
+    assert not np.allclose(first, second)
+
+
+def test_no_token_sees_a_later_one():
+    model, variables = make_model()
+    tokens = make_tokens(1, 10)
+    changed = tokens.at[0, 6].add(1) % SMALL.vocab_size
+    before, after = model.apply(variables, tokens), model.apply(variables, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert not np.allclose(before[:, 6:], after[:, 6:], atol=1e-3)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["positions given", "positions counted"])
+def test_a_packed_row_gives_each_document_its_own_logits(given):
+    model, variables = make_model()
+    lengths = [7, 1, 9]
+    documents = [make_tokens(1, n, seed=n) for n in lengths]
+    row = jnp.concatenate([*documents, jnp.full((1, 3), 5, jnp.int32)], axis=1)
+    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 3])[None], jnp.int32)
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in (*lengths, 3)])[None]) if given else None
+    packed = model.apply(variables, row, ids, positions)
+    assert np.isfinite(packed).all()
+    start = 0
+    for document in documents:
+        stop = start + document.shape[1]
+        np.testing.assert_allclose(packed[:, start:stop], model.apply(variables, document), rtol=0, atol=1e-4)
+        start = stop
+
+
+def test_a_row_longer_than_the_table_of_positions_is_refused():
+    model, variables = make_model()
+    with pytest.raises(ValueError, match=r"rows of 33 tokens, and GPT2Config\.num_positions=32; shorten the rows"):
+        model.apply(variables, make_tokens(1, 33))
+
+
+def test_a_token_outside_the_vocabulary_is_loud():
+    model, variables = make_model()
+    assert np.isnan(model.apply(variables, jnp.full((1, 4), SMALL.vocab_size))).any()
+
+
+@pytest.mark.parametrize(("stacked", "dropout"), [(True, 0.0), (False, 0.0), (True, 0.1)])
+def test_bfloat16_weights_meet_no_float32_matmul_with_a_weight(stacked, dropout):
+    model, variables = make_model(stacked=stacked, dropout=dropout, attention_dropout=dropout)
+    variables = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), variables)
+    tokens = make_tokens()
+
+    def loss(variables):
+        def call(*args, **kwargs):
+            return model.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, deterministic=False, **kwargs)
+
+        return losses.next_token_loss(call, batch_of(tokens)).total
+
+    avals = list(matmuls(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr))
+    weight_matmuls = [operands for operands in avals if any(a.ndim == 2 for a in operands)]
+    assert len(weight_matmuls) >= 3 * 5, "the search for matmuls found too few of them"
+    assert all(a.dtype == jnp.bfloat16 for operands in weight_matmuls for a in operands)
+    assert model.apply(variables, tokens).dtype == jnp.bfloat16
+
+
+def matmuls(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from matmuls(inner)
+
+
+def batch_of(tokens):
+    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
+
+
+# ---- dropout ----
+
+
+def test_dropout_acts_in_training_only_and_differs_between_keys():
+    model, variables = make_model(dropout=0.2)
+    tokens = make_tokens()
+    plain, _ = make_model()
+    np.testing.assert_array_equal(model.apply(variables, tokens), plain.apply(variables, tokens))
+
+    def noisy(seed):
+        return model.apply(variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)})
+
+    np.testing.assert_array_equal(noisy(0), noisy(0))
+    assert not np.allclose(noisy(0), noisy(1), atol=0.1)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_attention_with_dropout_that_drops_nothing_is_the_fused_attention(packed):
+    """A rate too small to ever be drawn takes the plain path, which must agree with the fused one."""
+    model, variables = make_model(attention_dropout=1e-12)
+    tokens = make_tokens()
+    ids = jnp.asarray(np.repeat([[1] * 7 + [2] * 5], 2, axis=0)) if packed else None
+    trained = model.apply(variables, tokens, ids, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    np.testing.assert_allclose(trained, model.apply(variables, tokens, ids), rtol=0, atol=1e-4)
+
+
+def test_attention_dropout_masks_differ_between_rows_heads_and_layers():
+    model, variables = make_model(attention_dropout=0.5)
+    row = make_tokens(1)
+    tokens = jnp.concatenate([row, row])
+    logits = model.apply(variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    assert not np.allclose(logits[0], logits[1], atol=0.1)
+
+
+def test_a_job_trains_with_dropout_and_is_evaluated_without():
+    job = gpt2.JOBS["gpt2"]["configure"](num_layers=1, dim=32, num_heads=2, vocab_size=61)
+    module, inputs = job["model"]
+    variables = module.init(jax.random.key(0), jnp.zeros(inputs[0].shape, jnp.int32))
+    batch = batch_of(make_tokens())
+
+    def call(*args, **kwargs):
+        return module.apply(variables, *args, **kwargs)
+
+    def call_with_rng(*args, **kwargs):
+        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **kwargs)
+
+    expected = losses.next_token_loss(call, batch)
+    assert job["eval_loss"](call, batch).total == expected.total
+    assert abs(job["loss"](call_with_rng, batch).total - expected.total) > 1e-3
+
+
+# ---- decay, flops, jobs ----
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_decay_spares_norms_and_biases_in_both_storage_forms(stacked):
+    _, variables = make_model(stacked=stacked)
+    flat = flatten(variables)
+    spared = {name for name, decays in optimizers.decay_mask(flat).items() if not decays}
+    assert spared == {name for name in flat if name.endswith((".scale", ".bias"))}
+    assert len(spared) == 2 + 8 * (1 if stacked else SMALL.num_layers)
+    assert "wte.embedding" not in spared
+
+
+def test_flops_follow_the_stated_convention():
+    config = gpt2.PRESETS["gpt2-xl"]
+    lookups, vectors = config.num_positions * config.dim, (13 * 48 + 2) * config.dim
+    expected = 6 * (config.num_params - lookups - vectors) + 12 * 48 * 1600 * 1024
+    assert gpt2.flops_per_token(config, 1024) == expected
+
+
+@pytest.mark.parametrize("name", gpt2.JOBS)
+def test_every_job_traces_a_loss_and_its_gradient(name):
+    job = gpt2.JOBS[name]["configure"](num_layers=2)
+    assert job["config"].num_layers == 2
+    module, inputs = job["model"]
+    variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+
+    def loss(variables, batch):
+        def call(*args, **kwargs):
+            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **kwargs)
+
+        return job["loss"](call, batch).total
+
+    for packed in (False, True):
+        grads = jax.eval_shape(jax.grad(loss), variables, job["batch"](2, 16, packed=packed))
+        assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, variables)
+
+
+def test_configure_makes_a_new_job_and_leaves_the_old_one():
+    job = gpt2.JOBS["gpt2"]["configure"](num_layers=2, stacked=False)
+    assert (job["config"].num_layers, job["config"].stacked, job["seq_len"]) == (2, False, 1024)
+    assert job["model"][0].config == job["config"]
+    assert gpt2.JOBS["gpt2"]["config"].num_layers == 12
+
+
+def test_tiny_learns_a_periodic_sequence():
+    job = gpt2.JOBS["gpt2-tiny"]["configure"](num_layers=2, dim=64, dropout=0.05)
+    module, _ = job["model"]
+    tokens = jnp.asarray(np.tile(np.arange(17), 4)[None, :64].repeat(4, 0), jnp.int32)
+    variables, tx = module.init(jax.random.key(0), tokens), job["optimizer"](3e-3)
+
+    def mean_loss(variables, key):
+        def call(*args, **kwargs):
+            return module.apply(variables, *args, rngs={"dropout": key}, **kwargs)
+
+        sums = job["loss"](call, batch_of(tokens))
+        return sums.total / sums.weight
+
+    @jax.jit
+    def step(variables, opt_state, key):
+        loss, grads = jax.value_and_grad(mean_loss)(variables, key)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return optax.apply_updates(variables, updates), opt_state, loss
+
+    opt_state, history = tx.init(variables), []
+    for key in jax.random.split(jax.random.key(1), 60):
+        variables, opt_state, loss = step(variables, opt_state, key)
+        history.append(float(loss))
+    assert history[0] == pytest.approx(math.log(264), abs=0.1)
+    assert history[-1] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"dim": 33}, "GPT2Config.dim=33 is not a multiple of num_heads=4"),
+        ({"num_positions": 0}, "GPT2Config.num_positions=0 must be positive"),
+        ({"dropout": 1.0}, "GPT2Config.dropout=1.0 must be at least 0 and below 1"),
+        ({"attention_dropout": -0.1}, "GPT2Config.attention_dropout=-0.1 must be at least 0"),
+        ({"stacked": "no"}, "GPT2Config.stacked='no' must be True or False"),
+        ({"attention": "flash"}, "GPT2Config.attention='flash' is unknown; choose one of .*'cudnn'"),
+    ],
+)
+def test_a_bad_config_names_field_value_and_remedy(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **overrides)
