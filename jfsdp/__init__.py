@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.checkpoint.store import restore, save
+    from jfsdp.layout.build import LeafRules, build_layout
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
-    from jfsdp.layout.policy import UnitPolicy
+    from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
-    from jfsdp.layout.table import Layout, build_layout
+    from jfsdp.layout.table import Layout
     from jfsdp.layout.units import Unit, by_size, resolve_units
+    from jfsdp.train.ema import track_ema, with_ema
+    from jfsdp.train.full import full
     from jfsdp.train.job import Job, find_job
     from jfsdp.train.loss import Loss
+    from jfsdp.train.loss_scale import LossScale
+    from jfsdp.train.low_precision import low_precision_state
+    from jfsdp.train.reshard import reshard
     from jfsdp.train.sharded import ShardedModel, fully_shard
     from jfsdp.train.state import TrainState
     from jfsdp.train.step import TrainStep
@@ -24,13 +30,19 @@ _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
     "checkpoint.store": ("restore", "save"),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
-    "layout.policy": ("UnitPolicy",),
+    "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),
     "layout.strategy": ("STRATEGIES", "Split", "Strategy"),
-    "layout.table": ("Layout", "build_layout"),
+    "layout.build": ("LeafRules", "build_layout"),
+    "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size", "resolve_units"),
+    "train.ema": ("track_ema", "with_ema"),
+    "train.full": ("full",),
     "train.job": ("Job", "find_job"),
     "train.loss": ("Loss",),
+    "train.loss_scale": ("LossScale",),
+    "train.low_precision": ("low_precision_state",),
+    "train.reshard": ("reshard",),
     "train.sharded": ("ShardedModel", "fully_shard"),
     "train.state": ("TrainState",),
     "train.step": ("TrainStep",),
@@ -43,8 +55,12 @@ __all__ = [
     "Checkpointer",
     "Job",
     "Layout",
+    "LeafRules",
     "Loss",
+    "LossScale",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "SaveNames",
     "ShardedModel",
     "Split",
     "Strategy",
@@ -55,13 +71,18 @@ __all__ = [
     "build_layout",
     "by_size",
     "find_job",
+    "full",
     "fully_shard",
+    "low_precision_state",
     "make_abstract_mesh",
     "make_mesh",
     "parse_mesh",
+    "reshard",
     "resolve_units",
     "restore",
     "save",
+    "track_ema",
+    "with_ema",
 ]
 
 

@@ -21,6 +21,7 @@ from jfsdp.launch.runtime import (
     initialize_processes,
     without_plugin_chatter,
 )
+from jfsdp.train.options import as_options
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
 
@@ -43,6 +44,44 @@ RECIPES = {
         log_every=10,
         sample_tokens=160,
         prompt="def ",
+        simulate_devices=8,
+    ),
+    # The same with GPT-2, a model in Flax Linen.
+    "gpt2-stdlib": TrainConfig(
+        recipe="gpt2-stdlib",
+        model="gpt2-tiny",
+        data="stdlib",
+        seq_len=256,
+        batch_per_device=1,
+        steps=800,
+        decay_steps=800,
+        learning_rate=3e-3,
+        remat="none",
+        eval_every=200,
+        eval_batches=32,
+        checkpoint_every=200,
+        log_every=10,
+        sample_tokens=160,
+        prompt="def ",
+        simulate_devices=8,
+    ),
+    # A small Vision Transformer on scikit-learn's handwritten digits, 1438 to learn from and 359 held out.
+    "vit-digits": TrainConfig(
+        recipe="vit-digits",
+        model="vit-tiny",
+        data="digits",
+        eval_fraction=0.2,
+        batch_per_device=8,
+        steps=900,
+        decay_steps=900,
+        learning_rate=2e-3,
+        min_learning_rate=0.01,
+        remat="none",
+        eval_every=100,
+        eval_batches=0,
+        checkpoint_every=300,
+        log_every=10,
+        sample_tokens=0,
         simulate_devices=8,
     ),
     # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: give --data, --tokenizer and --run-dir.
@@ -138,7 +177,7 @@ def start_cpu() -> None:
 def _describe(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {str(error.filename)!r}"
-    return str(error)
+    return as_options(str(error))
 
 
 def train(config: TrainConfig) -> None:

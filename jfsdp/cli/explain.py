@@ -8,83 +8,88 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.train.options import ShardingOptions, make_optimizer, shard_job, step_arguments
+
 if TYPE_CHECKING:
-    from jfsdp.layout.table import Layout
-    from jfsdp.train.sharded import ShardedModel
+    from jfsdp.layout.policy import UnitPolicy
+    from jfsdp.layout.table import Layout, Leaf
+    from jfsdp.train.account import StateBytes
     from jfsdp.train.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Explain:
+class Explain(ShardingOptions):
     """Print where every parameter of a model stands on a mesh: split dim, dtype, padding, bytes per device, and why.
 
-    Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds.
+    Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
     """
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A model by name; `jfsdp models` lists them."""
-    factory: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
-    """Instead of --model: a function, importable from here, that returns a jfsdp.Job or a dict of its fields."""
-    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=8"
-
     """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies."""
-    strategy: str = "full_shard"
-    """ddp, zero1, zero2, full_shard (zero3), shard_grad_op, hybrid_shard (hsdp), hybrid_shard_zero2, hfsdp."""
-    param_dtype: str = "bfloat16"
-    """Dtype of parameters in use and on the wire: bfloat16 or float32."""
-    min_size: int = 1024
-    """Leaves with fewer elements per layer are replicated."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> int:
-        state, model = self._abstract()
+        state = self._abstract()
         if self.json:
             from jfsdp.train.account import explain_to_dict
 
             print(json.dumps(explain_to_dict(state), indent=2))
         else:
-            _print(state, model)
+            _print(state)
         return 0
 
-    def _abstract(self) -> tuple[TrainState, ShardedModel]:
-        import jfsdp
+    def _abstract(self) -> TrainState:
+        from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
         from jfsdp.train.job import load_job, parse_config
 
         job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
-        model = jfsdp.fully_shard(
-            job.model,
-            mesh=jfsdp.make_abstract_mesh(jfsdp.parse_mesh(self.mesh)),
-            strategy=self.strategy,
-            units=job.units,
-            mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype=self.param_dtype),
-            min_size=self.min_size,
-        )
-        return model.abstract_state(job.optimizer(1e-3)), model
+        model = shard_job(self, job, make_abstract_mesh(parse_mesh(self.mesh)))
+        tx = make_optimizer(self, job, 1e-3)
+        model.train_step(job.loss, tx, **step_arguments(self))  # refuses what training would refuse
+        return model.abstract_state(tx)
 
 
-def _print(state: TrainState, model: ShardedModel) -> None:
-    from rich.table import Table
-
-    from jfsdp.layout.report import describe_stage, summary
+def _print(state: TrainState) -> None:
+    from jfsdp.layout.advice import advise
+    from jfsdp.layout.report import frozen_leaves, strategy_stages, summary
+    from jfsdp.layout.table import num_parameters
     from jfsdp.train.account import account
 
-    layout, count = model.layout, account(state)
-    table = Table("path", "shape", "unit", "param at rest", "in use", "optimizer", box=None, pad_edge=False)
-    table.add_column("bytes/device", justify="right")
-    table.add_column("reason")
-    for leaf in layout.leaves:
-        stages = dict(leaf.stages)
-        shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
-        shape, unit = " ".join(map(str, leaf.shape)) or "scalar", leaf.unit or "(root)"
-        table.add_row(leaf.path, shape, unit, *shown, f"{count.by_leaf[leaf.path]:,}", leaf.reason)
+    layout, count = state.layout, account(state)
+    frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)
     console = _console()
     console.print(summary(layout))
+    console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
+    if frozen:
+        console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
     console.print(_units(layout))
-    console.print(table)
+    console.print(_leaves(layout, count))
     console.print(_totals(count))
+    for warning in advise(layout):
+        console.print(f"warning: {warning}")
+
+
+def _leaves(layout: Layout, count: StateBytes) -> Any:
+    from rich.table import Table
+
+    table = Table("path", "shape", "unit", "param at rest", "in use", "optimizer", box=None, pad_edge=False)
+    table.add_column("bytes/device", justify="right")
+    if count.host_total:
+        table.add_column("on the host", justify="right")
+    table.add_column("reason")
+    for leaf in layout.leaves:
+        host = [f"{count.host_by_leaf[leaf.path]:,}"] if count.host_total else []
+        table.add_row(*_row(leaf), f"{count.by_leaf[leaf.path]:,}", *host, leaf.reason)
+    return table
+
+
+def _row(leaf: Leaf) -> list[str]:
+    from jfsdp.layout.report import describe_stage
+
+    stages = dict(leaf.stages)
+    shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
+    return [leaf.path, " ".join(map(str, leaf.shape)) or "scalar", leaf.unit or "(root)", *shown]
 
 
 def _units(layout: Layout) -> Any:
@@ -93,10 +98,17 @@ def _units(layout: Layout) -> Any:
     table = Table("unit", "class", "layers", "leaves", "after forward", "remat", box=None, pad_edge=False)
     for unit, policy in zip(layout.units, layout.policies, strict=True):
         stacked = [layout.by_path[path].shape[0] for path in unit.leaves[:1]] if unit.stacked else []
-        kept = "resharded" if policy.reshard_after_forward else "kept whole"
         layers = str(stacked[0]) if stacked else "1"
-        table.add_row(unit.name or "(root)", unit.cls, layers, str(len(unit.leaves)), kept, str(policy.remat))
+        remat = str(policy.remat)
+        table.add_row(unit.name or "(root)", unit.cls, layers, str(len(unit.leaves)), _after_forward(policy), remat)
     return table
+
+
+def _after_forward(policy: UnitPolicy) -> str:
+    reshard = policy.reshard_after_forward
+    if isinstance(reshard, bool):
+        return "resharded" if reshard else "kept whole"
+    return f"kept split {reshard} ways"
 
 
 def _console() -> Any:
@@ -107,16 +119,21 @@ def _console() -> Any:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
-def _totals(count: Any) -> str:
-    parts = {
+def _totals(count: StateBytes) -> str:
+    device = {
         "parameters": count.params,
         "low-precision copies": count.work,
         "optimizer": count.opt,
         "counters": count.counters,
         "model state": count.model_state,
     }
+    host = {"parameters": count.host_params, "low-precision copies": count.host_work, "optimizer": count.host_opt}
+    lines = [f"state per device: {_sum(count.total, device)}"]
+    if count.host_total:
+        lines.append(f"in host memory, per device: {_sum(count.host_total, host)}")
+    return "\n".join([*lines, f"of these, padding {count.padding:,} and replicated {count.replicated:,} bytes"])
+
+
+def _sum(total: int, parts: dict[str, int]) -> str:
     listed = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
-    return (
-        f"state per device: {count.total:,} bytes ({count.total / 2**30:.3f} GiB): {listed}\n"
-        f"of these, padding {count.padding:,} and replicated {count.replicated:,} bytes"
-    )
+    return f"{total:,} bytes ({total / 2**30:.3f} GiB): {listed}"

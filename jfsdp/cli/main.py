@@ -13,6 +13,7 @@ import jfsdp
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.launch.runtime import without_plugin_chatter
+from jfsdp.train.options import as_options
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 
@@ -46,5 +47,5 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return command.run()
     except (ValueError, OSError) as error:
-        print(f"jfsdp: error: {error}", file=sys.stderr)
+        print(f"jfsdp: error: {as_options(str(error))}", file=sys.stderr)
         return 2

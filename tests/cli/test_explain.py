@@ -20,11 +20,14 @@ class Net(nnx.Module):
         self.odd = nnx.Linear(33, 35, use_bias=False, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(7))
 
+def loss(model, batch):
+    return model.up(batch).sum()
+
 def make():
-    return dict(model=Net, loss=None, batch=None, units=["up"], optimizer=optax.adam)
+    return dict(model=Net, loss=loss, batch=None, units=["up"], optimizer=optax.adam)
 
 def misspelt():
-    return dict(model=Net, loss=None, batch=None, unit=["up"], optimizer=optax.adam)
+    return dict(model=Net, loss=loss, batch=None, unit=["up"], optimizer=optax.adam)
 
 def nothing_matches():
     return make() | {"units": ["layers.*"]}
@@ -121,6 +124,62 @@ def test_options_reach_the_layout(capsys):
     assert {row["stages"]["use"]["dtype"] for row in table["leaves"]} == {"float32"}
 
 
+def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
+    args = (*TINY, "--frozen", "embed", "--frozen", "lm_head,norm")
+    table = run_json(capsys, *args)
+    frozen = {row["path"] for row in table["leaves"] if not row["trainable"]}
+    assert frozen == {"embed.embedding", "lm_head.kernel", "norm.scale"}
+    assert table["num_frozen_parameters"] == 2 * 264 * 128 + 128
+    assert table["strategy_stages"] == {"param": "all", "kept": "all", "grad": "all", "opt": "all"}
+    assert main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "strategy full_shard: param all, kept all, grad all, opt all"
+    assert lines[2] == "frozen, without gradient and optimizer: 67,712 of these parameters"
+
+
+def test_what_is_offloaded_is_shown_on_the_host(capsys):
+    plain, table = run_json(capsys, *TINY), run_json(capsys, *TINY, "--offload", "opt_state,params")
+    host = table["host_bytes_per_device"]
+    assert host == table["host_param_bytes_per_device"] + table["host_opt_bytes_per_device"] > 0
+    assert host == sum(row["host_bytes_per_device"] for row in table["leaves"])
+    assert host + table["state_bytes_per_device"] == plain["state_bytes_per_device"]
+    assert main([*TINY, "--offload", "opt_state,params"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "GiB in host memory" in lines[0]
+    assert f"in host memory, per device: {host:,} bytes" in lines[-2]
+
+
+def test_moments_in_bfloat16_and_averages_are_counted(capsys):
+    plain, half, ema = (
+        run_json(capsys, *TINY, *more)["opt_bytes_per_device"]
+        for more in ((), ("--opt-state-dtype", "bfloat16"), ("--ema", "0.99"))
+    )
+    assert (2 * half, 2 * ema) == (plain, 3 * plain)
+
+
+def test_hpz_says_how_far_units_stay_split(capsys):
+    args = (*TINY, "--strategy", "hpz", "--reshard-after-forward", "4")
+    assert run_json(capsys, *args)["strategy_stages"]["kept"] == "node"
+    assert main(args) == 0
+    assert "kept split 4 ways" in capsys.readouterr().out
+
+
+def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):
+    args = (*TINY, "--strategy", "hsdp", "--min-size", "1000000")
+    table = run_json(capsys, *args)
+    assert [warning.split()[0] for warning in table["warnings"]] == ["hybrid_shard", "no"]
+    assert main(args) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"warning: {warning}" for warning in table["warnings"]]
+    assert run_json(capsys, *TINY)["warnings"] == []
+
+
+def test_a_linen_model_is_explained_as_well(capsys):
+    table = run_json(capsys, "explain", "--model", "gpt2-xl", "--mesh", "fsdp=64", "--frozen", "wte", "--strategy", "2")
+    assert (table["strategy"], table["num_parameters"]) == ("zero2", 1_557_611_200)
+    rows = {row["path"]: row for row in table["leaves"]}
+    assert not rows["wte.embedding"]["trainable"] and rows["h.mlp.c_fc.kernel"]["unit"] == "h"
+
+
 def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
     start = time.monotonic()
     table = run_json(capsys, "explain", "--model", "llama-405b", "--strategy", "full_shard", "--mesh", "fsdp=1024")
@@ -147,6 +206,17 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
             "mesh axis 'data' is unknown; the axes are pipe, replica, fsdp",
         ),
         (("--model", "llama-tiny", "--mesh", "eight"), "'eight' is not AXIS=SIZE"),
+        (("--model", "llama-tiny", "--strategy", "hpz"), "pass --reshard-after-forward n"),
+        (("--model", "llama-tiny", "--sharding-factor", "3"), "--sharding-factor 3 does not divide the 8 devices"),
+        (("--model", "llama-tiny", "--remat", "some"), "--remat 'some' is unknown; use none, full, dots, names:a,b"),
+        (("--model", "llama-tiny", "--offload", "all"), "--offload 'all' is unknown; use any of params, grads"),
+        (("--model", "llama-tiny", "--frozen", "head"), "frozen 'head' matches no parameter; parameters: embed"),
+        (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
+        (
+            ("--model", "llama-tiny", "--reduce", "once"),
+            "--reduce once: strategy 'full_shard': embed.embedding is split",
+        ),
+        (("--model", "llama-tiny", "--reduce-dtype", "float32"), "or reduce once per step with --reduce once"),
         (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
         (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
         (("--model", "llama-tiny", "--model-config", "layers"), "model-config 'layers' is not KEY=VALUE"),
@@ -201,6 +271,15 @@ def test_help_of_explain_lists_its_options(capsys):
         "--strategy",
         "--param-dtype",
         "--min-size",
+        "--sharding-factor",
+        "--reshard-after-forward",
+        "--remat",
+        "--offload",
+        "--frozen",
+        "--reduce",
+        "--no-reshard-after-backward",
+        "--opt-state-dtype",
+        "--ema",
         "--json",
     ):
         assert option in out

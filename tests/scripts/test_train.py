@@ -179,6 +179,17 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_global_batch(unbroken, work
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=0.01)
 
 
+def test_a_run_goes_on_with_other_settings_that_only_round(unbroken, workspace, options):
+    run_dir = workspace / "offloaded"
+    shutil.copytree(unbroken[0], run_dir)
+    other = ["--offload", "params,opt_state", "--no-reshard-after-backward", "--reduce", "once", "--remat", "full"]
+    done = train(*options, *other, "--eval-every", 30, "--run-dir", run_dir, "--resume", 40, "--sample-tokens", 0)
+    assert done.returncode == 0, done.stderr
+    assert "offload was [], is ['params,opt_state']" in done.stdout and "no longer bit for bit" in done.stdout
+    ours, theirs = read_metrics(run_dir), read_metrics(unbroken[0])
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
@@ -187,6 +198,8 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_global_batch(unbroken, work
         (["--resume", "--model-config", *TINY[1:], "dim=32"], 1, "model_config.dim was 16, is 32"),
         (["--resume", "--seed", "1", "--seq-len", "64"], 1, "seed was 0, is 1; seq_len was 32, is 64"),
         (["--resume", "--steps", "90", "--data", str(ROOT / "models")], 1, "data (digest) was"),
+        (["--resume", "--ema", "0.9"], 1, "ema was None, is 0.9"),
+        (["--resume", "--frozen", "norm", "--opt-state-dtype", "bfloat16"], 1, "frozen was None, is ['norm']"),
         (["--mesh", "fsdp=3"], 2, "but there are 2"),
     ],
 )
@@ -196,6 +209,108 @@ def test_a_run_is_not_continued_as_another(unbroken, options, more, status, word
     assert done.returncode == status and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")} == before, "nothing may be touched"
+
+
+# ---- other models, other data ----
+
+
+JOBS_OF_OUR_OWN = """
+import dataclasses
+import jfsdp
+
+def with_evaluation_of_its_own():
+    def eval_loss(model, batch):
+        return jfsdp.Loss(42.0 * batch["weights"].sum(), batch["weights"].sum())
+    job = jfsdp.find_job("vit-tiny").with_config(dim=16, num_layers=1, num_heads=2, ffn_dim=32)
+    return dataclasses.replace(job, eval_loss=eval_loss)
+"""
+BIGRAM = """
+import jax, jfsdp, optax
+from flax import nnx
+
+class Bigram(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(264, 264, rngs=rngs)
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]).astype("float32"), batch["targets"])
+    return jfsdp.Loss((losses * batch["weights"]).sum(), batch["weights"].sum())
+
+def bigram():
+    ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
+    return jfsdp.Job(model=Bigram, loss=loss, batch=ids, units=["table"], optimizer=optax.sgd, vocab_size=264)
+"""
+DIGITS = ["--data", "digits", "--eval-fraction", 0.2, "--eval-batches", 0, "--batch-per-device", 16]
+
+
+@pytest.fixture(scope="module")
+def image_options(workspace):
+    model = ["--model", "vit-tiny", "--model-config", "dim=16", "num_layers=2", "num_heads=2", "ffn_dim=32"]
+    when = ["--log-every", 1, "--checkpoint-every", 10, "--eval-every", 10, "--learning-rate", 1e-2]
+    more = ["--simulate-devices", 2, "--cache-dir", workspace / "cache", "--remat", "none"]
+    return [*model, "norm=batch", *DIGITS, *when, "--decay-steps", 30, *more]
+
+
+def test_a_model_for_images_reports_images_and_accuracy_and_resumes_bit_for_bit(workspace, image_options):
+    """Its state holds batch statistics and the counts of its dropout, which a resume must bring back too."""
+    whole, parted = workspace / "images", workspace / "images-parted"
+    done = train(*image_options, "--steps", 30, "--run-dir", whole)
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(whole)
+    assert [line["images_seen"] for line in lines] == [32 * step for step in range(1, 31)]
+    evaluated = [line for line in lines if line["eval_loss"] is not None]
+    assert [(line["step"], line["eval_images"]) for line in evaluated] == [(10, 359), (20, 359), (30, 359)]
+    assert all(0 < line["eval_correct"] <= 1 for line in evaluated)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["eval_correct"] == evaluated[-1]["eval_correct"] and summary["entropies"] is None
+    assert not (whole / "sample.txt").exists(), "a model for images writes no text"
+    assert "1797 images of 8 x 8 x 1 in 10 classes; 359 held out" in done.stdout and "32 images per step" in done.stdout
+    assert f"nats per image, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
+    assert "images/s" in done.stdout and "tokens" not in done.stdout
+    for steps, resume in ((20, []), (30, ["--resume"])):
+        done = train(*image_options, "--steps", steps, "--run-dir", parted, *resume)
+        assert done.returncode == 0, done.stderr
+    assert read_losses(parted) == read_losses(whole)
+
+
+def test_evaluation_takes_the_jobs_own_loss(workspace, tmp_path):
+    (tmp_path / "own_jobs.py").write_text(JOBS_OF_OUR_OWN)
+    more = ["--steps", 2, "--simulate-devices", 2, "--cache-dir", workspace / "cache", "--run-dir", tmp_path / "run"]
+    done = train("--factory", "own_jobs:with_evaluation_of_its_own", *DIGITS, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss 42.0000 nats per image" in done.stdout
+    assert read_metrics(tmp_path / "run")[-1]["loss"] < 10
+
+
+def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_bit(workspace, options):
+    sizes = ["dim=16", "num_layers=2", "num_heads=2", "dropout=0.1", "attention_dropout=0.1"]
+    linen = [*options, "--model", "gpt2-tiny", "--model-config", *sizes, "--decay-steps", STEPS, "--sample-tokens", 8]
+    whole, parted = workspace / "gpt2", workspace / "gpt2-parted"
+    done = train(*linen, "--run-dir", whole, "--prompt", "def ")
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(whole)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert (whole / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    for steps, resume in ((40, []), (STEPS, ["--resume"])):
+        done = train(*linen, "--steps", steps, "--run-dir", parted, *resume)
+        assert done.returncode == 0, done.stderr
+    assert [line[:3] for line in read_losses(parted)] == [line[:3] for line in read_losses(whole)]
+    assert read_losses(parted)[-1] == read_losses(whole)[-1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--recipe", "vit-digits", "--data", "stdlib"], "job 'vit-tiny' takes images, and data 'stdlib' are none"),
+        (["--recipe", "gpt2-stdlib", "--data", "digits"], "data 'digits' are images, and job 'gpt2-tiny' takes tokens"),
+    ],
+)
+def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path):
+    done = train(*args, "--run-dir", tmp_path / "run")
+    assert done.returncode == 2 and done.stderr.startswith(f"train.py: error: {words}")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def parse(*args):
@@ -210,6 +325,12 @@ def test_options_override_their_recipe_and_leave_the_rest():
     config = parse("--recipe", "stdlib", "--steps", "20", "--mesh", "fsdp=8", "--model-config", "dim=64", "tied=True")
     assert (config.model, config.steps, config.mesh, config.simulate_devices) == ("llama-tiny", 20, "fsdp=8", 8)
     assert config.model_config == ("dim=64", "tied=True")
+
+
+@pytest.mark.parametrize(("recipe", "model"), [("gpt2-stdlib", "gpt2-tiny"), ("vit-digits", "vit-tiny")])
+def test_recipes_run_on_eight_simulated_devices(recipe, model):
+    config = parse("--recipe", recipe)
+    assert (config.recipe, config.model, config.simulate_devices) == (recipe, model, 8)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +348,29 @@ def test_a_factory_takes_the_place_of_the_recipes_model():
 def test_an_unknown_recipe_costs_one_line_and_status_2():
     done = train("--recipe", "imagenet")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "train.py: error: recipe 'imagenet' is unknown; the recipes are none, stdlib, llama-8b\n"
+    known = "none, stdlib, gpt2-stdlib, vit-digits, llama-8b"
+    assert done.stderr == f"train.py: error: recipe 'imagenet' is unknown; the recipes are {known}\n"
+
+
+def test_with_averages_held_out_losses_are_theirs(unbroken, workspace, options):
+    run_dir = workspace / "averages"
+    more = ["--steps", 30, "--decay-steps", STEPS, "--ema", 0.9999, "--sample-tokens", 0, "--run-dir", run_dir]
+    done = train(*options, *more)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = read_metrics(run_dir), read_metrics(unbroken[0])[:30]
+    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs], "averages change no update"
+    first, last = ours[0]["loss"], ours[-1]["eval_loss"]
+    assert theirs[-1]["eval_loss"] < first - 0.5, "the parameters have learned"
+    assert last == pytest.approx(first, abs=0.1), "and the averages have hardly moved"
+
+
+def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
+    (tmp_path / "own_jobs.py").write_text(BIGRAM)
+    more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]
+    ours = [*options[options.index("--seq-len") :], "--factory", "own_jobs:bigram"]
+    done = train(*ours, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4
 
 
 def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path):

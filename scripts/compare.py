@@ -1,0 +1,104 @@
+"""Train the same job under several strategies; plot their losses and say by how much they differ.
+
+`python scripts/compare.py` trains the recipe `stdlib` for 200 steps under every strategy on two groups of four
+simulated devices. What it runs is `scripts/train.py`, once per strategy; options after `--` are passed on to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+TRAIN = Path(__file__).with_name("train.py")
+# Those that need more to be said: hpZ keeps parameters inside a host, and the devices here are all on one.
+MORE = {"hpz": ["--reshard-after-forward", "2"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare.
+
+    Attributes:
+      strategies: names; empty: all there are.
+      recipe: of scripts/train.py.
+      mesh: two data axes, so that the hybrid strategies are hybrid.
+      steps: of each run.
+      plot: where the picture goes.
+      keep: a directory for the runs; None throws them away.
+    """
+
+    strategies: tuple[str, ...] = ()
+    recipe: str = "stdlib"
+    mesh: str = "replica=2,fsdp=4"
+    steps: int = 200
+    plot: Path = Path("strategies.png")
+    keep: Path | None = None
+
+
+def train(config: CompareConfig, strategy: str, run_dir: Path, passed_on: Sequence[str]) -> list[float]:
+    """Run the training script; return the loss of every step."""
+    options = {"recipe": config.recipe, "strategy": strategy, "mesh": config.mesh, "steps": str(config.steps)}
+    options |= {"run-dir": str(run_dir), "log-every": "1", "eval-every": "0", "checkpoint-every": "0"}
+    options |= {"sample-tokens": "0"}
+    named = [part for name, value in options.items() for part in (f"--{name}", value)]
+    command = [sys.executable, str(TRAIN), *named, *MORE.get(strategy, []), *passed_on]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"compare.py: {strategy}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def largest_difference(losses: dict[str, list[float]]) -> tuple[float, int]:
+    """Return the largest relative difference of two curves at one step, and that step."""
+    spreads = [(max(row) - min(row)) / min(row) for row in zip(*losses.values(), strict=True)]
+    return max((spread, step + 1) for step, spread in enumerate(spreads))
+
+
+def plot(losses: dict[str, list[float]], path: Path, title: str) -> None:
+    """Draw all curves over each other, and below each one's relative difference from the first."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    first = next(iter(losses.values()))
+    for name, curve in losses.items():
+        steps = range(1, len(curve) + 1)
+        above.plot(steps, curve, label=name, linewidth=1)
+        below.plot(steps, [a / b - 1 for a, b in zip(curve, first, strict=True)], label=name, linewidth=1)
+    above.set(title=title, ylabel="loss (nats per token)")
+    above.legend(fontsize="small", ncols=3)
+    below.set(xlabel="step", ylabel=f"relative to {next(iter(losses))}")
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    cut = args.index("--") if "--" in args else len(args)
+    config = tyro.cli(CompareConfig, args=args[:cut], prog="compare.py", description=__doc__)
+    from jfsdp.layout.strategy import STRATEGIES
+
+    names = config.strategies or tuple(STRATEGIES)
+    with tempfile.TemporaryDirectory() as scratch:
+        root, losses = config.keep or Path(scratch), {}
+        for name in names:
+            losses[name] = train(config, name, root / name, args[cut + 1 :])
+            print(f"{name:20} loss {losses[name][0]:.6f} ... {losses[name][-1]:.6f}", flush=True)
+    difference, step = largest_difference(losses)
+    print(f"largest difference between two strategies: {difference:.2e} of the loss, at step {step} of {config.steps}")
+    plot(losses, config.plot, f"{config.recipe} on {config.mesh}: largest difference {difference:.1e} at step {step}")
+    print(f"plot: {config.plot}")
+
+
+if __name__ == "__main__":
+    main()
