@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jfsdp.engine.unit import Arrays, Movement, call_unit
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
 
+SCOPE = "jfsdp"
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
 
 
@@ -71,11 +72,17 @@ class Engine(abc.ABC):
         trained = [(leaf, gone) for leaf, gone in pairs if leaf.trainable]
         if policy.mp_policy.cast_forward_inputs:
             rest = {**rest, "inputs": cast_floating(rest["inputs"], policy.mp_policy.param_dtype)}
+
+        def keep(full: Arrays) -> Arrays:
+            return self.keep(pairs, _pad_all(pairs, full))
+
         movement = Movement(
-            gather=lambda shards: _unpad_all(pairs, self.to_use(pairs, shards)),
-            reduce=lambda grads: _to_source(trained, self.reduce(trained, _pad_all(trained, grads))),
-            keep=None if policy.reshard_after_forward is True else lambda full: self.keep(pairs, _pad_all(pairs, full)),
-            regather=lambda kept: _unpad_all(pairs, self.regather(pairs, kept)),
+            gather=scoped("gather", name, lambda shards: _unpad_all(pairs, self.to_use(pairs, shards))),
+            reduce=scoped(
+                "reduce", name, lambda grads: _to_source(trained, self.reduce(trained, _pad_all(trained, grads)))
+            ),
+            keep=None if policy.reshard_after_forward is True else scoped("keep", name, keep),
+            regather=scoped("regather", name, lambda kept: _unpad_all(pairs, self.regather(pairs, kept))),
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
@@ -110,6 +117,11 @@ class Engine(abc.ABC):
         """Bring leaves on the device into the layout of `stage`, and into its memory."""
         constrained = self.constrain(values, stage)
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
+
+
+def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+    """Name what a movement does in the program that XLA compiles: `jfsdp.gather.layers`. Profiles and plans read it."""
+    return jax.named_scope(f"{SCOPE}.{verb}.{unit or 'root'}")(move)
 
 
 def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import to_device
+from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
@@ -20,6 +20,7 @@ from jfsdp.layout.report import summary
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import HOST, Layout
 from jfsdp.train.gradients import Gradients, LossFn, check_reduce_dtype, positive
+from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import on_logical_leaves
 from jfsdp.train.state import TrainState, make_work, state_memories, state_shardings, trainable
@@ -185,6 +186,13 @@ class TrainStep:
         state = jax.tree.map(in_memory, state, state_memories(state))
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
         grads, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+        with jax.named_scope(f"{SCOPE}.update"):
+            return self._apply_gradients(state, grads, loss, model_state, scale)
+
+    def _apply_gradients(
+        self, state: TrainState, grads: Arrays, loss: Loss, model_state: Arrays, scale: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Divide the sums by their weight, clip, update, and say what happened."""
         weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
         here = {path: to_device(grad) / (weight * scale) for path, grad in grads.items()}
         grads = self.apply.engine.constrain(here, "opt")
