@@ -225,13 +225,14 @@ class ShardedModel:
         reshard_after_backward: bool = True,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite: see `StepConfig`.
+          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options: see `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
@@ -241,7 +242,7 @@ class ShardedModel:
                 "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
             )
         self._check_optimizer(tx)
-        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite)
+        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
 
     def _check_optimizer(self, tx: optax.GradientTransformation) -> None:

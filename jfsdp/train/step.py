@@ -45,6 +45,8 @@ class StepConfig:
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
+      compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
+        one away. The step's attribute of this name shows what it is compiled with.
     """
 
     accumulate: int = 1
@@ -52,6 +54,7 @@ class StepConfig:
     reshard_after_backward: bool = True
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
@@ -79,6 +82,8 @@ class TrainStep:
     ):
         self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
+        options = compiler_options(self.mesh, self.layout) | dict(config.compiler_options or {})
+        self.compiler_options = {name: value for name, value in options.items() if value is not None}
         once = reduces_once(self.layout, config)
         check_reduce_dtype(self.layout, once=once)
         keep = config.reshard_after_backward
@@ -176,7 +181,7 @@ class TrainStep:
                 in_shardings=(*lend_host_params(shardings), None),
                 out_shardings=(shardings, whole),
                 donate_argnums=0,
-                compiler_options=compiler_options(self.mesh),
+                compiler_options=self.compiler_options,
             )
         return self._jitted
 
