@@ -128,10 +128,14 @@ def _pad_all(pairs: Pairs, values: Arrays) -> Arrays:
     return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 
 
+def is_on_host(value: jax.Array) -> bool:
+    """Tell whether an array, traced or not, stands in host memory by its type. Moves no data."""
+    return jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
 def to_device(value: jax.Array) -> jax.Array:
     """Copy an array to the device if it stands in host memory. Moves no data between devices."""
-    is_host = jax.typeof(value).memory_space == jax.memory.Space.Host
-    return jax.device_put(value, jax.memory.Space.Device) if is_host else value
+    return jax.device_put(value, jax.memory.Space.Device) if is_on_host(value) else value
 
 
 def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
@@ -152,8 +156,8 @@ def num_sliced(leaf: Leaf, ndim: int) -> int:
     if leaf.dim is not None and gone > leaf.dim:
         raise ValueError(
             f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "
-            f"{leaf.unit!r} is "
-            f"called inside a scan over it; declare the layer dim: units=[jfsdp.Unit(..., stacked={gone})]"
+            f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
+            f"units=[jfsdp.Unit(..., stacked={gone})]"
         )
     return gone
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, item_bytes
 from jfsdp.layout.strategy import Strategy
@@ -167,6 +168,11 @@ class Layout:
         )
         leaves = (dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=tuple(leaves), policies=policies)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which the batch is split here: those of size 1 split nothing."""
+        return tuple(axis for axis in DATA_AXES if self.num_shards([axis]) > 1)
 
     def num_shards(self, axes: Iterable[str]) -> int:
         """Return into how many parts these axes split a dim."""

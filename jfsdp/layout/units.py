@@ -110,8 +110,7 @@ def _match_all(
             if path in matched:
                 raise ValueError(
                     f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} "
-                    f"both claim "
-                    "this module and its leaves; remove one of them"
+                    "both claim this module and its leaves; remove one of them"
                 )
             matched[path] = unit
     return {module.path: matched[module.path] for module in modules if module.path in matched}
