@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import itertools
 import math
@@ -137,13 +138,30 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        return {leaf.path: leaf for leaf in self.leaves}
+        """The leaves by name; an unknown name is a `KeyError` that tells close ones."""
+        return _ByPath({leaf.path: leaf for leaf in self.leaves})
 
     def unit(self, name: str) -> UnitInfo:
-        return next(unit for unit in self.units if unit.name == name)
+        """Return a unit; the root is the empty name.
+
+        Raises:
+          ValueError: for an unknown name, telling close ones.
+        """
+        return self.units[self._place(name)]
 
     def policy(self, name: str) -> UnitPolicy:
-        return self.policies[[unit.name for unit in self.units].index(name)]
+        """Return a unit's settings.
+
+        Raises:
+          ValueError: for an unknown name, telling close ones.
+        """
+        return self.policies[self._place(name)]
+
+    def _place(self, unit: str) -> int:
+        names = [other.name for other in self.units]
+        if unit not in names:
+            raise ValueError(f"{unit}: the layout has no unit of this name; {close_names(unit, names)}")
+        return names.index(unit)
 
     @functools.cached_property
     def sub_axes(self) -> SubAxes:
@@ -237,6 +255,21 @@ class Layout:
         from jfsdp.layout.report import format_layout
 
         return format_layout(self)
+
+
+class _ByPath(dict[str, Leaf]):
+    def __missing__(self, path: str) -> Leaf:
+        raise KeyError(f"{path}: the layout has no leaf of this name; {close_names(path, self)}")
+
+
+def close_names(name: str, names: Iterable[str]) -> str:
+    """Tell which known names an unknown one may stand for: those below it, else close ones. Moves no data."""
+    known = [other for other in names if other]
+    below = [other for other in known if other.startswith(f"{name}.")]
+    if below:
+        return f"below it are {', '.join(below[:8])}"
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
+    return f"close names are {', '.join(close)}" if close else f"names are such as {', '.join(known[:1]) or 'none'}"
 
 
 _RESHARD = {"reshard_after_forward": True}

@@ -62,7 +62,7 @@ class ShardingOptions:
     sharding_factor: Number = None
     """Split parameters over groups of N neighbouring devices, each group a copy, whatever --mesh says.
     1 is ddp, all devices is full_shard, between is hybrid_shard."""
-    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="none|true|false|N")] = "none"
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|N|none")] = "none"
     """true: free a unit's gathered parameters after its forward. false: keep them until its backward.
     N: keep them split N ways, say over the devices of a host, so that the second gather is cheap.
     none: as the strategy says; hpz asks for N where hosts are unknown."""
