@@ -55,12 +55,16 @@ class Engine(abc.ABC):
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """State the layout of leaves as they are stored: `stage` of each."""
 
-    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any) -> Any:
-        """Run one unit on its gathered weights; `rest["inputs"]` are the inputs that precision may cast.
+    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any, seen: set[str] | None = None) -> Any:
+        """Run one unit on its gathered weights.
 
         Layout:  weights [D/axes F] -> [D F] -> freed; gradients [D F]{unreduced} -> [D/axes F].
         Dtype:   weights are gathered in the unit's `param_dtype` and their gradients reduced in it.
         Cost, Memory: as `jfsdp.engine.unit.call_unit`.
+
+        Args:
+          run, shards, seen: as in `jfsdp.engine.unit.call_unit`.
+          rest: as there; its `"inputs"` are those that precision may cast.
 
         Raises:
           ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
@@ -79,7 +83,7 @@ class Engine(abc.ABC):
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
-        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement)
+        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement, seen)
 
     def full_shapes(self, name: str, shards: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of a unit's weights once they are gathered. Moves no data."""

@@ -98,7 +98,7 @@ class Gradients:
     def _total(
         self, apply: ShardedApply, source: Arrays, state: Arrays, rows: Any, scale: Any
     ) -> tuple[jax.Array, tuple[Loss, Arrays]]:
-        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), source, state, rows)
+        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), source, state, rows, is_loss=True)
         if self.is_scaled:
             scale = scale / positive(loss.weight)
         return loss.total * scale, (loss, after)
