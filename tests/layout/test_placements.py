@@ -257,7 +257,10 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     "unknown axis": ({"head": P("data")}, "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
     "model axis": ({"head": P(None, "tensor")}, "param=('tensor',) is neither"),
     "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is neither a jfsdp.Split nor a tuple of data axes"),
-    "unknown strategy": ({"head": "zero4"}, "head: placements: strategy 'zero4' is unknown; the strategies are ddp,"),
+    "unknown strategy": (
+        {"head": "zero4"},
+        "head: placements: strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp,",
+    ),
     "no strategy": ({"head": None}, "head: placements: strategy None is unknown"),
     "kept whole in a resharded unit": (
         {"block.w": "shard_grad_op"},

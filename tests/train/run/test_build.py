@@ -15,7 +15,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
     [
         ({"model": "llama-9b"}, "model 'llama-9b' is unknown; the models are .*llama-tiny"),
         ({"model": None}, "exactly one of --model NAME and --factory"),
-        ({"strategy": "zero9"}, "strategy 'zero9' is unknown; the strategies are ddp, .*full_shard"),
+        ({"strategy": "zero9"}, "strategy 'zero9' is unknown .*; the strategies are ddp, .*full_shard"),
         ({"param_dtype": "int4"}, "param_dtype 'int4' is not one of float32, bfloat16"),
         ({"mesh": "fdsp=8"}, "mesh axis 'fdsp' is unknown; the axes are .*fsdp"),
         ({"mesh": "fsdp=3", "simulate_devices": 8}, "there are 8.*--simulate-devices 8"),
