@@ -74,7 +74,7 @@ def read_target_config(path: str | Path) -> str:
 
 def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
     """Return XLA's description of a GPU, as text, for the installed jaxlib or for another version of it."""
-    version = _parsed(_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
+    version = parse_version(_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
     major, minor = gpu.capability
     # From Hopper on, XLA compiles for the architecture's own variant (sm_90a), which alone has the newer matmuls.
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
@@ -149,7 +149,7 @@ def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> 
     jaxlib = version("jaxlib")
     found = {name: version(name) for cuda in (12, 13) for name in _plugin(cuda)}
     for cuda in (12, 13):
-        if all(found[name] and _parsed(found[name]) == _parsed(jaxlib or "") for name in _plugin(cuda)):
+        if all(found[name] and parse_version(found[name]) == parse_version(jaxlib or "") for name in _plugin(cuda)):
             return
     # Which CUDA somebody meant shows in what they have.
     needed = _plugin(13 if found["jax-cuda13-plugin"] and not found["jax-cuda12-plugin"] else 12)
@@ -176,7 +176,7 @@ def _describe(platform: str, name: str, **options: str) -> Any:
         except NotImplementedError as error:
             raise PlanUnavailable(
                 f"JAX's plugin for {platform} did not load in this process ({error}): JAX was used here before, "
-                "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu in its environment"
+                "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
             ) from error
 
 
@@ -228,7 +228,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _parsed(version: str | None) -> tuple[int, ...]:
-    """The dotted numbers at a version's start, as JAX compares them: 0.12.0.1 is not 0.12.0."""
+def parse_version(version: str | None) -> tuple[int, ...]:
+    """Return the dotted numbers at a version's start, as JAX compares them: 0.12.0.1 is not 0.12.0."""
     match = re.match(r"\d+(?:\.\d+)*", version or "")
     return tuple(int(part) for part in match[0].split(".")) if match else ()
