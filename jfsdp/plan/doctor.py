@@ -68,7 +68,7 @@ class Machine:
 
 
 def inspect_machine(env: Mapping[str, str] | None = None, *, timeout_s: float = 120) -> Machine:
-    """Collect the facts, JAX's devices in another process that is ended after `timeout_s`; starts nothing in this one."""
+    """Collect the facts. Starts nothing here: JAX lists devices in another process, ended after `timeout_s`."""
     env = os.environ if env is None else env
     return Machine(
         python=platform.python_version(),

@@ -56,7 +56,7 @@ def test_cudnn_attention_compiles_for_every_architecture(name):
         out = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
         return out.astype(jnp.float32).sum()
 
-    assert "__cudnn$fmha" in jax.jit(jax.grad(loss)).lower(q).compile().as_text()
+    assert "__cudnn$fmha" in (jax.jit(jax.grad(loss)).lower(q).compile().as_text() or "")
 
 
 def test_a_rack_is_one_domain_of_many_hosts():
