@@ -92,7 +92,10 @@ print("jfsdp:" + json.dumps([jax.default_backend(), [d.device_kind for d in devi
 
 
 def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
-    """Ask JAX for its devices in another process, which takes no memory of them."""
+    """Ask JAX for its devices in another process, which takes no memory of them.
+
+    If it is XLA_FLAGS that ends that process, the devices are those of a second one without it.
+    """
     asked = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(
@@ -104,15 +107,26 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
     if answer:
         backend, kinds, memory = json.loads(answer[-1].removeprefix("jfsdp:"))
         return Probe(backend, tuple(kinds), memory)
-    return Probe(error=_why_it_ended(done.stderr) or f"exit status {done.returncode}")
+    error = _why_it_ended(done.stderr) or f"exit status {done.returncode}"
+    if not _is_about_flags(error) or "XLA_FLAGS" not in env:
+        return Probe(error=error)
+    without = probe_jax({name: value for name, value in env.items() if name != "XLA_FLAGS"}, timeout_s=timeout_s)
+    return dataclasses.replace(without, error=error, timed_out=False)
+
+
+_ABOUT_FLAGS = r"Unknown flags? in|Couldn't interpret value|Could not open file"
+
+
+def _is_about_flags(error: str) -> bool:
+    return re.search(_ABOUT_FLAGS, error) is not None
 
 
 def _why_it_ended(stderr: str) -> str:
+    """The line that tells most: on flags, else the last error (a plugin that gave up before is not the end)."""
     lines = [line for line in stderr.splitlines() if not _CHATTER.search(line)]
-    telling = [
-        line for line in lines if re.search(r"Unknown flag|Couldn't interpret|Could not open file|Error: ", line)
-    ]
-    line = next(iter([*telling, *lines[-1:]]), "")
+    about_flags = [line for line in lines if _is_about_flags(line)]
+    errors = [line for line in lines if "Error: " in line]
+    line = next(iter([*about_flags[:1], *errors[-1:], *lines[-1:]]), "")
     return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", line).strip()
 
 

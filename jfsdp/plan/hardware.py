@@ -44,14 +44,16 @@ def link_bandwidth(
     Args:
       message_bytes: the whole value, as it stands after the gather or before the reduce-scatter.
       is_inside_node: whether the group stays in one domain (for an NVL72, the rack).
-      members_per_node: how many GPUs of a node belong to the group; by default all. Only matters across nodes.
+      members_per_node: how many GPUs of a node (for an NVL72, of the rack) belong to the group; by default all. Only
+        matters across nodes.
 
     Raises:
       ValueError: for a message without bytes, or more members than a domain has GPUs.
     """
     if message_bytes <= 0:
         raise ValueError(f"{gpu.name}: a message of {message_bytes} bytes has no bandwidth; give at least 1")
-    members = gpu.gpus_per_node if members_per_node is None else members_per_node
+    usual = gpu.domain_size if gpu.is_domain_of_nodes else gpu.gpus_per_node
+    members = usual if members_per_node is None else members_per_node
     if not 1 <= members <= gpu.domain_size:
         raise ValueError(f"{gpu.name}: members_per_node={members} must lie between 1 and {gpu.domain_size}")
     inside = _inside_bandwidth(gpu, message_bytes)

@@ -200,9 +200,13 @@ def test_problems_come_before_notes():
     assert severities == [Severity.PROBLEM, Severity.NOTE]
 
 
-def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax():
-    probe = probe_jax(os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1"}, timeout_s=120)
+@pytest.mark.parametrize("platforms", ["cpu", ""])
+def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platforms):
+    """Without a platform, the CUDA plugin complains first where there is no driver; that is not what ends JAX."""
+    env = os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": platforms}
+    probe = probe_jax(env, timeout_s=120)
     assert probe.error == "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
+    assert probe.backend, "asked again without the flag"
     finding = only(probe=probe)
     assert finding.severity is Severity.PROBLEM and finding.topic == "XLA_FLAGS"
 

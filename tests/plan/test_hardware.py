@@ -85,6 +85,12 @@ def test_across_nodes_a_group_sends_through_the_adapters_of_its_members():
         link_bandwidth(h100, 0, True)
 
 
+def test_between_racks_all_their_adapters_work_and_nvlink_is_the_limit():
+    gb200 = find_gpu("gb200")
+    assert link_bandwidth(gb200, 2**36, False) == pytest.approx(gb200.link_bandwidth * 0.8, rel=0.01)
+    assert link_bandwidth(gb200, 2**36, False, members_per_node=4) == pytest.approx(4 * 50e9 * 0.85, rel=0.01)
+
+
 def test_pinned_host_memory_is_reached_at_the_measured_rate():
     assert host_bandwidth(find_gpu("h100")) == pytest.approx(55e9, rel=0.01)
 
