@@ -1,0 +1,1 @@
+"""What a job will do on a cluster that nobody has rented yet."""
