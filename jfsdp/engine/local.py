@@ -51,17 +51,17 @@ class LocalEngine(Engine):
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients over the axes that are not deferred, into the layout of their source.
 
-        A derivative has the shape of its value: where that is whole and the accumulator is not, `accumulate` sums.
+        A derivative has the shape of its value: where the accumulator is split further than that, `accumulate` sums
+        over the other axes.
 
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
         Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
         """
         reduced = {}
         for leaf, gone in pairs:
-            split, grad = leaf.stage(leaf.source).axes, grads[leaf.path]
-            if not self._is_finer(leaf):
-                grad = self.sum_over(grad, self._now, split, None if not split else _dim(leaf, gone))
-            reduced[leaf.path] = grad
+            split = leaf.stage(leaf.source).axes
+            now = split if self._further(leaf) else self._now
+            reduced[leaf.path] = self.sum_over(grads[leaf.path], now, split, _dim(leaf, gone) if split else None)
         return reduced
 
     def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
@@ -70,16 +70,20 @@ class LocalEngine(Engine):
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
         Cost:    one reduce-scatter, in the dtype in use.
         """
-        if not self._is_finer(leaf):
+        further = self._further(leaf)
+        if not further:
             return grad
-        return self.sum_over(grad.astype(leaf.stage("use").dtype), self._now, self.accumulator_axes(leaf), leaf.dim)
+        done = leaf.stage(leaf.source).axes
+        rest = tuple(axis for axis in self._now if axis not in done)
+        return self.sum_over(grad.astype(leaf.stage("use").dtype), rest, further, leaf.dim)
 
     def accumulator_axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""
         return tuple(axis for axis in leaf.stage("grad").axes if axis not in self.deferred)
 
-    def _is_finer(self, leaf: Leaf) -> bool:
-        return bool(self.accumulator_axes(leaf)) and not leaf.stage(leaf.source).axes
+    def _further(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the axes by which a leaf's accumulator is split and its source is not."""
+        return tuple(axis for axis in self.accumulator_axes(leaf) if axis not in leaf.stage(leaf.source).axes)
 
     @property
     def _now(self) -> tuple[str, ...]:

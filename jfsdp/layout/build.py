@@ -268,6 +268,9 @@ def _reason(split: DimChoice, choice: _Choice, dtype: str) -> str:
     return "; ".join(part for part in (split.reason, choice.placed, frozen or integer) if part)
 
 
+_SPLIT_STAGES = ("param", "grad", "opt")
+
+
 def _stages(
     path: str,
     dtype: str,
@@ -281,12 +284,16 @@ def _stages(
 
     Where the optimizer is split finer than the parameters and compute is in lower precision, the master is split like
     the optimizer and a low-precision copy stands at rest (ZeRO, arXiv 1910.02054, section 3: 2P + 12P/N bytes).
+    A finer stage cuts the pieces of a coarser one further, so that no piece crosses to other devices between the two:
+    the axes of `param` are its major ones.
     """
+    present = {stage: [axis for axis in strategy.axes(stage) if sizes.get(axis, 1) > 1] for stage in _SPLIT_STAGES}
+    param = tuple(present["param"])
 
     def axes(stage: str) -> tuple[str, ...]:
-        return tuple(axis for axis in strategy.axes(stage) if sizes.get(axis, 1) > 1)
+        return (*param, *(axis for axis in present[stage] if axis not in param))
 
-    param, opt = axes("param"), axes("opt")
+    opt = axes("opt")
     has_work = param != opt and item_bytes(use) < item_bytes(dtype)
     grad = opt if strategy.grad is Split.PARTIAL else axes("grad")
     return {

@@ -7,10 +7,10 @@ collective per leaf at the end. In between stand the hybrid strategies: inside a
 gathered and reduced over the group's axis, and the accumulators are summed over the groups once. A `shard_map` over
 axis `replica` alone would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 Inside a `shard_map` a model sees its device's rows only: so its rng keys are folded with the device's index, and a
-model whose state depends on the rows (batch statistics) cannot run there. Without accumulation a hybrid strategy goes
-there too, for its group's reduce-scatter (XLA makes an all-reduce over everything), if the loss says by its type
-(`Loss`) that it is a sum over rows: a scalar may be anything, a masked mean or a contrast between rows, and is then
-left to the global batch.
+model whose state depends on the rows (batch statistics) cannot run there. Without accumulation hybrid strategies go
+there too, hfsdp, and layouts with padded leaves: XLA would all-reduce what can be reduce-scattered (`is_beyond_xla`).
+But only if the loss says by its type (`Loss`) that it is a sum over rows: a scalar may be anything, a masked mean or a
+contrast between rows, and is then left to the global batch.
 
 [Note: sums in float16]
 A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
@@ -84,9 +84,9 @@ class Gradients:
         gather = not self.reshard_after_backward
         source = self.apply.engine.gather_all(source) if gather else source
         layout = self.apply.layout.gathered() if gather else self.apply.layout
-        axes = self._deferred_axes(source, model_state, batch)
-        if axes:
-            return self._deferred(axes, layout, source, model_state, batch, scale)
+        deferred = self._written_out(source, model_state, batch)
+        if deferred is not None:
+            return self._local(deferred, layout, source, model_state, batch, scale)
         apply = self.apply if not gather else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
         mesh = self.apply.engine.mesh
         rows = NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
@@ -141,12 +141,12 @@ class Gradients:
 
         return Summed(*jax.lax.scan(body, start, micro)[0])
 
-    def _deferred_axes(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...]:
-        """Return the axes over which gradients are reduced after the last microbatch only."""
+    def _written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...] | None:
+        """Tell whether collectives are written out: return the axes that the last microbatch sums over, else None."""
         layout = self.apply.layout
         axes = layout.data_axes if self.once else group_only(layout)
-        if not axes:
-            return ()
+        if not axes and not is_beyond_xla(layout):
+            return None
         is_sum, problem = self._survey(source, model_state, batch)
         if self.once and self.is_asked:
             if problem:
@@ -156,14 +156,14 @@ class Gradients:
             return axes
         if not is_sum and not problem:
             problem = "the loss is a scalar, which may not be the mean of its parts (return a jfsdp.Loss)"
-        if problem and self.accumulate > 1:
+        if problem and axes and self.accumulate > 1:
             check_reduce_dtype(self.apply.layout, once=False)
             warnings.warn(
                 f"{layout.strategy.name}: {problem}, so every microbatch is reduced over {', '.join(axes)}, and not "
                 "the last one only",
                 stacklevel=2,
             )
-        return () if problem else axes
+        return None if problem else axes
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, str | None]:
         """Tell whether the loss is a sum by its type, and what of the model's state differs where the rows do."""
@@ -197,10 +197,10 @@ class Gradients:
                 return is_sum, f"the model's state {name} depends on its rng keys"
         return is_sum, None
 
-    def _deferred(
-        self, axes: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
+    def _local(
+        self, deferred: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
-        engine = LocalEngine(layout, self.apply.engine.mesh, axes)
+        engine = LocalEngine(layout, self.apply.engine.mesh, deferred)
         apply, mesh = self._apply_on(engine), engine.mesh
         data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)
@@ -239,14 +239,15 @@ class Gradients:
         )
 
     def _scattered(self, engine: LocalEngine, leaf: Leaf) -> tuple[str, ...]:
-        """Return the deferred axes over which the last sum is scattered: those of `opt`, if the rest is whole."""
-        opt = leaf.stage("opt").axes
-        return opt if set(opt) <= set(engine.deferred) and not engine.accumulator_axes(leaf) else ()
+        """Return the deferred axes over which the last sum is scattered: those by which `opt` is split further."""
+        opt, done = leaf.stage("opt").axes, engine.accumulator_axes(leaf)
+        further = tuple(axis for axis in opt if axis not in done)
+        return further if opt == (*done, *further) and set(further) <= set(engine.deferred) else ()
 
     def _out_spec(self, engine: LocalEngine, path: str) -> PartitionSpec:
         leaf = engine.layout.by_path[path]
-        scattered = self._scattered(engine, leaf)
-        axes = engine.layout.axes_on(engine.mesh, scattered or engine.accumulator_axes(leaf))
+        split = (*engine.accumulator_axes(leaf), *self._scattered(engine, leaf))
+        axes = engine.layout.axes_on(engine.mesh, split)
         return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
 
 
@@ -278,6 +279,20 @@ def group_only(layout: Layout) -> tuple[str, ...]:
     used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
     free = tuple(axis for axis in layout.data_axes if axis not in used)
     return free if used else ()
+
+
+def is_beyond_xla(layout: Layout) -> bool:
+    """Tell whether XLA, left to itself, all-reduces a gradient that could be reduce-scattered.
+
+    It makes a reduce-scatter of an all-reduce that one slice reads; a pad between them (padded leaves), or an
+    accumulator that is split further than its parameter, keeps it from that and costs twice the bytes.
+    """
+
+    def is_beyond(leaf: Leaf) -> bool:
+        split = leaf.stage(leaf.source).axes
+        return leaf.trainable and bool(leaf.padding or (split and leaf.stage("grad").axes != split))
+
+    return any(is_beyond(leaf) for leaf in layout.leaves)
 
 
 def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
