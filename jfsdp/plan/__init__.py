@@ -1,1 +1,1 @@
-"""What a job will do on a cluster that nobody has rented yet."""
+"""What a run will cost on a cluster: compiled without it, read from the scheduled program."""
