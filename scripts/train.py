@@ -22,70 +22,9 @@ from jfsdp.launch.runtime import (
     without_plugin_chatter,
 )
 from jfsdp.train.options import as_options
+from jfsdp.train.recipes import load_recipe, recipe_names
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
-
-# A small Llama on the sources of Python's standard library, on eight simulated devices: minutes on two cores.
-_STDLIB = TrainConfig(
-    recipe="stdlib",
-    model="llama-tiny",
-    data="stdlib",
-    seq_len=256,
-    batch_per_device=1,
-    steps=800,
-    decay_steps=800,
-    learning_rate=3e-3,
-    remat="none",
-    eval_every=200,
-    eval_batches=32,
-    checkpoint_every=200,
-    log_every=10,
-    sample_tokens=160,
-    prompt="def ",
-    simulate_devices=8,
-)
-RECIPES = {
-    "none": TrainConfig(),
-    "stdlib": _STDLIB,
-    # The same with GPT-2, a model in Flax Linen.
-    "gpt2-stdlib": dataclasses.replace(_STDLIB, recipe="gpt2-stdlib", model="gpt2-tiny"),
-    # A small Vision Transformer on scikit-learn's handwritten digits, 1438 to learn from and 359 held out.
-    "vit-digits": TrainConfig(
-        recipe="vit-digits",
-        model="vit-tiny",
-        data="digits",
-        eval_fraction=0.2,
-        batch_per_device=8,
-        steps=900,
-        decay_steps=900,
-        learning_rate=2e-3,
-        min_learning_rate=0.01,
-        remat="none",
-        eval_every=100,
-        eval_batches=0,
-        checkpoint_every=300,
-        log_every=10,
-        sample_tokens=0,
-        simulate_devices=8,
-    ),
-    # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: give --data, --tokenizer and --run-dir.
-    "llama-8b": TrainConfig(
-        recipe="llama-8b",
-        model="llama-8b",
-        data="data/*.jsonl",
-        tokenizer="tokenizer.json",
-        seq_len=8192,
-        batch_per_device=8,
-        accumulate=4,
-        steps=20_000,
-        learning_rate=3e-4,
-        warmup=1000,
-        skip_nonfinite=True,
-        eval_every=500,
-        checkpoint_every=500,
-        sample_tokens=0,
-    ),
-}
 
 
 class UsageError(ValueError):
@@ -96,12 +35,13 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """Read the command line over the defaults of its recipe."""
     args = _with_bare_resume(argv)
     name = _value_of("--recipe", args) or "none"
-    if name not in RECIPES:
-        raise UsageError(f"recipe {name!r} is unknown; the recipes are {', '.join(RECIPES)}")
-    default = RECIPES[name]
+    try:
+        default = load_recipe(TrainConfig(), name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if _value_of("--factory", args) and not _value_of("--model", args):
         default = dataclasses.replace(default, model=None)
-    description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(RECIPES)}."
+    description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
     return tyro.cli(TrainConfig, args=args, default=default, prog="train.py", description=description)
 
 

@@ -102,6 +102,23 @@ class ShardingOptions:
     Held-out losses and the sample are then those of the averages."""
 
 
+@dataclasses.dataclass(frozen=True)
+class StepOptions(ShardingOptions):
+    """All that decides the program of a training step."""
+
+    batch_per_device: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Sequences or images per device and step."""
+    seq_len: Number = None
+    """Tokens per sequence. none: the model's."""
+    max_grad_norm: Decimal = 1.0
+    """Clip gradients to this global norm; none does not clip."""
+    skip_nonfinite: bool = False
+    """Skip steps whose loss or gradient is not finite, and count them."""
+    xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """An option of XLA's compiler, over those that jfsdp computes from the layout; NAME=none takes one away.
+    May be given several times. `jfsdp plan` shows what is used."""
+
+
 def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     """Shard a job's model on a mesh as the options say. Moves no data.
 
@@ -151,6 +168,35 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
         "reduce": reduce,
         "reshard_after_backward": options.reshard_after_backward,
     }
+
+
+def train_arguments(options: StepOptions) -> dict[str, Any]:
+    """Return the options as keyword arguments of `train_step`.
+
+    Raises:
+      ValueError: as `step_arguments`, and for an option of XLA that is not NAME=VALUE.
+    """
+    return step_arguments(options) | {
+        "max_grad_norm": options.max_grad_norm,
+        "skip_nonfinite": options.skip_nonfinite,
+        "compiler_options": parse_xla(options.xla),
+    }
+
+
+def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
+
+    Raises:
+      ValueError: if a pair has no `=`.
+    """
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--xla {pair!r} is not NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true")
+        found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
+    return found
 
 
 def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> optax.GradientTransformation:

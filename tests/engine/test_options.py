@@ -55,4 +55,4 @@ def test_this_xla_knows_every_option():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
     double = jax.jit(lambda x: x + x, compiler_options=compiler_options(mesh, model.layout))
-    assert "add" in double.lower(x).compile().as_text()
+    assert "add" in (double.lower(x).compile().as_text() or "")

@@ -349,7 +349,7 @@ def test_a_factory_takes_the_place_of_the_recipes_model():
 def test_an_unknown_recipe_costs_one_line_and_status_2():
     done = train("--recipe", "imagenet")
     assert (done.returncode, done.stdout) == (2, "")
-    known = "none, stdlib, gpt2-stdlib, vit-digits, llama-8b"
+    known = "none, gpt2-stdlib, llama-8b, stdlib, vit-digits, or a file *.json"
     assert done.stderr == f"train.py: error: recipe 'imagenet' is unknown; the recipes are {known}\n"
 
 

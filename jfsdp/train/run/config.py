@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from jfsdp.train.options import Decimal, Dtype, Location, Number, ShardingOptions, optional
+import tyro
+
+from jfsdp.train.options import Dtype, Location, Number, StepOptions, optional
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(ShardingOptions):
+class TrainConfig(StepOptions):
     """What to train, on what, where and for how long."""
 
-    recipe: str = "none"
-    """Named defaults, which any other option overrides."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
+    """Named defaults, which any other option overrides; or a file of such, as `jfsdp plan --search` writes them."""
 
     data: str = "stdlib"
     """"stdlib" (Python's own sources), a directory, a glob, *.jsonl, or token files *.bin; for models that take images
@@ -37,10 +39,6 @@ class TrainConfig(ShardingOptions):
 
     steps: int = 1000
     """The total of the run, whatever was done before a resume."""
-    batch_per_device: int = 1
-    """Sequences or images per device and step."""
-    seq_len: Number = None
-    """Tokens per sequence; default: the model's."""
     seed: int = 0
     """Of initialization, data order and sample."""
 
@@ -52,10 +50,6 @@ class TrainConfig(ShardingOptions):
     """Steps until the cosine reaches its floor; default: steps, and on resume what the run began with."""
     min_learning_rate: float = 0.1
     """The floor, as a fraction of the peak."""
-    max_grad_norm: Decimal = 1.0
-    """Clip gradients to this global norm; none does not clip."""
-    skip_nonfinite: bool = False
-    """Skip steps whose loss or gradient is not finite, and count them."""
 
     run_dir: Location = None
     """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""

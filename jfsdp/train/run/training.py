@@ -28,7 +28,7 @@ from jfsdp.train.run.stop import StopSignal
 from jfsdp.train.state import TrainState
 
 # What changes losses by rounding only: a run may be resumed with other values.
-_ROUNDING = (*ROUNDING, "simulate_devices", "deterministic")
+_ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
 
 
 class Run:

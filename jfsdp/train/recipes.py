@@ -1,0 +1,73 @@
+"""Recipes: named defaults of the training script and of plans. Packages offer them as plain dicts; files are JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, TypeVar
+
+ENTRY_POINT_GROUP = "jfsdp.recipes"
+NO_RECIPE = "none"
+Options = TypeVar("Options")
+
+
+def recipe_names() -> list[str]:
+    """List the recipes that installed packages offer in the entry-point group `jfsdp.recipes`."""
+    return sorted({point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Return a recipe as fields of `TrainConfig`: by name, or from a JSON file (`*.json`). "none" has no fields.
+
+    Raises:
+      ValueError: for a name that no installed package offers, and a file that is no JSON object.
+    """
+    if name == NO_RECIPE:
+        return {}
+    if name.endswith(".json"):
+        return {**_read_file(name), "recipe": name}
+    points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+    if not points:
+        raise ValueError(
+            f"recipe {name!r} is unknown; the recipes are {', '.join([NO_RECIPE, *recipe_names()])}, or a file *.json"
+        )
+    return {**points[0].load()[name], "recipe": name}
+
+
+def _read_file(path: str) -> Mapping[str, Any]:
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            fields = json.load(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"recipe {path!r}: there is no such file") from error
+    except ValueError as error:
+        raise ValueError(f"recipe {path!r}: is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"recipe {path!r}: must be a JSON object of options, not {type(fields).__name__}")
+    return fields
+
+
+def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozenset()) -> Options:
+    """Return options with the fields of a recipe in place of theirs.
+
+    Args:
+      options: an instance of `TrainConfig`, or of another dataclass that has some of its fields.
+      ignore: names of fields that a recipe may have and these options need not.
+
+    Raises:
+      ValueError: as `read_recipe`, and for a field that the options do not have.
+    """
+    known = {field.name: field for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    fields = read_recipe(name)
+    unknown = [field for field in fields if field not in known and field not in ignore]
+    if unknown:
+        raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}; options are {', '.join(known)}")
+    given = {field: _as_field(value) for field, value in fields.items() if field in known}
+    return dataclasses.replace(options, **given)  # type: ignore[type-var]
+
+
+def _as_field(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

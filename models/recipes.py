@@ -1,0 +1,59 @@
+"""Recipes: the options of runs that are known to work, as plain data for `scripts/train.py --recipe NAME`."""
+
+# A small Llama on the sources of Python's standard library, on eight simulated devices: minutes on two cores.
+_STDLIB = {
+    "model": "llama-tiny",
+    "data": "stdlib",
+    "seq_len": 256,
+    "batch_per_device": 1,
+    "steps": 800,
+    "decay_steps": 800,
+    "learning_rate": 3e-3,
+    "remat": "none",
+    "eval_every": 200,
+    "eval_batches": 32,
+    "checkpoint_every": 200,
+    "log_every": 10,
+    "sample_tokens": 160,
+    "prompt": "def ",
+    "simulate_devices": 8,
+}
+RECIPES = {
+    "stdlib": _STDLIB,
+    # The same with GPT-2, a model in Flax Linen.
+    "gpt2-stdlib": _STDLIB | {"model": "gpt2-tiny"},
+    # A small Vision Transformer on scikit-learn's handwritten digits, 1438 to learn from and 359 held out.
+    "vit-digits": {
+        "model": "vit-tiny",
+        "data": "digits",
+        "eval_fraction": 0.2,
+        "batch_per_device": 8,
+        "steps": 900,
+        "decay_steps": 900,
+        "learning_rate": 2e-3,
+        "min_learning_rate": 0.01,
+        "remat": "none",
+        "eval_every": 100,
+        "eval_batches": 0,
+        "checkpoint_every": 300,
+        "log_every": 10,
+        "sample_tokens": 0,
+        "simulate_devices": 8,
+    },
+    # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: give --data, --tokenizer and --run-dir.
+    "llama-8b": {
+        "model": "llama-8b",
+        "data": "data/*.jsonl",
+        "tokenizer": "tokenizer.json",
+        "seq_len": 8192,
+        "batch_per_device": 8,
+        "accumulate": 4,
+        "steps": 20_000,
+        "learning_rate": 3e-4,
+        "warmup": 1000,
+        "skip_nonfinite": True,
+        "eval_every": 500,
+        "checkpoint_every": 500,
+        "sample_tokens": 0,
+    },
+}
