@@ -2,16 +2,13 @@
 
 import collections
 import dataclasses
-import functools
 
 import pytest
 
-import jfsdp
 from jfsdp.plan import hlo as plan_hlo
 from jfsdp.plan.collectives import find_collectives, wire_bytes
 from jfsdp.plan.groups import read_groups
-from jfsdp.train.job import find_job
-from tests import hlo
+from tests.plan.compiled import NUM_DEVICES, two_layers
 
 EIGHT = "replica_groups=mesh['fsdp'=8] {'fsdp'}"
 
@@ -206,25 +203,9 @@ def test_a_group_of_one_sends_nothing():
 
 # Llama-3-8B's dims with two layers, compiled for 64 H100s.
 
-NUM_DEVICES, SHARE = 64, 63 / 64
+SHARE = 63 / 64
 ROOT_PARAMETERS, LAYER_PARAMETERS = 1_050_677_248, 218_112_000
 NORM_PARAMETERS = 5 * 4096
-
-
-@functools.cache
-def two_layers(strategy, **mesh):
-    job = find_job("llama-8b").with_config(num_layers=2)
-    model = jfsdp.fully_shard(
-        job.model,
-        mesh=jfsdp.make_mesh(devices=hlo.h100s(8), **(mesh or {"fsdp": -1})),
-        strategy=strategy,
-        units=job.units,
-        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
-    )
-    tx = job.optimizer(3e-4)
-    step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    compiled = step.lower(model.abstract_state(tx), job.batch(NUM_DEVICES, 1024)).compile()
-    return plan_hlo.parse_module(compiled.as_text())
 
 
 def total(found):
