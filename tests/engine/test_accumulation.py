@@ -48,7 +48,7 @@ def wire(**options):
     model, compiled = compile_step(**options)
     total = {}
     for item in hlo.collectives(compiled.as_text(), NUM):
-        key = item.kind, item.group
+        key = item.kind, item.group_size
         total[key] = total.get(key, 0) + item.count * item.wire_bytes
     return {key: size for key, size in total.items() if size > 1e5}, model.layout
 
