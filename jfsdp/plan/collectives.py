@@ -166,7 +166,7 @@ def _collective(
         wire_by_dtype=by_dtype,
         computation=execution.computation.name,
         start=outer.index,
-        done=_done(execution.computation, outer),
+        done=find_done(execution.computation, outer),
         in_loop=execution.in_loop,
         op_name=instruction.op_name or outer.op_name,
         source=instruction.source or outer.source,
@@ -196,8 +196,8 @@ def _parts(kind: str, computation: Computation, instruction: Instruction) -> tup
     return instruction.shapes[num : 2 * num] if instruction.opcode.endswith("-start") else instruction.shapes[:num]
 
 
-def _done(computation: Computation, start: Instruction) -> int:
-    """Find where a collective is waited for: at once, if it is synchronous or nobody in its schedule waits."""
+def find_done(computation: Computation, start: Instruction) -> int:
+    """Find where an asynchronous start is waited for: at once, if it is synchronous or nobody in its schedule waits."""
     if not start.opcode.endswith("-start") or _is_sync(start):
         return start.index
     seen = start

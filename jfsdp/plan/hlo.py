@@ -185,7 +185,7 @@ def executions(module: Module) -> tuple[Execution, ...]:
             computation, times + (before.times if before else 0), in_loop or bool(before and before.in_loop)
         )
         for instruction in computation.instructions:
-            for name, rounds in _runs(module, instruction):
+            for name, rounds in runs(module, instruction):
                 visit(module.computations[name], times * rounds, in_loop or instruction.opcode == "while")
 
     visit(module.entry, 1, False)
@@ -202,7 +202,8 @@ def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
             yield execution.computation, instruction, execution.times
 
 
-def _runs(module: Module, instruction: Instruction) -> Iterator[tuple[str, int]]:
+def runs(module: Module, instruction: Instruction) -> Iterator[tuple[str, int]]:
+    """Yield the computations that one instruction runs, each with the number of rounds."""
     match instruction.opcode:
         case "while":
             rounds = trip_count(module, instruction)

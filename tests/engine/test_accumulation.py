@@ -47,9 +47,9 @@ def wire(**options):
     """Return bytes by (kind, devices in a group), and the layout."""
     model, compiled = compile_step(**options)
     total = {}
-    for item in hlo.found_collectives(compiled.as_text(), NUM):
+    for item in hlo.collectives(compiled.as_text(), NUM):
         key = item.kind, item.group_size
-        total[key] = total.get(key, 0) + item.total_bytes
+        total[key] = total.get(key, 0) + item.count * item.wire_bytes
     return {key: size for key, size in total.items() if size > 1e5}, model.layout
 
 

@@ -1,0 +1,67 @@
+"""Seconds of one instruction or one collective on a cluster, by arithmetic on its datasheet and on measurements."""
+
+import dataclasses
+
+from jfsdp.plan import hardware
+from jfsdp.plan.collectives import Collective
+from jfsdp.plan.work import Kind, Matmul, Work
+
+# Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets, and what each kernel costs
+# besides (launch, first and last wave).
+MEMORY_EFFICIENCY = 0.85
+KERNEL_S = 3e-6
+# Assumed: the part of the peak that cuDNN's fused attention gets, forward and backward; about what FlashAttention-3
+# (arXiv 2407.08608) reports for causal attention with heads of 128 on an H100.
+ATTENTION_FORWARD = 0.6
+ATTENTION_BACKWARD = 0.45
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """How fast a cluster's GPUs work and send.
+
+    A matmul runs at `hardware.matmul_rate` or as fast as its operands pass through memory; attention at an assumed part
+    of the peak; everything else at an assumed part of the memory's bandwidth. Under a collective, matmuls and attention
+    take `overlap_slowdown` times as long (30 to 40 % were measured for matmuls; for attention assumed).
+    """
+
+    cluster: hardware.Cluster
+    overlap_slowdown: float = hardware.OVERLAP_SLOWDOWN
+
+    def work_s(self, work: Work) -> float:
+        """Return the seconds of one instruction. Moves no data."""
+        gpu = self.cluster.gpu
+        if work.kind is Kind.NONE:
+            return 0.0
+        if work.kind is Kind.HOST:
+            return work.num_bytes / hardware.host_bandwidth(gpu)
+        compute = 0.0
+        if work.kind is Kind.MATMUL:
+            compute = sum(self._matmul_s(matmul) for matmul in work.matmuls)
+        elif work.kind is Kind.ATTENTION:
+            part = ATTENTION_BACKWARD if work.is_backward else ATTENTION_FORWARD
+            compute = work.num_flops / (gpu.peak_flops(_DTYPES.get(work.dtype, work.dtype)) * part)
+        return max(compute, work.num_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)) + KERNEL_S
+
+    def collective_s(self, collective: Collective) -> float:
+        """Return the seconds of one collective, alone on the wire. Moves no data.
+
+        What a device sends, by the bus bandwidth of its group: (N-1)/N * bytes / bandwidth for a gather, twice that for
+        an all-reduce. Inside a node the bandwidth is NVLink's, as measured by size. Across nodes a ring passes each
+        node once, and its members share its adapters: with g members per node, min(NVLink's, g * one adapter's).
+        A group of one costs nothing. Source: NCCL's definition of bus bandwidth (nccl-tests, PERFORMANCE.md), and
+        `hardware.link_bandwidth` for the numbers. All groups run at once; the first stands for them all.
+        """
+        if not collective.wire_bytes:
+            return 0.0
+        return collective.wire_bytes / self.cluster.group_bandwidth(collective.group, collective.num_bytes)
+
+    def _matmul_s(self, matmul: Matmul) -> float:
+        """Batches are counted as rows: they fill the cores as rows do."""
+        dtype = _DTYPES.get(matmul.dtype, matmul.dtype)
+        if dtype not in dict(self.cluster.gpu.peak):
+            dtype = "bfloat16" if dtype.startswith(("f8", "s8")) else "float32"
+        rows, columns, depth = (max(1, size) for size in (matmul.batch * matmul.m, matmul.n, matmul.k))
+        return matmul.num_flops / hardware.matmul_rate(self.cluster.gpu, dtype, rows, columns, depth)

@@ -1,0 +1,248 @@
+"""What one scheduled instruction computes: matmuls with their sizes, attention, or bytes moved through memory.
+
+Pure reading of shapes: nothing here moves data, and nothing knows how fast a GPU is.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Iterator
+
+from jfsdp.plan.collectives import collective_kind
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
+
+
+class Kind(enum.Enum):
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"  # everything that is bound by the bytes it touches
+    HOST = "host"  # copies between the device and the host's memory
+    NONE = "none"  # takes no time of its own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """[batch m k] x [batch k n]; `dtype` as HLO names it, "tf32" for float32 at JAX's default precision."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def num_flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What an instruction does, once.
+
+    `num_flops` counts what is computed: of causal attention one half. `num_bytes` is read plus written; what a fusion
+    keeps to itself, and the rest of an array of which it takes or replaces a slice, does not count.
+    """
+
+    kind: Kind
+    num_flops: float = 0.0
+    num_bytes: float = 0.0
+    matmuls: tuple[Matmul, ...] = ()
+    is_backward: bool = False
+    dtype: str = ""
+
+
+NOTHING = Work(Kind.NONE)
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "add-dependency"),
+    *(
+        "partition-id",
+        "replica-id",
+        "while",
+        "conditional",
+        "call",
+        "domain",
+        "iota",
+        "send",
+        "recv",
+        "get-dimension-size",
+    ),
+}
+_VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
+
+
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """Say what one instruction of a computation does. Collectives, loops and calls are no work of their own.
+
+    Args:
+      computation: where the instruction stands; its operands are looked up there.
+    """
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")) or _is_collective(module, instruction):
+        return NOTHING
+    if opcode == "async-start":
+        return _of_async(module, instruction)
+    if matmuls := tuple(_matmuls(module, computation, instruction)):
+        size = sum(matmul.num_flops for matmul in matmuls)
+        return Work(Kind.MATMUL, size, _touched(module, computation, instruction), matmuls, dtype=matmuls[0].dtype)
+    if "__cudnn$fmha" in instruction.attributes:
+        return _attention(module, computation, instruction)
+    touched = _touched(module, computation, instruction)
+    shapes = instruction.shapes + computation.operand_shapes(instruction)
+    if opcode == "copy-start":  # its type: the target, the source, and a context
+        shapes, touched = instruction.shapes[:2], 2 * instruction.shapes[0].num_bytes
+    if "host" in (shape.memory for shape in shapes):
+        return Work(Kind.HOST, num_bytes=touched / 2)
+    return Work(Kind.MEMORY, num_bytes=touched)
+
+
+def _is_collective(module: Module, instruction: Instruction) -> bool:
+    """Whether it is a collective, or a fusion that XLA has made of one."""
+    fused = instruction.called if instruction.opcode in ("fusion", "fusion-start") else ()
+    lines = [line for name in fused for line in module.computations[name].instructions]
+    return any(collective_kind(line) for line in (instruction, *lines))
+
+
+def _of_async(module: Module, instruction: Instruction) -> Work:
+    """The work of an async wrapper, unless what it wraps are collectives: the sum, of the kind of the largest."""
+    works = [
+        work_of(module, inner, wrapped)
+        for inner in (module.computations[name] for name in instruction.called)
+        for wrapped in inner.instructions
+    ]
+    if not works:
+        return NOTHING
+    main = max(works, key=lambda work: (work.num_flops, work.num_bytes))
+    return dataclasses.replace(
+        main,
+        num_flops=sum(work.num_flops for work in works),
+        num_bytes=sum(work.num_bytes for work in works),
+        matmuls=tuple(matmul for work in works for matmul in work.matmuls),
+    )
+
+
+# Matmuls.
+
+
+def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[Matmul]:
+    """Yield the matmuls that an instruction is, or holds: dots, cuBLAS calls, and fusions around dots."""
+    if instruction.opcode == "dot":
+        dims = [_dims(instruction.attributes, f"{side}_{what}_dims") for what, side in _SIDES]
+        yield _matmul(computation.operand_shapes(instruction)[:2], dims, _is_precise(instruction))
+    elif instruction.opcode == "custom-call" and "__cublas$" in instruction.attributes:
+        dims = [_dims(instruction.attributes, f"{side}_{what}_dimensions") for what, side in _SIDES]
+        yield _matmul(computation.operand_shapes(instruction)[:2], dims, _is_precise(instruction))
+    elif instruction.opcode in ("fusion", "fusion-start"):
+        for name in instruction.called:
+            inner = module.computations[name]
+            for fused in inner.instructions:
+                yield from _matmuls(module, inner, fused)
+
+
+_SIDES = (("contracting", "lhs"), ("batch", "lhs"), ("contracting", "rhs"), ("batch", "rhs"))
+
+
+def _dims(attributes: str, name: str) -> tuple[int, ...]:
+    """Read `name={0,1}` or, in a backend_config, `"name":["0","1"]`; nothing there means no dims."""
+    found = re.search(rf'{name}(?:=\{{([\d,]*)\}}|":\s*\[([^\]]*)\])', attributes)
+    return tuple(int(dim) for dim in re.findall(r"\d+", found[1] or found[2] or "")) if found else ()
+
+
+def _matmul(shapes: tuple[Shape, ...], dims: list[tuple[int, ...]], is_precise: bool) -> Matmul:
+    (lhs, rhs), (contracted, batch, rhs_contracted, rhs_batch) = shapes, dims
+    sizes = math.prod(lhs.dims[dim] for dim in batch), math.prod(lhs.dims[dim] for dim in contracted)
+    rows = lhs.num_elements // max(1, math.prod(sizes))
+    columns = _left(rhs, rhs_contracted + rhs_batch)
+    dtype = "tf32" if lhs.dtype == "f32" and not is_precise else lhs.dtype
+    return Matmul(sizes[0], rows, columns, sizes[1], dtype)
+
+
+def _left(shape: Shape, taken: tuple[int, ...]) -> int:
+    return math.prod(size for dim, size in enumerate(shape.dims) if dim not in taken)
+
+
+def _is_precise(instruction: Instruction) -> bool:
+    return re.search(r'operand_precision["=:{\[ ]+(?:highest|HIGHEST)', instruction.attributes) is not None
+
+
+# Attention.
+
+
+def _attention(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """Count the matmuls of cuDNN's fused attention: two forward, five backward (the scores are computed again).
+
+    Each is 2 * (batch heads queries keys) * head_dim; the first four from the call's `intermediate_tensor_shape`.
+    """
+    scores = _dims(instruction.attributes, "dimensions")
+    query = computation.operand_shapes(instruction)[0]
+    is_backward = "Backward" in instruction.attributes.partition("custom_call_target=")[2][:60]
+    num = 5 if is_backward else 2
+    return Work(
+        Kind.ATTENTION,
+        num_flops=num * 2 * math.prod(scores) * query.dims[-1] * _unmasked(instruction.attributes, scores),
+        num_bytes=_touched(module, computation, instruction),
+        is_backward=is_backward,
+        dtype=query.dtype,
+    )
+
+
+def _unmasked(attributes: str, scores: tuple[int, ...]) -> float:
+    """The part of the scores that the mask leaves: half if causal, less with a sliding window."""
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', attributes)
+    share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', attributes) else 1.0
+    if window and int(window[1]) and scores:
+        share = min(share, int(window[1]) / scores[-1])
+    return share
+
+
+# Bytes.
+
+
+def _touched(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """Bytes read and written."""
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inner = module.computations[instruction.called[0]]
+        read = sum(_read(inner, each) for each in inner.instructions if each.opcode == "parameter")
+        return read + _written(inner, inner.root)
+    operands = computation.operand_shapes(instruction)
+    match instruction.opcode:
+        case "dynamic-slice" | "slice" | "gather":
+            return 2 * instruction.num_bytes
+        case "dynamic-update-slice":
+            return 2 * operands[1].num_bytes
+        case "scatter":
+            return 3 * operands[-1].num_bytes
+    return instruction.num_bytes + sum(shape.num_bytes for shape in operands)
+
+
+def _read(inner: Computation, value: Instruction) -> float:
+    """Bytes that a fusion reads of one of its parameters: only the slices, if that is all that is taken of it."""
+    sizes = []
+    for user in inner.users.get(value.name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
+            sizes.append(user.num_bytes)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+            sizes.append(0)  # replaced in place
+        elif user.opcode == "scatter" and user.operands[0] == value.name:
+            sizes.append(inner.by_name[user.operands[-1]].num_bytes)
+        elif user.opcode in _VIEWS:
+            sizes.append(_read(inner, user) if not user.is_root else value.num_bytes)
+        else:
+            return value.num_bytes
+    return min(sum(sizes), value.num_bytes)
+
+
+def _written(inner: Computation, value: Instruction) -> float:
+    """Bytes that a fusion writes: only the slices that it replaces, where it replaces any."""
+    match value.opcode:
+        case "tuple":
+            return sum(_written(inner, inner.by_name[name]) for name in value.operands)
+        case "dynamic-update-slice":
+            return inner.by_name[value.operands[1]].num_bytes
+        case "scatter":
+            return inner.by_name[value.operands[-1]].num_bytes
+        case "bitcast" | "reshape" | "convert" | "copy":
+            source = inner.by_name[value.operands[0]]
+            if source.opcode in ("dynamic-update-slice", "scatter"):
+                return _written(inner, source)
+    return value.num_bytes

@@ -1,0 +1,299 @@
+"""The clock, on hand-written schedules whose answer is known; and what instructions are counted as."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jfsdp.plan import hardware
+from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.timeline import Rates, simulate
+from jfsdp.plan.work import Kind, Matmul, Work, work_of
+from tests.plan.compiled import NUM_DEVICES, SEQ_LEN, two_layers
+
+H100S = hardware.Cluster(hardware.find_gpu("h100"), 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clockwork:
+    """Every matmul takes 10 seconds, everything else that computes 1, and every collective `wire`."""
+
+    wire: float = 6.0
+    overlap_slowdown: float = 1.0
+    host: float = 4.0
+
+    def work_s(self, work):
+        return {Kind.NONE: 0.0, Kind.MATMUL: 10.0, Kind.HOST: self.host}.get(work.kind, 1.0)
+
+    def collective_s(self, collective):
+        return self.wire
+
+
+DOT = "= f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+COPY = "= f32[8,8]{1,0} copy(%x)"
+
+
+def start(name, sync=False):
+    return (
+        f"%{name} = (f32[8,8]{{1,0}}, f32[64,8]{{1,0}}) all-gather-start(%x), replica_groups={{}}, dimensions={{0}}"
+        + ', backend_config={"is_sync":true}' * sync
+    )
+
+
+def done(name):
+    return f"%{name}.done = f32[64,8]{{1,0}} all-gather-done(%{name})"
+
+
+def body(*lines, name="main", header="ENTRY "):
+    text = "\n".join(f"  {line}" for line in ("%x = f32[8,8]{1,0} parameter(0)", *lines, "ROOT %end = () tuple()"))
+    return f"{header}%{name} (x: f32[8,8]) -> () {{\n{text}\n}}\n"
+
+
+def read(*computations):
+    return parse_module("HloModule jit_step, is_scheduled=true\n\n" + "\n".join(computations))
+
+
+def timeline(*lines, rates=None, before=()):
+    module = read(*before, body(*lines))
+    return simulate(module, find_collectives(module, 8), rates or Clockwork())
+
+
+def loop(name, times, *lines):
+    """A loop's computations, and the line that runs it."""
+    condition = body("%t = pred[] constant(true)", name=f"{name}_cond", header="")
+    line = f"%{name}_loop = () while(%x), condition=%{name}_cond, body=%{name}, "
+    return (condition, body(*lines, name=name, header="")), line + (
+        f'backend_config={{"known_trip_count":{{"n":"{times}"}}}}'
+    )
+
+
+def exposed(found):
+    return {one.collective.name: one.exposed_s for one in found.collectives}
+
+
+def test_a_start_directly_followed_by_its_done_is_exposed():
+    found = timeline(f"%a {DOT}", start("g"), done("g"), f"%b {DOT}")
+    assert exposed(found) == {"g": 6}
+    assert found.step_s == 26
+    assert found.overlapped_share == 1, "no collective is in a loop"
+
+
+def test_a_synchronous_collective_is_exposed_whatever_stands_before_its_done():
+    assert exposed(timeline(start("g", sync=True), f"%a {DOT}", done("g"))) == {"g": 6}
+    plain = "%g = f32[64,8]{1,0} all-gather(%x), replica_groups={}, dimensions={0}"
+    assert exposed(timeline(f"%a {DOT}", plain, f"%b {DOT}")) == {"g": 6}
+
+
+def test_a_matmul_between_hides_it():
+    found = timeline(start("g"), f"%a {DOT}", done("g"))
+    (one,) = found.collectives
+    assert (one.hidden_s, one.exposed_s, one.compute_between_s, one.num_matmuls_between) == (6, 0, 10, 1)
+    assert found.step_s == 10
+
+
+def test_what_is_longer_than_the_compute_between_is_exposed_by_the_rest():
+    found = timeline(start("g"), f"%a {DOT}", f"%c {COPY}", done("g"), rates=Clockwork(wire=14))
+    (one,) = found.collectives
+    assert (one.hidden_s, one.exposed_s, found.step_s) == (11, 3, 14)
+
+
+def test_two_collectives_cannot_claim_the_same_matmul():
+    found = timeline(start("g"), start("h"), f"%a {DOT}", done("g"), done("h"))
+    assert exposed(found) == {"g": 0, "h": 2}
+    assert [one.compute_between_s for one in found.collectives] == [10, 10]
+    assert (found.wire_s, found.exposed_s, found.step_s) == (12, 2, 12)
+
+
+def test_waiting_for_a_later_collective_exposes_what_is_before_it_on_the_wire():
+    found = timeline(start("g"), start("h"), done("h"), f"%a {DOT}", done("g"))
+    assert exposed(found) == {"g": 6, "h": 6}
+
+
+def test_loops_multiply_compute_and_exposure():
+    before, line = loop("layer", 4, start("g"), f"%a {DOT}", done("g"), start("h"), done("h"))
+    found = timeline(line, f"%last {DOT}", before=before)
+    assert exposed(found) == {"g": 0, "h": 6}
+    assert (found.matmul_s, found.exposed_s, found.wire_s, found.step_s) == (50, 24, 48, 74)
+    assert found.overlapped_share == 0.5
+
+
+def test_a_collective_around_a_loop_hides_only_where_the_loop_leaves_the_wire_free():
+    before, line = loop("layer", 2, start("g"), f"%a {DOT}", done("g"))
+    found = timeline(start("outer"), line, done("outer"), before=before, rates=Clockwork(wire=9))
+    assert exposed(found) == {"outer": 7, "g": 0}, "each of the two rounds leaves it one second"
+    outer = next(one for one in found.collectives if one.collective.name == "outer")
+    assert (outer.compute_between_s, outer.num_matmuls_between) == (20, 2)
+    assert found.step_s == 27
+
+
+def test_a_matmul_under_a_collective_takes_longer():
+    found = timeline(start("g"), f"%a {DOT}", done("g"), rates=Clockwork(wire=6, overlap_slowdown=1.5))
+    assert found.slowdown_s == pytest.approx(2), "6 seconds beside the wire do the work of 4"
+    assert found.step_s == pytest.approx(12)
+    bound = timeline(start("g"), f"%a {DOT}", done("g"), rates=Clockwork(wire=20, overlap_slowdown=1.5))
+    assert bound.step_s == pytest.approx(20), "a step that waits for the wire takes the time of the wire"
+
+
+def test_copies_from_the_host_have_a_stream_of_their_own():
+    fetch = "%f = (f32[8,8]{1,0}, f32[8,8]{1,0:S(5)}, u32[]) copy-start(%x)"
+    found = timeline(fetch, start("g"), f"%a {DOT}", done("g"), "%f.done = f32[8,8]{1,0} copy-done(%f)")
+    assert (found.host_s, found.host_exposed_s, found.exposed_s, found.step_s) == (4, 0, 0, 10)
+    late = timeline(fetch, "%f.done = f32[8,8]{1,0} copy-done(%f)", f"%a {DOT}")
+    assert (late.host_exposed_s, late.step_s) == (4, 14)
+
+
+@pytest.mark.parametrize("wire", [0.0, 0.5, 3.0, 11.0, 50.0])
+def test_the_parts_of_a_step_add_up_and_hidden_plus_exposed_is_the_wire(wire):
+    before, line = loop("layer", 3, start("g"), start("h"), f"%a {DOT}", done("g"), f"%c {COPY}", done("h"))
+    found = timeline(start("k"), f"%b {DOT}", line, done("k"), before=before, rates=Clockwork(wire, 1.35))
+    assert sum(found.critical.values()) == pytest.approx(found.step_s)
+    for one in found.collectives:
+        assert one.hidden_s + one.exposed_s == pytest.approx(wire)
+    assert max(found.compute_s, found.wire_s) <= found.step_s + 1e-9 <= found.compute_s * 1.35 + found.wire_s + 1e-8
+
+
+def test_events_draw_each_lane_without_overlap():
+    before, line = loop("layer", 3, start("g"), start("h"), f"%a {DOT}", done("g"), done("h"))
+    found = timeline(line, before=before)
+    inside = [event for event in found.events if event.computation == "layer"]
+    assert {event.times for event in inside} == {3}
+    for lane in ("compute", "wire"):
+        bars = sorted((event.begin_s, event.end_s) for event in inside if event.lane == lane)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(bars))
+    assert [(e.kind, e.name, e.begin_s, e.end_s) for e in inside] == [
+        ("all-gather", "g", 0, 6),
+        ("matmul", "a", 0, 10),
+        ("all-gather", "h", 6, 12),
+        ("wait", "h", 10, 12),
+    ]
+    assert [(e.kind, e.end_s) for e in found.events if e.computation == "main"] == [("loop", 36)]
+
+
+# What instructions are counted as.
+
+FUSED = """\
+%gemm_computation (p0: bf16[8192,4096], p1: bf16[4096,14336]) -> bf16[8192,14336] {
+  %p0 = bf16[8192,4096]{1,0} parameter(0)
+  %p1 = bf16[4096,14336]{1,0} parameter(1)
+  ROOT %dot = bf16[8192,14336]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%slice_computation (q0: f32[32,64,8], q1: s32[]) -> f32[1,64,8] {
+  %q0 = f32[32,64,8]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  ROOT %slice = f32[1,64,8]{2,1,0} dynamic-slice(%q0, %q1, %q1, %q1), dynamic_slice_sizes={1,64,8}
+}
+
+%update_computation (r0: f32[32,64,8], r1: f32[1,64,8], r2: s32[]) -> f32[32,64,8] {
+  %r0 = f32[32,64,8]{2,1,0} parameter(0)
+  %r1 = f32[1,64,8]{2,1,0} parameter(1)
+  %r2 = s32[] parameter(2)
+  ROOT %update = f32[32,64,8]{2,1,0} dynamic-update-slice(%r0, %r1, %r2, %r2, %r2)
+}
+
+"""
+SETUP = (
+    "%a = bf16[8192,4096]{1,0} parameter(1)",
+    "%b = bf16[4096,14336]{1,0} parameter(2)",
+    "%c = bf16[16,1024,512]{2,1,0} parameter(3)",
+    "%d = bf16[16,256,512]{2,1,0} parameter(4)",
+    "%stack = f32[32,64,8]{2,1,0} parameter(5)",
+    "%one = f32[1,64,8]{2,1,0} parameter(6)",
+    "%i = s32[] parameter(7)",
+    "%q = bf16[2,1024,32,128]{3,2,1,0} parameter(8)",
+)
+CUBLAS = (
+    '%w = (bf16[16,1024,256]{2,1,0}, s8[4194304]{0}) custom-call(%c, %d), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],'
+    '"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
+)
+FMHA = (
+    "%w = (bf16[2,32,1024,128]{3,1,2,0}, f32[2,32,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), "
+    'custom_call_target="__cudnn$fmhaSoftmax@", backend_config={"cudnn_fmha_backend_config": '
+    '{"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "32", "1024", "1024"]}, '
+    '"mask_type": "CAUSAL", "sliding_window_length": 0}}'
+)
+
+
+def work(line):
+    module = read(FUSED, body(*SETUP, line))
+    return work_of(module, module.entry, module.entry.by_name["w"])
+
+
+def test_a_gemm_fusion_counts_the_dot_inside():
+    found = work("%w = bf16[8192,14336]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm_computation")
+    assert found.matmuls == (Matmul(1, 8192, 14336, 4096, "bf16"),)
+    assert found.num_flops == 2 * 8192 * 14336 * 4096
+
+
+def test_a_cublas_call_counts_its_batches():
+    assert work(CUBLAS).matmuls == (Matmul(16, 1024, 256, 512, "bf16"),)
+
+
+def test_a_float32_dot_runs_in_tf32_unless_it_is_asked_to_be_precise():
+    assert work(f"%w {DOT}").matmuls == (Matmul(1, 8, 8, 8, "tf32"),)
+    assert work(f"%w {DOT}, operand_precision={{highest,highest}}").matmuls[0].dtype == "f32"
+
+
+def test_causal_attention_counts_half_and_its_backward_five_halves_of_that():
+    forward = work(FMHA.replace("@", ""))
+    assert forward.num_flops == 2 * 2 * (2 * 32 * 1024 * 1024) * 128 / 2
+    assert work(FMHA.replace("@", "Backward")).num_flops == 2.5 * forward.num_flops
+    assert work(FMHA.replace("@", "").replace("CAUSAL", "NO_MASK")).num_flops == 2 * forward.num_flops
+    assert (forward.kind, forward.is_backward, forward.dtype) == (Kind.ATTENTION, False, "bf16")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%w = f32[1,64,8]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%slice_computation",
+        "%w = ((f32[32,64,8]{2,1,0}, s32[]), f32[1,64,8]{2,1,0}, u32[]) fusion-start(%stack, %i), "
+        "kind=kLoop, calls=%slice_computation",
+        "%w = f32[32,64,8]{2,1,0} fusion(%stack, %one, %i), kind=kLoop, calls=%update_computation",
+    ],
+)
+def test_a_slice_of_a_stack_touches_one_layer(line):
+    assert work(line).num_bytes == 2 * 4 * 64 * 8 + 4
+
+
+def test_bookkeeping_takes_no_time():
+    assert work("%w = (f32[1,64,8]{2,1,0}, s32[]) tuple(%one, %i)").kind is Kind.NONE
+    assert work("%w = f32[64,8]{1,0} bitcast(%one)").kind is Kind.NONE
+
+
+# Rates.
+
+
+def gather(group):
+    listed = ",".join(map(str, group))
+    line = f"%g = bf16[65536,8192]{{1,0}} all-gather(%x), replica_groups={{{{{listed}}}}}, dimensions={{0}}"
+    (found,) = find_collectives(read(body(line)), 64)
+    return Rates(H100S).collective_s(found)
+
+
+def test_a_gather_of_a_gib_takes_its_bytes_by_the_bus_bandwidth_of_its_group():
+    assert gather(range(8)) == pytest.approx(7 / 8 * 2**30 / 388e9, rel=0.02), "measured: 344 to 402 GB/s"
+    assert gather(range(64)) == pytest.approx(63 / 64 * 2**30 / (8 * 50e9 * 0.85), rel=0.05)
+    assert gather(range(0, 64, 8)) == pytest.approx(7 / 8 * 2**30 / (50e9 * 0.85), rel=0.05), "one adapter per node"
+
+
+def test_a_square_matmul_of_4096_takes_what_was_measured():
+    size = Matmul(1, 4096, 4096, 4096, "bf16")
+    seconds = Rates(H100S).work_s(Work(Kind.MATMUL, size.num_flops, 3 * 2 * 4096**2, (size,)))
+    assert size.num_flops / seconds == pytest.approx(780e12, rel=0.03)
+
+
+def test_a_compiled_llama_step_computes_the_flops_of_its_matrices_and_its_time_adds_up():
+    """By formula: weights forward, twice backward, and once more in the layers (full remat), but not the last of them.
+
+    Attention that is not fused has two matmuls forward, two again, and four backward; its mask saves nothing.
+    """
+    module = two_layers("full_shard")
+    found = simulate(module, find_collectives(module, NUM_DEVICES), Rates(H100S))
+    layer, down, head = 218_112_000 - 2 * 4096, 4096 * 14336, 128256 * 4096
+    scores = 32 * SEQ_LEN * SEQ_LEN * 128
+    assert found.matmul_flops == 2 * SEQ_LEN * (2 * (4 * layer - down) + 3 * head) + 2 * 2 * 8 * scores
+    assert found.step_s == pytest.approx(sum(found.critical.values()))
+    assert 0 < found.overlapped_share < 1, "by default XLA hides a part"
+    assert 0 < found.exposed_s < found.wire_s
