@@ -22,6 +22,7 @@ ALLOWED = {
     "engine": ("layout", "modules"),
     "train": ("layout", "modules", "engine"),
     "checkpoint": ("layout", "train.state", "train.roles"),
+    "plan": ("layout", "engine", "train"),
     "launch": ("layout.mesh",),
     "cli": ("",),  # everything
 }

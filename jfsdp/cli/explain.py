@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.cli.console import make_console
 from jfsdp.train.options import ShardingOptions, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _print(state: TrainState) -> None:
 
     layout, count = state.layout, account(state)
     frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)
-    console = _console()
+    console = make_console()
     console.print(summary(layout))
     console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
     if frozen:
@@ -109,14 +110,6 @@ def _after_forward(policy: UnitPolicy) -> str:
     if isinstance(reshard, bool):
         return "resharded" if reshard else "kept whole"
     return f"kept split {reshard} ways"
-
-
-def _console() -> Any:
-    """Print wide where nobody's terminal wraps: a table in a file or a pipe keeps one line per leaf."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
 def _totals(count: StateBytes) -> str:

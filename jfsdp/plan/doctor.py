@@ -1,0 +1,292 @@
+"""What of this machine's installation and settings would stop a run or slow it down.
+
+`inspect_machine` collects facts; `diagnose` reads them and touches nothing. JAX is asked for its devices in a process
+of its own, with a time limit, because an unknown flag in XLA_FLAGS ends a process, and a driver may hang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jfsdp.plan.settings import (
+    Finding,
+    Severity,
+    check_jax_settings,
+    check_memory_settings,
+    check_nccl_settings,
+    check_xla_flags,
+)
+from jfsdp.plan.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
+
+# What jfsdp needs at least, as in pyproject.toml; a test compares them.
+MINIMUM = {"jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "orbax-checkpoint": "0.12"}
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+SHOWN = ("jfsdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", *PLUGINS, *CUDNN, "nvidia-nccl-cu12", "libtpu")
+
+_CHATTER = re.compile(r"cudart_stub|InitializeLog|^\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What JAX said in a process of its own: its devices, or how it ended."""
+
+    backend: str = ""
+    kinds: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    error: str = ""
+    timed_out: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The facts that a diagnosis reads. `versions` has every distribution that matters; None: not installed.
+
+    `cudnn_needed` is the oldest cuDNN that JAX's plugin takes. Limits are bytes, None: no limit.
+    """
+
+    python: str
+    versions: Mapping[str, str | None]
+    env: Mapping[str, str]
+    has_gpu: bool
+    has_infiniband: bool
+    locked_bytes: int | None
+    shm_bytes: int | None
+    probe: Probe
+    cudnn_needed: str = "9.8"
+
+
+def inspect_machine(env: Mapping[str, str] | None = None, *, timeout_s: float = 120) -> Machine:
+    """Collect the facts. Starts nothing here: JAX lists devices in another process, ended after `timeout_s`."""
+    env = os.environ if env is None else env
+    return Machine(
+        python=platform.python_version(),
+        versions={name: _version(name) for name in SHOWN},
+        env=env,
+        has_gpu=has_nvidia_driver(),
+        has_infiniband=_has_infiniband(),
+        locked_bytes=_locked_limit(),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        probe=probe_jax(env, timeout_s=timeout_s),
+        cudnn_needed=_cudnn_needed(),
+    )
+
+
+_ASK = """
+import json, jax
+devices = jax.devices()
+stats = devices[0].memory_stats() or {}
+print("jfsdp:" + json.dumps([jax.default_backend(), [d.device_kind for d in devices], stats.get("bytes_limit")]))
+"""
+
+
+def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
+    """Ask JAX for its devices in another process, which takes no memory of them.
+
+    If it is XLA_FLAGS that ends that process, the devices are those of a second one without it.
+    """
+    asked = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK], env=asked, capture_output=True, text=True, timeout=timeout_s, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(timed_out=True, error=f"JAX did not list its devices within {timeout_s:g} s")
+    answer = [line for line in done.stdout.splitlines() if line.startswith("jfsdp:")]
+    if answer:
+        backend, kinds, memory = json.loads(answer[-1].removeprefix("jfsdp:"))
+        return Probe(backend, tuple(kinds), memory)
+    error = _why_it_ended(done.stderr) or f"exit status {done.returncode}"
+    if not _is_about_flags(error) or "XLA_FLAGS" not in env:
+        return Probe(error=error)
+    without = probe_jax({name: value for name, value in env.items() if name != "XLA_FLAGS"}, timeout_s=timeout_s)
+    return dataclasses.replace(without, error=error, timed_out=False)
+
+
+_ABOUT_FLAGS = r"Unknown flags? in|Couldn't interpret value|Could not open file"
+
+
+def _is_about_flags(error: str) -> bool:
+    return re.search(_ABOUT_FLAGS, error) is not None
+
+
+def _why_it_ended(stderr: str) -> str:
+    """The line that tells most: on flags, else the last error (a plugin that gave up before is not the end)."""
+    lines = [line for line in stderr.splitlines() if not _CHATTER.search(line)]
+    about_flags = [line for line in lines if _is_about_flags(line)]
+    errors = [line for line in lines if "Error: " in line]
+    line = next(iter([*about_flags[:1], *errors[-1:], *lines[-1:]]), "")
+    return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", line).strip()
+
+
+def diagnose(machine: Machine) -> list[Finding]:
+    """Return what is wrong with a machine, problems first. Reads only what it is given."""
+    found = [
+        *_check_versions(machine),
+        *_check_devices(machine),
+        *check_xla_flags(machine.env.get("XLA_FLAGS", "")),
+        *check_nccl_settings(machine.env),
+        *check_jax_settings(machine.env),
+        *check_memory_settings(machine.env),
+        *_check_host(machine),
+        *_check_plan(machine),
+    ]
+    return sorted(found, key=lambda finding: finding.severity is not Severity.PROBLEM)
+
+
+def report_to_dict(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
+    """Return facts and findings as plain data; of the environment only what JAX, XLA, NCCL or CUDA would read."""
+    return {
+        "python": machine.python,
+        "versions": dict(machine.versions),
+        "backend": machine.probe.backend or None,
+        "devices": list(machine.probe.kinds),
+        "device_memory_bytes": machine.probe.memory_bytes,
+        "settings": relevant_settings(machine.env),
+        "locked_memory_bytes": machine.locked_bytes,
+        "shm_bytes": machine.shm_bytes,
+        "findings": [
+            {"severity": item.severity.value, "topic": item.topic, "text": item.text, "remedy": item.remedy}
+            for item in findings
+        ],
+    }
+
+
+def relevant_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that JAX, XLA, NCCL or CUDA read."""
+    return {name: env[name] for name in sorted(env) if re.match(r"(JAX|XLA|NCCL|CUDA|TF_GPU|TF_FORCE)_", name)}
+
+
+def _check_versions(machine: Machine) -> Iterator[Finding]:
+    versions = machine.versions
+    for name, minimum in MINIMUM.items():
+        have = versions[name]
+        if have is None:
+            yield _problem(name, "is not installed", f"pip install '{name}>={minimum}'")
+        elif parse_version(have) < parse_version(minimum):
+            yield _problem(
+                f"{name} {have}", f"is older than {minimum}, which jfsdp needs", f"pip install '{name}>={minimum}'"
+            )
+    jax, jaxlib = versions["jax"], versions["jaxlib"]
+    # JAX serves its own jaxlib and a few older ones of the same 0.x; far older ones it refuses to import.
+    newer = parse_version(jaxlib) > parse_version(jax)
+    if jax and jaxlib and (newer or parse_version(jax)[:2] != parse_version(jaxlib)[:2]):
+        yield _problem(f"jaxlib {jaxlib}", f"does not belong to jax {jax}", f"pip install 'jaxlib=={jax}'")
+    for name in PLUGINS:
+        have = versions[name]
+        if have and jaxlib and parse_version(have) != parse_version(jaxlib):
+            text = f"is not of jaxlib's version, {jaxlib}, so JAX does not use it"
+            yield _problem(f"{name} {have}", text, f"pip install '{name}=={jaxlib}'")
+    if versions["jax-cuda12-plugin"] and versions["jax-cuda13-plugin"]:
+        text = "are both installed; JAX takes whichever it finds first"
+        yield _problem("jax-cuda12-plugin and jax-cuda13-plugin", text, "uninstall one, with its pjrt wheel")
+    for name in CUDNN:
+        have = versions[name]
+        if have and parse_version(have) < parse_version(machine.cudnn_needed):
+            text = f"is older than {machine.cudnn_needed}, which JAX's plugin needs"
+            yield _problem(f"{name} {have}", text, f"pip install '{name}>={machine.cudnn_needed}'")
+
+
+def _check_devices(machine: Machine) -> Iterator[Finding]:
+    probe, platforms = machine.probe, machine.env.get("JAX_PLATFORMS", "")
+    if probe.timed_out:
+        yield _problem("devices", probe.error, "look at nvidia-smi; a hung driver, or other hosts that JAX waits for")
+    elif probe.error:
+        about_flags = re.search(r"flag|XLA_FLAGS", probe.error) is not None
+        remedy = (
+            "take it out of XLA_FLAGS" if about_flags else "start python -c 'import jax; jax.devices()' and read on"
+        )
+        yield _problem("XLA_FLAGS" if about_flags else "devices", f"JAX ends at its start: {probe.error}", remedy)
+    elif machine.has_gpu and probe.backend == "cpu":
+        if "cpu" in platforms:
+            yield _problem(f"JAX_PLATFORMS={platforms}", "hides this machine's GPU", "unset it")
+        elif machine.env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield _problem("CUDA_VISIBLE_DEVICES", "hides this machine's GPUs", "unset it")
+        else:
+            yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", "pip install 'jfsdp[cuda12]'")
+    elif machine.has_gpu and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
+        text = "names a CUDA that is found before the one of JAX's wheels"
+        yield _note("LD_LIBRARY_PATH", text, "unset it, unless JAX was installed for the system's CUDA")
+    elif not machine.has_gpu and not platforms and any(machine.versions[name] for name in PLUGINS):
+        text = "is not set: JAX looks for the GPU that its CUDA plugin expects, and complains that there is none"
+        yield _note("JAX_PLATFORMS", text, "set JAX_PLATFORMS=cpu")
+
+
+def _check_host(machine: Machine) -> Iterator[Finding]:
+    locked, shm = machine.locked_bytes, machine.shm_bytes
+    if locked is not None:
+        text = f"a process may lock {locked / 2**20:.3g} MiB of memory"
+        if machine.has_infiniband:
+            text += ", and InfiniBand must lock its buffers"
+            yield _problem("locked memory (ulimit -l)", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)")
+        elif locked < 2**30:
+            text += "; CUDA's own pinned memory is not known to count against it"
+            remedy = "ulimit -l unlimited, if offloading to pinned_host or InfiniBand fails"
+            yield _note("locked memory (ulimit -l)", text, remedy)
+    if shm is not None and shm < 2**30:
+        text = f"holds {shm / 2**20:.0f} MiB; several processes of a node may share it through NCCL"
+        finding = _problem if machine.has_gpu else _note
+        yield finding("/dev/shm", text, "mount it with 1 GiB or more (docker: --shm-size=1g, or --ipc=host)")
+
+
+def _check_plan(machine: Machine) -> Iterator[Finding]:
+    try:
+        require_gpu_compiler(machine.versions.get)
+    except PlanUnavailable as missing:
+        text, _, remedy = str(missing).rpartition("; ")
+        yield _note("jfsdp plan", text, remedy)
+    else:
+        if not any(machine.versions[name] for name in CUDNN) and not machine.has_gpu:
+            text = "cuDNN's wheel is missing, so attention by cuDNN does not compile"
+            yield _note("jfsdp plan", text, "pip install 'jfsdp[plan]'")
+
+
+def _problem(topic: str, text: str, remedy: str) -> Finding:
+    return Finding(Severity.PROBLEM, topic, text, remedy)
+
+
+def _note(topic: str, text: str, remedy: str) -> Finding:
+    return Finding(Severity.NOTE, topic, text, remedy)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cudnn_needed() -> str:
+    for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        try:
+            needed = importlib.metadata.requires(plugin) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for requirement in needed:
+            if requirement.startswith("nvidia-cudnn") and (found := re.search(r">=([\d.]+)", requirement)):
+                return found[1]
+    return "9.8"
+
+
+def _has_infiniband() -> bool:
+    return any(Path("/sys/class/infiniband").glob("*"))
+
+
+def _locked_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,218 @@
+"""Clusters, and how fast their GPUs multiply and send. Pure arithmetic on the table in gpus.py.
+
+Every number has a source, here as there: *measured*, *datasheet*, or *assumed*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+
+from jfsdp.plan.gpus import GPUS, Gpu, dtype_name, find_gpu
+
+__all__ = ["GPUS", "Cluster", "Gpu", "find_gpu", "host_bandwidth", "link_bandwidth", "matmul_rate"]
+
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
+
+# Assumed: the part of the adapters' datasheet bandwidth that a large collective gets, and how long a collective takes
+# before its first byte (8 H100 take 44 us, from the two smallest measured points).
+NETWORK_EFFICIENCY = 0.85
+INSIDE_LATENCY_S = 40e-6
+NETWORK_LATENCY_S = 60e-6
+# Of PCIe's bandwidth a copy to or from pinned host memory gets this part: 55 of 64 GB/s on PCIe 5, measured.
+HOST_EFFICIENCY = 0.86
+# How much longer a matmul takes while NCCL runs beside it: 30 to 40 % where it was measured; for every GPU assumed.
+OVERLAP_SLOWDOWN = 1.35
+# Of its calibrated rate, a matmul reaches k / (k + 256): the start and the end of each tile's loop. Assumed.
+_RAMP_K = 256
+# Tiles of an output that one core computes at a time, and their rate relative to the best. Assumed.
+_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75))
+
+
+def link_bandwidth(
+    gpu: Gpu, message_bytes: float, is_inside_node: bool, *, members_per_node: int | None = None
+) -> float:
+    """Return the bus bandwidth of a collective in bytes/s: what a device sends, (N-1)/N of the message, by its time.
+
+    Inside a node: where all-gathers were measured, between those points linear in log(size), beyond the largest
+    constant, and below the smallest along the straight line of time through the two smallest. Elsewhere: an assumed
+    part of the datasheet's bandwidth after an assumed latency. Across nodes the adapters of a node work together: a
+    group with 8 of a node's GPUs sends through 8 adapters, a group with one GPU per node through one.
+
+    Args:
+      message_bytes: the whole value, as it stands after the gather or before the reduce-scatter.
+      is_inside_node: whether the group stays in one domain (for an NVL72, the rack).
+      members_per_node: how many GPUs of a node (for an NVL72, of the rack) belong to the group; by default all. Only
+        matters across nodes.
+
+    Raises:
+      ValueError: for a message without bytes, or more members than a domain has GPUs.
+    """
+    if message_bytes <= 0:
+        raise ValueError(f"{gpu.name}: a message of {message_bytes} bytes has no bandwidth; give at least 1")
+    usual = gpu.domain_size if gpu.is_domain_of_nodes else gpu.gpus_per_node
+    members = usual if members_per_node is None else members_per_node
+    if not 1 <= members <= gpu.domain_size:
+        raise ValueError(f"{gpu.name}: members_per_node={members} must lie between 1 and {gpu.domain_size}")
+    inside = _inside_bandwidth(gpu, message_bytes)
+    if is_inside_node:
+        return inside
+    wire = min(members * gpu.network_bandwidth * NETWORK_EFFICIENCY, gpu.link_bandwidth * gpu.link_efficiency)
+    return min(inside, _after_latency(message_bytes, NETWORK_LATENCY_S, wire))
+
+
+def _after_latency(message_bytes: float, latency_s: float, bandwidth: float) -> float:
+    return message_bytes / (latency_s + message_bytes / bandwidth)
+
+
+def _inside_bandwidth(gpu: Gpu, message_bytes: float) -> float:
+    points = gpu.measured_links
+    if not points:
+        return _after_latency(message_bytes, INSIDE_LATENCY_S, gpu.link_bandwidth * gpu.link_efficiency)
+    (small, small_rate), (next_size, next_rate) = points[:2]
+    if message_bytes <= small:
+        slope = (next_size / next_rate - small / small_rate) / (next_size - small)
+        return _after_latency(message_bytes, small / small_rate - slope * small, 1 / slope)
+    for (low, low_rate), (high, high_rate) in itertools.pairwise(points):
+        if message_bytes <= high:
+            part = math.log(message_bytes / low) / math.log(high / low)
+            return low_rate + part * (high_rate - low_rate)
+    return points[-1][1]
+
+
+def host_bandwidth(gpu: Gpu) -> float:
+    """Return bytes/s between a GPU and pinned host memory, one way: 0.86 of the datasheet (measured on PCIe 5)."""
+    return gpu.host_bandwidth * HOST_EFFICIENCY
+
+
+def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int) -> float:
+    """Return the FLOP/s of an [m k] x [k n] matmul. Moves no data.
+
+    A part of the datasheet's peak, less whatever the shape wastes: outputs are computed in tiles, the tiles in waves of
+    one per core, and a wave that is not full takes as long as a full one; short k does not fill the pipeline; and no
+    matmul is faster than its operands and result pass through memory. The part is calibrated so that a bfloat16 matmul
+    of 4096^3 on an H100 runs at the 780 TFLOP/s that were measured there. *Assumed*: the same part for other GPUs
+    and dtypes, the sizes of the tiles and the ramp over k. Split-k, which helps small outputs with a long k, is left
+    out.
+
+    Raises:
+      ValueError: for a dtype without a known peak, or a dim below 1.
+    """
+    if min(m, n, k) < 1:
+        raise ValueError(f"{gpu.name}: a matmul of {m} x {k} and {k} x {n} has an empty dim; give at least 1")
+    peak = gpu.peak_flops(dtype)
+    itemsize = _ITEMSIZE[dtype_name(dtype)]
+    seconds = 2 * m * n * k / (peak * _calibration() * _used(gpu, m, n, k))
+    memory_s = itemsize * (m * k + k * n + m * n) / gpu.memory_bandwidth
+    return 2 * m * n * k / max(seconds, memory_s)
+
+
+def _calibration() -> float:
+    h100 = find_gpu("h100")
+    assert h100.measured_matmul is not None
+    dtype, size, rate = h100.measured_matmul
+    return rate / (h100.peak_flops(dtype) * _used(h100, size, size, size))
+
+
+def _used(gpu: Gpu, m: int, n: int, k: int) -> float:
+    """The part of the cores' work that ends up in the output."""
+
+    def full(rows: int, columns: int) -> float:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(tiles / gpu.num_cores)
+        return m * n / (waves * gpu.num_cores * rows * columns)
+
+    return max(full(rows, columns) * rate for rows, columns, rate in _TILES) * k / (k + _RAMP_K)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`nodes` machines of `gpus_per_node` GPUs each; device ids count the GPUs of a node, then the nodes.
+
+    A *domain* is what one NVLink (or PCIe) network joins: a node, except on an NVL72, where `nodes_per_domain` nodes of
+    four GPUs form one; by default as many as fit into its 72 GPUs.
+
+    Raises:
+      ValueError: for counts below 1, more GPUs than a domain joins, or nodes that do not fill whole domains.
+    """
+
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 0
+    """0: what is usual for this GPU."""
+    nodes_per_domain: int = 0
+    """0: as many as fit."""
+
+    def __post_init__(self) -> None:
+        if not self.gpus_per_node:
+            object.__setattr__(self, "gpus_per_node", self.gpu.gpus_per_node)
+        name, most = self.gpu.name, self.gpu.domain_size
+        if self.nodes < 1 or self.gpus_per_node < 1 or self.nodes_per_domain < 0:
+            counts = f"nodes={self.nodes}, gpus_per_node={self.gpus_per_node}, nodes_per_domain={self.nodes_per_domain}"
+            raise ValueError(f"{name}: {counts} must be at least 1")
+        if self.gpus_per_node > most:
+            raise ValueError(
+                f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} joins; "
+                f"give nodes={math.ceil(self.num_devices / most)}, gpus_per_node={most}"
+            )
+        fitting = most // self.gpus_per_node if self.gpu.is_domain_of_nodes else 1
+        if not self.nodes_per_domain:
+            object.__setattr__(self, "nodes_per_domain", min(self.nodes, fitting))
+        if self.nodes_per_domain > fitting:
+            raise ValueError(
+                f"{name}: nodes_per_domain={self.nodes_per_domain} nodes of {self.gpus_per_node} GPUs exceed what "
+                f"{self.gpu.link} joins; give at most {fitting}"
+            )
+        if self.nodes % self.nodes_per_domain:
+            divisors = [size for size in range(1, fitting + 1) if self.nodes % size == 0]
+            raise ValueError(
+                f"{name}: nodes={self.nodes} do not fill domains of {self.nodes_per_domain} nodes; give "
+                f"nodes_per_domain={divisors[-1]} (or {', '.join(map(str, divisors[:-1])) or 'other nodes'})"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs in all."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def num_domains(self) -> int:
+        """NVLink (or PCIe) networks that only the network adapters join."""
+        return self.nodes // self.nodes_per_domain
+
+    @property
+    def devices_per_domain(self) -> int:
+        """GPUs that reach each other without a network adapter."""
+        return self.nodes_per_domain * self.gpus_per_node
+
+    def spans_nodes(self, group: Iterable[int]) -> bool:
+        """Return whether a group of device ids leaves its domain; the rack of an NVL72 counts as one. Moves no data.
+
+        Raises:
+          ValueError: for an id that the cluster does not have.
+        """
+        return len(self._members_by_domain(group)) > 1
+
+    def group_bandwidth(self, group: Iterable[int], message_bytes: float) -> float:
+        """Return `link_bandwidth` for a collective among these device ids, all such groups at once. Moves no data.
+
+        Raises:
+          ValueError: for an id that the cluster does not have, or a message without bytes.
+        """
+        members = self._members_by_domain(group)
+        fewest = min(members.values(), default=1)
+        return link_bandwidth(self.gpu, message_bytes, len(members) <= 1, members_per_node=fewest)
+
+    def _members_by_domain(self, group: Iterable[int]) -> dict[int, int]:
+        members: dict[int, int] = {}
+        for device in group:
+            if not 0 <= device < self.num_devices:
+                raise ValueError(
+                    f"{self.gpu.name}: device {device} is not in a cluster of {self.num_devices} GPUs "
+                    f"({self.nodes} x {self.gpus_per_node}); ids start at 0"
+                )
+            domain = device // self.devices_per_domain
+            members[domain] = members.get(domain, 0) + 1
+        return members

@@ -1,0 +1,234 @@
+"""Devices of a cluster that is not there, to compile for: `jax.jit(...).lower(...).compile()` on them needs no GPU.
+
+[Note: the plugin without a driver] JAX's CUDA plugin looks for a driver when it is loaded, and refuses to load without
+one unless JAX_PLATFORMS leaves CUDA out or JAX_SKIP_CUDA_CONSTRAINTS_CHECK is set. Loading happens once in a process,
+at JAX's first use of a device. So a process that will only compile should start with JAX_PLATFORMS=cpu. In one that did
+not, and has used no device yet, the check is skipped here for a moment; in one that has, only a new process helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jfsdp.plan.hardware import Cluster, Gpu
+
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+
+# The CUDA that a target config names; the features that XLA turns on go by it.
+_RUNTIME_VERSION = (12, 9)
+_CUDNN_VERSION = (9, 10)
+
+# Fields of the target config that older XLAs do not know, with the first jaxlib that does. Seen: 0.10.2 refuses them
+# and 0.12.0 takes them; of 0.11, which lies between, nothing was tried, so there it is the parser that decides.
+_FIELDS_SINCE = {"collective_memory_granularity: 2097152": (0, 11)}
+
+
+class PlanUnavailable(ValueError):
+    """What compiling for absent devices needs is missing, or of another version; the message says what to install."""
+
+
+def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
+    """Return the devices of a cluster nobody has rented, to make a mesh of. Moves no data.
+
+    Args:
+      target_config: text of XLA's GpuTargetConfigProto in place of ours, for a GPU that the table lacks.
+
+    Raises:
+      PlanUnavailable: if JAX's CUDA plugin is missing, of another version than JAX, or could not be loaded.
+      ValueError: if `target_config` is not one; XLA prints the line and the field to standard error.
+    """
+    require_gpu_compiler()
+    topology = f"{cluster.num_domains}x{cluster.nodes_per_domain}x{cluster.gpus_per_node}"
+    if target_config is not None:
+        with _parse_error_as(_bad_target_config):
+            return _describe("cuda", "", topology=topology, target_config=target_config).devices
+    newest_first = dict.fromkeys([render_target_config(cluster.gpu), render_target_config(cluster.gpu, (0,))])
+    for text in newest_first:
+        with contextlib.suppress(_Unparsed), _parse_error_as(_Unparsed):
+            return _describe("cuda", "", topology=topology, target_config=text).devices
+    raise PlanUnavailable(
+        f"{cluster.gpu.name}: jaxlib {_version('jaxlib')} does not take our description of this GPU; give one "
+        "of your own with --target-config FILE, or use a jaxlib that was tried (0.10.2, 0.12.0)"
+    )
+
+
+def read_target_config(path: str | Path) -> str:
+    """Read a GpuTargetConfigProto in text form. Where a GPU is attached, XLA's own tools print one.
+
+    Raises:
+      ValueError: if it is not such a text.
+      OSError: if it cannot be read.
+    """
+    text = Path(path).read_text()
+    if "gpu_device_info" not in text:
+        raise ValueError(f"{path}: no target config, since it has no gpu_device_info {{...}}; XLA's are *.txtpb files")
+    return text
+
+
+def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
+    """Return XLA's description of a GPU, as text, for the installed jaxlib or for another version of it."""
+    version = parse_version(_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
+    major, minor = gpu.capability
+    # From Hopper on, XLA compiles for the architecture's own variant (sm_90a), which alone has the newer matmuls.
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    links = [f"device_interconnect_info {{ active_links: {gpu.num_links} }}"] if gpu.num_links else []
+    device = [
+        "threads_per_block_limit: 1024",
+        "threads_per_warp: 32",
+        "shared_memory_per_block: 49152",
+        f"shared_memory_per_core: {gpu.shared_memory_per_core}",
+        f"threads_per_core_limit: {gpu.threads_per_core}",
+        f"core_count: {gpu.num_cores}",
+        f"fpus_per_core: {gpu.fpus_per_core}",
+        "block_dim_limit_x: 2147483647",
+        "block_dim_limit_y: 65535",
+        "block_dim_limit_z: 65535",
+        f"memory_bandwidth: {gpu.memory_bandwidth:.0f}",
+        f"l2_cache_size: {gpu.l2_bytes}",
+        f"clock_rate_ghz: {gpu.clock_ghz}",
+        f"device_memory_size: {gpu.memory_bytes}",
+        f"shared_memory_per_block_optin: {gpu.shared_memory_per_block}",
+        f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}",
+        "registers_per_core_limit: 65536",
+        "registers_per_block_limit: 65536",
+        *links,
+        *(field for field, since in _FIELDS_SINCE.items() if version >= since),
+    ]
+    body = "\n".join(f"  {line}" for line in device)
+    (cuda, cuda_minor), (dnn, dnn_minor) = _RUNTIME_VERSION, _CUDNN_VERSION
+    return (
+        f"gpu_device_info {{\n{body}\n}}\n"
+        'platform_name: "CUDA"\n'
+        f"runtime_version {{ major: {cuda} minor: {cuda_minor} }}\n"
+        f"dnn_version_info {{ major: {dnn} minor: {dnn_minor} }}\n"
+        f'device_description_str: "{gpu.full_name}"\n'
+    )
+
+
+def tpu_devices(topology: str) -> Sequence[Any]:
+    """Return the devices of a TPU slice nobody has rented, such as "v5e:4x4". Moves no data.
+
+    Raises:
+      PlanUnavailable: if the libtpu wheel is missing.
+      ValueError: if there is no such slice.
+    """
+    import jax
+
+    if _version("libtpu") is None:
+        raise PlanUnavailable(
+            f"{topology}: compiling for TPUs needs the libtpu wheel that belongs to JAX {_version('jax')}; found none; "
+            "pip install 'jfsdp[tpu]'"
+        )
+    if not re.fullmatch(r"\w+:\d+(x\d+)+", topology):
+        raise ValueError(f"{topology}: a TPU slice is written as KIND:AxB or KIND:AxBxC; give for example v5e:4x4")
+    # Without a name libtpu looks for the hosts of a slice, and complains that there are none.
+    with _environment(_TPU_HOSTS, "localhost"):
+        try:
+            return _describe("tpu", topology).devices
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"{topology}: libtpu {_version('libtpu')} refuses this slice: {error}") from error
+
+
+def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> None:
+    """Check that JAX's CUDA plugin is there and of the version of jaxlib; starts nothing.
+
+    Args:
+      version: finds an installed distribution's version; by default the running Python's.
+
+    Raises:
+      PlanUnavailable: if it is not; names the versions found, those needed, and what to install.
+    """
+    version = version or _version
+    jaxlib = version("jaxlib")
+    found = {name: version(name) for cuda in (12, 13) for name in _plugin(cuda)}
+    for cuda in (12, 13):
+        if all(found[name] and parse_version(found[name]) == parse_version(jaxlib or "") for name in _plugin(cuda)):
+            return
+    # Which CUDA somebody meant shows in what they have.
+    needed = _plugin(13 if found["jax-cuda13-plugin"] and not found["jax-cuda12-plugin"] else 12)
+    has = ", ".join(f"{name} {found[name] or 'missing'}" for name in needed)
+    exact = " ".join(f"'{name}=={jaxlib}'" for name in needed)
+    raise PlanUnavailable(
+        f"compiling for GPUs that are not there needs JAX's CUDA plugin in the version of jaxlib, {jaxlib}; "
+        f"found {has}; pip install 'jfsdp[plan]' {exact}"
+    )
+
+
+def _plugin(cuda: int) -> tuple[str, str]:
+    return f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"
+
+
+def _describe(platform: str, name: str, **options: str) -> Any:
+    from jax.experimental import topologies
+
+    # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
+    skips = not has_nvidia_driver()
+    with _environment(_SKIP_CHECK, "1") if skips else contextlib.nullcontext():
+        try:
+            return topologies.get_topology_desc(platform=platform, topology_name=name, **options)
+        except NotImplementedError as error:
+            raise PlanUnavailable(
+                f"JAX's plugin for {platform} did not load in this process ({error}): JAX was used here before, "
+                "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
+            ) from error
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether this machine has an NVIDIA driver with a device; looks at files only."""
+    return Path("/dev/nvidiactl").exists()
+
+
+class _Unparsed(ValueError):
+    """XLA could not parse a target config."""
+
+
+def _bad_target_config(error: Exception) -> ValueError:
+    return ValueError(
+        f"the target config is not one of jaxlib {_version('jaxlib')}: {error}; XLA names line and field above. "
+        "Fields differ between versions; take away the one named"
+    )
+
+
+@contextlib.contextmanager
+def _parse_error_as(make: Callable[[Exception], Exception]) -> Iterator[None]:
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "GpuTargetConfigProto" not in str(error):
+            raise
+        raise make(error) from error
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for a moment, unless somebody set it already."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def parse_version(version: str | None) -> tuple[int, ...]:
+    """Return the dotted numbers at a version's start, as JAX compares them: 0.12.0.1 is not 0.12.0."""
+    match = re.match(r"\d+(?:\.\d+)*", version or "")
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

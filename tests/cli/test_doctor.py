@@ -1,0 +1,38 @@
+"""`jfsdp doctor`: what is printed, and the exit status."""
+
+import json
+
+import pytest
+
+from jfsdp.cli import main
+
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch):
+    """A machine that nobody would object to, wherever the tests run; the tests' own XLA flags are notes."""
+    monkeypatch.setattr("jfsdp.plan.doctor.has_nvidia_driver", lambda: False)
+    monkeypatch.setattr("jfsdp.plan.doctor._has_infiniband", lambda: False)
+    for name in ("NCCL_P2P_DISABLE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_notes_alone_leave_the_status_at_zero(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "NCCL_DEBUG=INFO" in out and "set it to WARN" in out and "jaxlib" in out and "cpu: 8 x cpu" in out
+
+
+def test_a_problem_is_status_one_with_its_remedy(monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert main(["doctor"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert "GPUs of a node talk through host memory" in line and "unset it" in line
+
+
+def test_flags_that_end_jax_do_not_end_the_doctor(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["findings"][0]["text"] == "JAX ends at its start: Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
+    assert report["backend"] == "cpu"

@@ -1,0 +1,286 @@
+"""Collectives of small hand-written schedules in every printed form, and of Llama-3-8B compiled for 64 H100s."""
+
+import collections
+import dataclasses
+import functools
+
+import pytest
+
+import jfsdp
+from jfsdp.plan import hlo as plan_hlo
+from jfsdp.plan.collectives import find_collectives, wire_bytes
+from jfsdp.plan.groups import read_groups
+from jfsdp.train.job import find_job
+from tests import hlo
+
+EIGHT = "replica_groups=mesh['fsdp'=8] {'fsdp'}"
+
+
+def module(*lines, before="", parameters="%x = bf16[8,4]{1,0} parameter(0)"):
+    """A scheduled module of 8 partitions whose entry holds these lines."""
+    body = "\n".join(f"  {line}" for line in (parameters, *lines, "ROOT %end = () tuple()"))
+    return plan_hlo.parse_module(
+        f"HloModule jit_step, is_scheduled=true, num_partitions=8\n\n{before}\n"
+        f"ENTRY %main (x: bf16[8,4]) -> () {{\n{body}\n}}\n"
+    )
+
+
+def only(*lines, **text):
+    (found,) = find_collectives(module(*lines, **text), 8)
+    return found
+
+
+WRAPPED = """\
+%wrapped (p: bf16[8,4]) -> bf16[64,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %all-gather.9 = bf16[64,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+"""
+
+# Name: the lines, and lines before the entry. All gather bf16[8,4] into bf16[64,4] over 8 devices.
+GATHERS = {
+    "plain (0.12)": ([f"%ag = bf16[64,4]{{1,0}} all-gather(%x), channel_id=1, {EIGHT}, dimensions={{0}}"], ""),
+    "start with one operand (0.10)": (
+        [
+            f"%s = (bf16[8,4]{{1,0}}, bf16[64,4]{{1,0}}) all-gather-start(%x), {EIGHT}, dimensions={{0}}",
+            "%d = bf16[64,4]{1,0} all-gather-done(%s)",
+        ],
+        "",
+    ),
+    "start with nested operands (0.12)": (
+        [
+            f"%s = ((bf16[8,4]{{1,0}}), bf16[64,4]{{1,0}}) all-gather-start(%x), {EIGHT}, dimensions={{0}}",
+            "%d = bf16[64,4]{1,0} all-gather-done(%s)",
+        ],
+        "",
+    ),
+    "async wrapper": (
+        [
+            "%s = ((bf16[8,4]{1,0}), bf16[64,4]{1,0}, s32[]) async-start(%x), calls=%wrapped",
+            "%u = ((bf16[8,4]{1,0}), bf16[64,4]{1,0}, s32[]) async-update(%s)",
+            "%d = bf16[64,4]{1,0} async-done(%u)",
+        ],
+        WRAPPED,
+    ),
+    "part of a fusion": (["%f = bf16[64,4]{1,0} fusion(%x), kind=kCustom, calls=%wrapped"], WRAPPED),
+}
+
+
+@pytest.mark.parametrize("form", GATHERS)
+def test_every_form_of_one_gather_moves_the_same_bytes(form):
+    lines, before = GATHERS[form]
+    found = only(*lines, before=before)
+    assert (found.kind, found.dtype, found.group_size, found.num_groups) == ("all-gather", "bf16", 8, 1)
+    assert [part.dims for part in found.parts] == [(64, 4)]
+    assert found.wire_bytes == found.total_bytes == 64 * 4 * 2 * 7 / 8
+    assert (found.start, found.done) == (1, len(lines)), "from its first to its last line"
+    assert found.is_async == (len(lines) > 1)
+
+
+def test_a_combined_gather_counts_each_part_by_its_type():
+    found = only(
+        "%y = f32[2]{0} parameter(1)",
+        f"%s = ((bf16[8,4]{{1,0}}, f32[2]{{0}}), (bf16[64,4]{{1,0}}, f32[16]{{0}})) all-gather-start(%x, %y), {EIGHT}",
+        "%d = (bf16[64,4]{1,0}, f32[16]{0}) all-gather-done(%s)",
+    )
+    assert found.wire_by_dtype == {"bf16": 512 * 7 / 8, "f32": 64 * 7 / 8}
+    assert (found.dtype, found.num_bytes, found.wire_bytes) == ("bf16", 576, 576 * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "full", "sent"),
+    [
+        ("((bf16[8,4]{1,0}), bf16[1,4]{1,0}) reduce-scatter-start(%x)", (8, 4), 64 * 7 / 8),
+        ("bf16[1,4]{1,0} reduce-scatter(%x)", (8, 4), 64 * 7 / 8),
+        ("bf16[8,4]{1,0} all-reduce-start(%x)", (8, 4), 2 * 64 * 7 / 8),  # 0.10: the result alone
+        ("((bf16[8,4]{1,0}), bf16[8,4]{1,0}) all-reduce-start(%x)", (8, 4), 2 * 64 * 7 / 8),  # 0.12
+        ("bf16[8,4]{1,0} all-reduce(%x)", (8, 4), 2 * 64 * 7 / 8),
+        ("bf16[8,4]{1,0} all-to-all(%x)", (8, 4), 64 * 7 / 8),
+    ],
+)
+def test_bytes_follow_the_kind(line, full, sent):
+    found = only(f"%c = {line}, {EIGHT}, dimensions={{0}}, to_apply=%end")
+    assert [part.dims for part in found.parts] == [full]
+    assert found.wire_bytes == sent
+
+
+def test_a_permute_sends_all_of_it_among_those_its_pairs_join():
+    found = only(
+        "%p = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[], u32[]) collective-permute-start(%x), "
+        "source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,1}}"
+    )
+    assert (found.kind, found.group, found.num_groups, found.wire_bytes) == ("collective-permute", (0, 2, 4), 2, 64)
+
+
+def test_a_start_marked_synchronous_is_synchronous():
+    found = only(
+        f"%s = (bf16[8,4]{{1,0}}, bf16[64,4]{{1,0}}) all-gather-start(%x), {EIGHT}, "
+        'backend_config={"collective_backend_config":{"is_sync":true}}',
+        "%d = bf16[64,4]{1,0} all-gather-done(%s)",
+    )
+    assert not found.is_async
+
+
+def test_collectives_grouped_in_one_wrapper_are_each_listed():
+    found = find_collectives(
+        module("%s = ((bf16[8,4]{1,0}), bf16[64,4]{1,0}) async-start(%x), calls=%wrapped", before=GROUPED), 8
+    )
+    assert [one.name for one in found] == ["s/all-gather.9", "s/all-reduce.3"]
+
+
+GROUPED = """\
+%wrapped (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %all-gather.9 = bf16[64,4]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %all-reduce.3 = bf16[8,4]{1,0} all-reduce(%p), replica_groups={}
+}
+"""
+
+
+def test_loops_multiply_and_are_marked():
+    loop = f"""\
+%body (p: bf16[8,4]) -> bf16[8,4] {{
+  %p = bf16[8,4]{{1,0}} parameter(0)
+  %ag = bf16[64,4]{{1,0}} all-gather(%p), {EIGHT}, dimensions={{0}}, metadata={{op_name="jit(step)/while/body/gather"}}
+  ROOT %c = bf16[8,4]{{1,0}} copy(%p)
+}}
+
+%cond (q: bf16[8,4]) -> pred[] {{
+  %q = bf16[8,4]{{1,0}} parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+"""
+    found = only(
+        '%w = bf16[8,4]{1,0} while(%x), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"32"}}',
+        before=loop,
+    )
+    assert (found.count, found.in_loop, found.computation) == (32, True, "body")
+    assert found.total_bytes == 32 * found.wire_bytes
+    assert found.op_name == "jit(step)/while/body/gather"
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "num_groups"),
+    [
+        ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7), 1),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (0, 4), 4),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3), 2),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4), 4),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5), 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3), 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", (0, 4), 4),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (0, 1, 2, 3, 4, 5, 6, 7), 1),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5), 2),
+        ("replica_groups=mesh['a.b'=8] {'a.b':(2)4}", (0, 1, 2, 3), 2),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", (0, 4), 4),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", (0, 2), 4),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", (0, 2, 4, 6), 2),
+        ("replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}", (0, 1), 4),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", (0, 2), 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {}", (0,), 8),
+    ],
+)
+def test_groups_are_read_in_every_printed_form(text, first, num_groups):
+    groups = read_groups(f"channel_id=1, {text}, dimensions={{0}}", 8)
+    assert (groups.first, groups.num_groups) == (first, num_groups)
+    assert groups.size == len(first)
+
+
+def test_groups_in_an_unknown_form_are_an_error():
+    with pytest.raises(ValueError, match="unknown form"):
+        read_groups("replica_groups=<8 of them>", 8)
+
+
+@pytest.mark.parametrize("size", [2, 8, 24, 1024])
+def test_scattering_and_gathering_a_value_sends_what_reducing_it_sends(size):
+    """The identity behind ZeRO: reduce-scatter plus all-gather is all-reduce, at every size of group."""
+    full = 3 * 2**20
+    both = wire_bytes("reduce-scatter", full, size) + wire_bytes("all-gather", full, size)
+    assert both == pytest.approx(wire_bytes("all-reduce", full, size))
+
+
+def test_a_group_of_one_sends_nothing():
+    for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"):
+        assert wire_bytes(kind, 100, 1) == 0
+
+
+# Llama-3-8B's dims with two layers, compiled for 64 H100s.
+
+NUM_DEVICES, SHARE = 64, 63 / 64
+ROOT_PARAMETERS, LAYER_PARAMETERS = 1_050_677_248, 218_112_000
+NORM_PARAMETERS = 5 * 4096
+
+
+@functools.cache
+def two_layers(strategy, **mesh):
+    job = find_job("llama-8b").with_config(num_layers=2)
+    model = jfsdp.fully_shard(
+        job.model,
+        mesh=jfsdp.make_mesh(devices=hlo.h100s(8), **(mesh or {"fsdp": -1})),
+        strategy=strategy,
+        units=job.units,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
+    )
+    tx = job.optimizer(3e-4)
+    step = model.train_step(job.loss, tx, max_grad_norm=1.0)
+    compiled = step.lower(model.abstract_state(tx), job.batch(NUM_DEVICES, 1024)).compile()
+    return plan_hlo.parse_module(compiled.as_text())
+
+
+def total(found):
+    """Bytes by (kind, element type, size of group)."""
+    sums = collections.Counter()
+    for one in found:
+        for dtype, sent in one.wire_by_dtype.items():
+            sums[one.kind, dtype, one.group_size] += one.count * sent
+    return dict(sums)
+
+
+def test_two_llama_layers_on_64_gather_twice_the_root_once_and_scatter_once():
+    sums = total(find_collectives(two_layers("full_shard"), NUM_DEVICES))
+    parameters = ROOT_PARAMETERS + 2 * LAYER_PARAMETERS
+    assert sums["all-gather", "bf16", 64] == 2 * (2 * parameters - ROOT_PARAMETERS) * SHARE
+    assert sums["reduce-scatter", "bf16", 64] == 2 * (parameters - NORM_PARAMETERS) * SHARE
+    assert sums["reduce-scatter", "f32", 64] == 4 * NORM_PARAMETERS * SHARE
+    assert sums.pop(("all-reduce", "f32", 64)) < 100
+    assert len(sums) == 3
+
+
+def test_hybrid_sharding_reduces_over_nodes_what_it_scatters_inside_them():
+    found = find_collectives(two_layers("hybrid_shard", replica=8, fsdp=8), NUM_DEVICES)
+    parameters = ROOT_PARAMETERS + 2 * LAYER_PARAMETERS
+    sums = total(found)
+    assert sums["all-gather", "bf16", 8] == pytest.approx(2 * (2 * parameters - ROOT_PARAMETERS) * 7 / 8, rel=1e-9)
+    assert sums["reduce-scatter", "bf16", 8] == pytest.approx(2 * parameters * 7 / 8, rel=1e-4)
+    assert sums["all-reduce", "bf16", 8] == pytest.approx(2 * 2 * parameters / 8 * 7 / 8, rel=1e-4)
+    groups = {one.kind: one.group for one in found if one.num_bytes > 1e6}
+    assert groups["all-gather"] == tuple(range(8))
+    assert groups["all-reduce"] == tuple(range(0, 64, 8))
+
+
+def test_every_collective_of_a_compiled_step_names_its_operation_or_its_type():
+    for one in find_collectives(two_layers("full_shard"), NUM_DEVICES):
+        assert one.start <= one.done
+        assert one.count == (2 if one.in_loop else 1)
+        assert one.parts and one.wire_bytes > 0
+
+
+def test_the_same_bytes_are_found_whatever_names_and_numbers_a_text_has():
+    """Invariance: bytes depend on shapes, groups and loops alone, not on the order or the names of lines."""
+    found = find_collectives(two_layers("full_shard"), NUM_DEVICES)
+    renamed = find_collectives(_renamed(two_layers("full_shard")), NUM_DEVICES)
+    assert total(found) == total(renamed)
+
+
+def _renamed(module):
+    def rename(computation):
+        lines = tuple(
+            dataclasses.replace(
+                line, name=f"n.{line.name}", operands=tuple(f"n.{name}" for name in line.operands), op_name="", stack=()
+            )
+            for line in computation.instructions
+        )
+        return plan_hlo.Computation(computation.name, lines)
+
+    computations = {name: rename(computation) for name, computation in module.computations.items()}
+    return dataclasses.replace(module, computations=computations, entry=computations[module.entry.name])

@@ -1,0 +1,235 @@
+"""What the doctor finds, one fault at a time, on a machine that is otherwise in order."""
+
+import dataclasses
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jfsdp
+from jfsdp.plan.doctor import MINIMUM, SHOWN, Machine, Probe, diagnose, inspect_machine, probe_jax, report_to_dict
+from jfsdp.plan.settings import Severity, check_memory_settings, check_nccl_settings, check_xla_flags, parse_flags
+
+VERSIONS = dict.fromkeys(SHOWN) | {
+    "jfsdp": "0.1.0",
+    "jax": "0.10.2",
+    "jaxlib": "0.10.2",
+    "flax": "0.12.8",
+    "optax": "0.2.8",
+    "orbax-checkpoint": "0.12.8",
+    "jax-cuda12-plugin": "0.10.2",
+    "jax-cuda12-pjrt": "0.10.2",
+    "nvidia-cudnn-cu12": "9.28.0.42",
+}
+GPUS = Machine(
+    python="3.11.2",
+    versions=VERSIONS,
+    env={},
+    has_gpu=True,
+    has_infiniband=True,
+    locked_bytes=None,
+    shm_bytes=2**34,
+    probe=Probe("gpu", ("NVIDIA H100 80GB HBM3",) * 8, 60 * 2**30),
+)
+LAPTOP = dataclasses.replace(
+    GPUS,
+    has_gpu=False,
+    has_infiniband=False,
+    env={"JAX_PLATFORMS": "cpu"},
+    probe=Probe("cpu", ("cpu",)),
+)
+
+
+def found(machine=GPUS, **changes):
+    return diagnose(dataclasses.replace(machine, **changes))
+
+
+def only(machine=GPUS, **changes):
+    (finding,) = found(machine, **changes)
+    return finding
+
+
+@pytest.mark.parametrize("machine", [GPUS, LAPTOP], ids=["gpus", "laptop"])
+def test_a_machine_in_order_has_no_findings(machine):
+    assert diagnose(machine) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text", "remedy"),
+    [
+        ("jaxlib", "0.11.0", "does not belong to jax 0.10.2", "pip install 'jaxlib==0.10.2'"),
+        ("flax", "0.12.7", "is older than 0.12.8, which jfsdp needs", "pip install 'flax>=0.12.8'"),
+        ("optax", None, "is not installed", "pip install 'optax>=0.2.8'"),
+        (
+            "jax-cuda12-plugin",
+            "0.10.1",
+            "is not of jaxlib's version, 0.10.2",
+            "pip install 'jax-cuda12-plugin==0.10.2'",
+        ),
+        ("jax-cuda12-pjrt", "0.10.1", "is not of jaxlib's version, 0.10.2", "pip install 'jax-cuda12-pjrt==0.10.2'"),
+        ("jax-cuda13-plugin", "0.10.2", "are both installed", "uninstall one, with its pjrt wheel"),
+        ("nvidia-cudnn-cu12", "9.1.0.70", "is older than 9.8, which JAX's plugin needs", "'nvidia-cudnn-cu12>=9.8'"),
+    ],
+)
+def test_versions_that_do_not_fit_are_problems_with_a_remedy(name, version, text, remedy):
+    first = found(versions=VERSIONS | {name: version})[0]
+    assert first.severity is Severity.PROBLEM
+    assert name in first.topic and text in first.text and remedy in first.remedy
+
+
+def test_the_versions_asked_for_are_those_of_the_package():
+    project = tomllib.loads((Path(jfsdp.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert {f"{name}>={version}" for name, version in MINIMUM.items()} <= set(project["dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "effect"),
+    [
+        ("--xla_gpu_enable_latency_hiding_scheduler=false", "no collective overlaps"),
+        ("--xla_gpu_disable_async_collectives=ALLREDUCE,ALLGATHER", "collectives wait"),
+        ("--xla_disable_hlo_passes=rematerialization,latency-hiding-scheduler", "no collective overlaps"),
+        ("--xla_gpu_all_gather_combine_threshold_bytes=0", "for nearly every tensor"),
+        ("--xla_gpu_autotune_level=0", "first kernel"),
+    ],
+)
+def test_flags_that_hurt_are_problems(flags, effect):
+    finding = only(env={"XLA_FLAGS": f"--xla_gpu_enable_triton_gemm=false {flags}"})
+    assert finding.severity is Severity.PROBLEM
+    assert finding.topic == f"XLA_FLAGS {flags}" and effect in finding.text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--xla_gpu_enable_latency_hiding_scheduler=true",
+        "--xla_gpu_all_gather_combine_threshold_bytes=1073741824",
+        "--xla_disable_hlo_passes=rematerialization",
+    ],
+)
+def test_flags_that_help_are_left_alone(flags):
+    assert check_xla_flags(flags) == []
+
+
+def test_a_flag_without_a_value_is_on():
+    assert parse_flags("--xla_a --xla_b=1 file") == {"xla_a": "", "xla_b": "1"}
+    (finding,) = check_xla_flags("--xla_gpu_deterministic_ops")
+    assert finding.severity is Severity.NOTE and finding.topic == "XLA_FLAGS --xla_gpu_deterministic_ops"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [
+        ("NCCL_P2P_DISABLE", "1", Severity.PROBLEM),
+        ("NCCL_IB_DISABLE", "1", Severity.PROBLEM),
+        ("NCCL_SHM_DISABLE", "1", Severity.PROBLEM),
+        ("NCCL_SOCKET_IFNAME", "lo", Severity.PROBLEM),
+        ("NCCL_MAX_NCHANNELS", "1", Severity.PROBLEM),
+        ("NCCL_DEBUG", "INFO", Severity.NOTE),
+        ("NCCL_DEBUG", "TRACE", Severity.PROBLEM),
+        ("NCCL_ALGO", "Ring", Severity.NOTE),
+        ("JAX_DISABLE_JIT", "1", Severity.PROBLEM),
+        ("CUDA_LAUNCH_BLOCKING", "1", Severity.PROBLEM),
+    ],
+)
+def test_settings_that_hurt_are_found(name, value, severity):
+    finding = only(env={name: value})
+    assert (finding.severity, finding.topic) == (severity, f"{name}={value}")
+    assert finding.remedy
+
+
+def test_settings_that_do_not_hurt_are_left_alone():
+    env = {"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN", "JAX_DISABLE_JIT": "0"}
+    assert check_nccl_settings(env) == [] and found(env=env) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("0.3", "less than its default"), ("0.99", "too little"), ("1.5", "more than the GPU has"), ("90%", "not a part")],
+)
+def test_parts_of_the_memory_that_cannot_be_meant_are_problems(value, text):
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        finding = only(env={name: value})
+        assert finding.severity is Severity.PROBLEM and text in finding.text and finding.topic == f"{name}={value}"
+
+
+def test_the_usual_parts_of_the_memory_are_left_alone_and_two_at_once_are_not():
+    assert check_memory_settings({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9"}) == []
+    both = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_CLIENT_MEM_FRACTION": "0.9"}
+    assert "JAX refuses both" in only(env=both).text
+
+
+def test_an_idle_gpu_is_a_problem_that_names_what_hides_it():
+    cpu = Probe("cpu", ("cpu",))
+    assert only(probe=cpu, env={"JAX_PLATFORMS": "cpu"}).text == "hides this machine's GPU"
+    assert only(probe=cpu, env={"CUDA_VISIBLE_DEVICES": ""}).topic == "CUDA_VISIBLE_DEVICES"
+    assert only(probe=cpu).remedy == "pip install 'jfsdp[cuda12]'"
+
+
+def test_a_library_path_that_hides_the_wheels_cuda_is_a_note():
+    finding = only(env={"LD_LIBRARY_PATH": "/usr/local/cuda-12.2/lib64"})
+    assert finding.severity is Severity.NOTE and finding.topic == "LD_LIBRARY_PATH"
+
+
+def test_a_plugin_without_a_gpu_is_a_note():
+    finding = only(LAPTOP, env={})
+    assert finding.severity is Severity.NOTE and finding.remedy == "set JAX_PLATFORMS=cpu"
+
+
+def test_little_lockable_memory_is_a_problem_only_where_infiniband_needs_it():
+    assert only(locked_bytes=65536).severity is Severity.PROBLEM
+    assert only(locked_bytes=65536, has_infiniband=False).severity is Severity.NOTE
+
+
+def test_little_shared_memory_is_a_problem_only_with_gpus():
+    finding = only(shm_bytes=64 * 2**20)
+    assert finding.severity is Severity.PROBLEM and "holds 64 MiB" in finding.text and "--shm-size" in finding.remedy
+    assert only(LAPTOP, shm_bytes=64 * 2**20).severity is Severity.NOTE
+
+
+def test_what_plan_lacks_is_a_note_with_what_to_install():
+    lacking = VERSIONS | {"jax-cuda12-plugin": None, "jax-cuda12-pjrt": None}
+    finding = only(LAPTOP, versions=lacking)
+    assert finding.severity is Severity.NOTE and finding.topic == "jfsdp plan"
+    assert finding.remedy.startswith("pip install 'jfsdp[plan]'")
+    assert "cuDNN's wheel" in only(LAPTOP, versions=VERSIONS | {"nvidia-cudnn-cu12": None}).text
+
+
+def test_problems_come_before_notes():
+    severities = [item.severity for item in found(env={"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": "1"})]
+    assert severities == [Severity.PROBLEM, Severity.NOTE]
+
+
+@pytest.mark.parametrize("platforms", ["cpu", ""])
+def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platforms):
+    """Without a platform, the CUDA plugin complains first where there is no driver; that is not what ends JAX."""
+    env = os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": platforms}
+    probe = probe_jax(env, timeout_s=120)
+    assert probe.error == "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
+    assert probe.backend, "asked again without the flag"
+    finding = only(probe=probe)
+    assert finding.severity is Severity.PROBLEM and finding.topic == "XLA_FLAGS"
+
+
+def test_a_bad_value_of_a_flag_is_named():
+    probe = probe_jax(os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=abc"}, timeout_s=120)
+    assert "interpret value abc for flag xla_gpu_autotune_level" in probe.error
+
+
+def test_a_backend_that_hangs_is_given_up_and_reported():
+    probe = probe_jax(os.environ, timeout_s=0.01)
+    assert probe.timed_out and only(probe=probe).text == "JAX did not list its devices within 0.01 s"
+
+
+def test_this_machine_is_read_and_reported_as_plain_data(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setenv("TF_CLI_CONFIG_FILE", "no business of ours")
+    machine = inspect_machine()
+    report = report_to_dict(machine, diagnose(machine))
+    assert report["backend"] == "cpu" and len(report["devices"]) == 8
+    assert (
+        report["settings"]["NCCL_DEBUG"] == "INFO"
+        and not {"MY_TOKEN", "TF_CLI_CONFIG_FILE"} & report["settings"].keys()
+    )
+    assert {"severity", "topic", "text", "remedy"} == set(report["findings"][0])
