@@ -249,9 +249,28 @@ def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _cover(live: Iterable[tuple[int, Value]]) -> Iterator[tuple[Value, int]]:
-    """Give each byte to the largest value that covers it; of equals to the first one listed."""
+def find_holes(allocations: Iterable[Allocation], ranges: LiveRanges, moment: Moment) -> tuple[tuple[Value, int], ...]:
+    """List what lies at other steps in the bytes that are free at the moment: why the allocations are that large.
+
+    Returns:
+      Values and how many free bytes each covers, each byte once, the largest first.
+    """
     taken: dict[int, list[tuple[int, int]]] = {}
+    absent = []
+    for place, value in _temporaries(allocations):
+        start, end = _lifetime(value, ranges)
+        if start <= moment.step <= end:
+            taken[place] = _merge([*taken.get(place, []), (value.offset, value.end)])
+        else:
+            absent.append((place, value))
+    return tuple(sorted(_cover(absent, taken), key=lambda item: -item[1]))
+
+
+def _cover(
+    live: Iterable[tuple[int, Value]], taken: dict[int, list[tuple[int, int]]] | None = None
+) -> Iterator[tuple[Value, int]]:
+    """Give each byte that is not taken to the largest value that covers it; of equals to the first one listed."""
+    taken = {} if taken is None else taken
     for place, value in sorted(live, key=lambda item: -item[1].num_bytes):
         spans = taken.setdefault(place, [])
         num_bytes = value.num_bytes - sum(

@@ -16,7 +16,7 @@ from jfsdp.plan.hlo import Computation, Instruction, Module
 Mask = Any  # an int, one bit per parameter of the entry; or a tuple of Masks, one per element of a tuple
 Place = tuple[Instruction, tuple[int, ...]]  # an element of what an instruction makes
 
-_COPIES = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier", "opt-barrier", "domain"})
+_COPIES = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier", "opt-barrier", "domain", "async-update"})
 
 
 def is_collective(instruction: Instruction, kind: str, flow: Flow | None = None) -> bool:
@@ -168,7 +168,7 @@ class Flow:
             return tuple(operands)
         if opcode == "get-tuple-element":
             return _element(operands[0], (tuple_index(inst),))
-        if opcode in ("bitcast", "copy", "all-reduce-done", "copy-done", "collective-permute-done"):
+        if opcode in ("bitcast", "copy", "async-update", "all-reduce-done", "copy-done", "collective-permute-done"):
             return operands[0]
         if opcode.endswith("-done"):
             return _element(operands[0], (1,))

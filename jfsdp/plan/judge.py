@@ -145,7 +145,9 @@ class Judge:
         start = self.ranges.get((value.name, value.index), (0, 0))[0]
         later = [name for step in range(start, start + 4) if (name := self.schedule.get(step)) in self.flow.by_name]
         if not later:
-            raise ValueError(f"{value.name}: is not in the module; the texts are of two modules, or of two compilations")
+            raise ValueError(
+                f"{value.name}: is not in the module; the texts are of two modules, or of two compilations"
+            )
         return later[0], (1, *value.index)
 
     def buffer(self, part: str, name: str, value: Value, num_bytes: int, instruction: Instruction) -> Buffer:

@@ -8,8 +8,8 @@ Three sums, each exact:
 
 `unattributed` and `fragmentation` are remainders. To the first belong the buffers for which no evidence speaks, tables
 of addresses, and the few bytes by which XLA counts differently. The second is the heap of temporaries less what lies in
-it at the peak: holes between buffers that were placed earlier and cannot be moved. XLA's peak does not count it, but a
-device must have it.
+it at the peak: XLA places buffers once, and at the peak some bytes are free that only others can use, before or after
+(`holes` names them). XLA's peak does not count it, but a device must have it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.table import Layout
-from jfsdp.plan.buffers import Allocation, find_peak, read_allocations, read_live_ranges, read_schedule
+from jfsdp.plan.buffers import Allocation, find_holes, find_peak, read_allocations, read_live_ranges, read_schedule
 from jfsdp.plan.flow import Flow
 from jfsdp.plan.hlo import Module
 from jfsdp.plan.judge import PARTS, Buffer, Judge, guess_vocab
@@ -29,6 +29,8 @@ from jfsdp.plan.judge import PARTS, Buffer, Judge, guess_vocab
 # kernels; 1.5 GiB for NCCL (buffers of several MiB per channel and peer, for a few communicators); 1 GiB for cuBLAS and
 # cuDNN, the allocator's rounding and holes, and arrays that the caller keeps beside state and batch.
 RESERVE_BYTES = 3 * 2**30
+
+MAX_HOLES = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Memory:
       parts: bytes by part, the keys of `PARTS`.
       moment: which operation runs at the peak, and the line of the user's program.
       buffers: everything that is live at the peak, largest first.
+      holes: what lies at other moments in the bytes that are free at the peak, largest first.
     """
 
     peak_bytes: int
@@ -51,6 +54,7 @@ class Memory:
     parts: Mapping[str, int]
     moment: str
     buffers: tuple[Buffer, ...]
+    holes: tuple[Buffer, ...]
 
     @property
     def allocated_bytes(self) -> int:
@@ -92,6 +96,7 @@ def breakdown(
     device = [allocation for allocation in used if not _is_on_host(allocation, judge)]
     host = [allocation for allocation in used if _is_on_host(allocation, judge)]
     moment = find_peak(device, ranges)
+    holes = find_holes(device, ranges, moment)
     held = [
         *_standing(device, judge),
         *(judge.judge(value, size) for value, size in moment.covered if not value.is_table),
@@ -110,6 +115,7 @@ def breakdown(
         parts=dict(parts),
         moment=judge.moment(schedule.get(moment.step, "")),
         buffers=tuple(sorted(held, key=lambda buffer: -buffer.num_bytes)),
+        holes=tuple(judge.judge(value, size) for value, size in holes[:MAX_HOLES] if not value.is_table),
     )
 
 
