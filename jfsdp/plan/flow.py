@@ -1,0 +1,238 @@
+"""What the values of a compiled module are made of: which of the step's arguments each one depends on, through loops.
+
+The engine sorts a unit's residuals by what they depend on when it traces them (`engine/dataflow.py`); this is the same
+question, asked of the compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jfsdp.plan.hlo import Computation, Instruction, Module
+
+Mask = Any  # an int, one bit per parameter of the entry; or a tuple of Masks, one per element of a tuple
+Place = tuple[Instruction, tuple[int, ...]]  # an element of what an instruction makes
+
+_COPIES = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier", "opt-barrier", "domain", "async-update"})
+
+
+def is_collective(instruction: Instruction, kind: str, flow: Flow | None = None) -> bool:
+    """Say whether an instruction is a collective of that kind: itself, its start, or an asynchronous call of it."""
+    if instruction.opcode in (kind, f"{kind}-start"):
+        return True
+    if instruction.opcode != "async-start" or flow is None:
+        return False
+    return any(inner.opcode == kind for inner in flow.called(instruction))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flow:
+    """A module, read for where its values come from and where they go."""
+
+    module: Module
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {inst.name: inst for comp in self.module.computations.values() for inst in comp.instructions}
+
+    @functools.cached_property
+    def _home(self) -> dict[str, str]:
+        return {inst.name: comp.name for comp in self.module.computations.values() for inst in comp.instructions}
+
+    @functools.cached_property
+    def _caller(self) -> dict[str, Instruction]:
+        return {name: inst for inst in self.by_name.values() for name in inst.called}
+
+    @functools.cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {}
+        for inst in self.by_name.values():
+            for operand in dict.fromkeys(inst.operands):
+                users.setdefault(operand, []).append(inst)
+        return users
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """The entry's parameters by number."""
+        return {number(inst): inst for inst in self.module.entry.instructions if inst.opcode == "parameter"}
+
+    @functools.cached_property
+    def gathered_bit(self) -> int:
+        """The bit that says: it went through an all-gather."""
+        return 1 << (max(self.parameters, default=0) + 1)
+
+    @functools.cached_property
+    def _masks(self) -> dict[str, Mask]:
+        masks: dict[str, Mask] = {}
+        self._run(self.module.entry, [1 << place for place in sorted(self.parameters)], masks)
+        return masks
+
+    def depends_on(self, place: Place) -> int:
+        """Return the parameters of the entry, and the gathered bit, that a value depends on, as bits."""
+        instruction, index = place
+        return _join(_element(self._masks.get(instruction.name, 0), index))
+
+    def called(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Yield the instructions of what an instruction calls."""
+        for name in instruction.called:
+            yield from self.module.computations[name].instructions
+
+    def is_matmul(self, instruction: Instruction) -> bool:
+        """Say whether an instruction is a matmul: a library's call, or a fusion around one."""
+        return instruction.opcode in ("custom-call", "dot", "convolution") or (
+            instruction.opcode == "fusion" and any(inner.opcode == "dot" for inner in self.called(instruction))
+        )
+
+    def op_name(self, place: Place) -> str:
+        """Return the name of the operation that a value comes from; if a fusion has none, of what it computes last."""
+        instruction, index = place
+        if instruction.op_name or instruction.opcode != "fusion":
+            return instruction.op_name
+        body = self.module.computations[instruction.called[0]]
+        root = body.root
+        if root.opcode == "tuple" and index:
+            root = body.by_name[root.operands[index[0]]]
+        return root.op_name or next((inst.op_name for inst in reversed(body.instructions) if inst.op_name), "")
+
+    def origin(self, name: str, index: tuple[int, ...] = ()) -> Place:
+        """Follow a value back to the instruction that computes it, through tuples, copies and what loops carry."""
+        seen: set[tuple[str, tuple[int, ...]]] = set()
+        inst = self.by_name[name]
+        while True:
+            back = self._step_back(inst, index, again=(inst.name, index) in seen)
+            if back is None:
+                return inst, index
+            seen.add((inst.name, index))
+            inst, index = self.by_name[back[0]], back[1]
+
+    def _step_back(self, inst: Instruction, index: tuple[int, ...], again: bool) -> tuple[str, tuple[int, ...]] | None:
+        """Return what a value is a view or a copy of; `again`: a loop's element that its body hands on unchanged."""
+        if inst.opcode == "get-tuple-element":
+            return inst.operands[0], (tuple_index(inst), *index)
+        if inst.opcode == "tuple" and index:
+            return inst.operands[index[0]], index[1:]
+        if inst.opcode in _COPIES:
+            return inst.operands[0], () if inst.opcode == "copy-start" else index
+        if inst.opcode.endswith("-done"):
+            start = self.by_name[inst.operands[0]]
+            has_operands = start.opcode in ("all-gather-start", "reduce-scatter-start", "async-start")
+            return start.name, (1, *index) if has_operands else index
+        if inst.opcode == "while" and index:
+            body = self.module.computations[inst.attribute("body")]
+            return (inst.operands[0] if again else body.root.name), index
+        if inst.opcode == "parameter" and self._home[inst.name] != self.module.entry.name:
+            caller = self._caller.get(self._home[inst.name])
+            if caller is not None and caller.opcode == "while":
+                return (caller.operands[0] if again else caller.name), index
+            if caller is not None and caller.opcode in ("call", "async-start"):
+                return caller.operands[number(inst)], index
+        return None
+
+    def destination(self, instruction: Instruction, index: tuple[int, ...] = ()) -> Place | None:
+        """Follow a value to the instruction that first computes with it, or to the loop that carries it."""
+        for _ in range(len(self.by_name)):
+            users = self._users.get(instruction.name, [])
+            if instruction.opcode != "get-tuple-element" and index:
+                users = [user for user in users if user.opcode != "get-tuple-element" or tuple_index(user) == index[0]]
+            if not users:
+                return None
+            user = users[0]
+            if user.opcode == "get-tuple-element":
+                index = index[1:]
+            elif user.opcode == "tuple":
+                index = (user.operands.index(instruction.name), *index)
+            elif user.opcode == "while" or user.opcode not in _COPIES:
+                return user, index if user.opcode == "while" else ()
+            instruction = user
+        return None
+
+    def _run(self, computation: Computation, arguments: Sequence[Mask], masks: dict[str, Mask]) -> Mask:
+        """Evaluate a computation on masks, and add what each of its instructions depends on to `masks`."""
+        here: dict[str, Mask] = {}
+        result: Mask = 0
+        for inst in computation.instructions:
+            if inst.opcode == "parameter":
+                result = arguments[number(inst)] if number(inst) < len(arguments) else 0
+            else:
+                result = self._apply(inst, [here.get(name, 0) for name in inst.operands], masks)
+            here[inst.name] = result
+            masks[inst.name] = _either(masks[inst.name], result) if inst.name in masks else result
+        return here[computation.root.name]
+
+    def _apply(self, inst: Instruction, operands: list[Mask], masks: dict[str, Mask]) -> Mask:
+        opcode, computations = inst.opcode, self.module.computations
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return _element(operands[0], (tuple_index(inst),))
+        if opcode in ("bitcast", "copy", "async-update", "all-reduce-done", "copy-done", "collective-permute-done"):
+            return operands[0]
+        if opcode.endswith("-done"):
+            return _element(operands[0], (1,))
+        if is_collective(inst, "all-gather", self):
+            whole = _one_or_all([_join(operand) | self.gathered_bit for operand in operands])
+            return whole if opcode == "all-gather" else (_one_or_all(operands), whole)
+        if opcode == "reduce-scatter-start":
+            return (_one_or_all(operands), _one_or_all(operands))
+        if opcode in ("fusion", "call"):
+            return self._run(computations[inst.called[0]], operands, masks)
+        if opcode == "async-start":
+            return (tuple(operands), self._run(computations[inst.called[0]], operands, masks))
+        if opcode == "while":
+            return self._loop(computations[inst.attribute("body")], operands[0], masks)
+        if opcode in ("all-reduce", "all-reduce-start", "reduce-scatter"):
+            return _one_or_all(operands)
+        return functools.reduce(lambda mask, operand: mask | _join(operand), operands, 0)
+
+    def _loop(self, body: Computation, carry: Mask, masks: dict[str, Mask]) -> Mask:
+        carry = _flat(carry)
+        while True:
+            after = _flat(_either(carry, self._run(body, [carry], masks)))
+            if after == carry:
+                return carry
+            carry = after
+
+
+def number(parameter: Instruction) -> int:
+    """Return the number of a parameter of its computation."""
+    return int(parameter.arguments)
+
+
+def tuple_index(instruction: Instruction) -> int:
+    """Return which element a get-tuple-element takes."""
+    return int(instruction.attribute("index"))
+
+
+def _element(mask: Mask, index: tuple[int, ...]) -> Mask:
+    for place in index:
+        if not isinstance(mask, tuple):
+            return mask
+        mask = mask[place] if place < len(mask) else 0
+    return mask
+
+
+def _one_or_all(masks: list[Mask]) -> Mask:
+    """The result of a collective: an array, or a tuple of as many as it combines."""
+    return tuple(masks) if len(masks) > 1 else masks[0]
+
+
+def _join(mask: Mask) -> int:
+    return functools.reduce(lambda joined, part: joined | _join(part), mask, 0) if isinstance(mask, tuple) else mask
+
+
+def _flat(mask: Mask) -> Mask:
+    """Keep elements apart but not their elements, so that a loop comes to an end."""
+    return tuple(_join(part) for part in mask) if isinstance(mask, tuple) else mask
+
+
+def _either(one: Mask, other: Mask) -> Mask:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return tuple(_either(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, tuple) and isinstance(other, int):
+        return tuple(_either(part, other) for part in one)
+    if isinstance(other, tuple) and isinstance(one, int):
+        return tuple(_either(one, part) for part in other)
+    return _join(one) | _join(other)

@@ -1,0 +1,321 @@
+"""Decides of each buffer that is live at the peak what it is, and names it in the user's words.
+
+[Note: who is named, and by what evidence]
+A buffer at the peak gets its part from the first of these that speaks:
+
+  the entry's parameters  their name among the step's arguments: `state.params[...]`, `batch[...]`;
+  dataflow                a value that depends on parameters alone is a weight: gathered, if it went through an
+                          all-gather, else a copy of shards (a cast, another order of dims);
+  the engine's scopes     `jfsdp.reduce.<unit>` and the others in an operation's name;
+  what it flows into      what is reduced over devices is a gradient, and so are the zeros it is added to;
+  shapes                  the vocabulary as a dim: logits; the shape of a leaf's accumulator: a gradient;
+  time                    what the forward makes and the backward reads is saved;
+  the model's own names   the rest of forward and backward is what the moment's computation needs.
+
+A buffer for which none of them speaks is unattributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.units import ROOT
+from jfsdp.plan.buffers import LiveRanges, Value
+from jfsdp.plan.flow import Flow, Place, is_collective
+from jfsdp.plan.hlo import Instruction
+
+PARTS = {
+    "parameters": "the masters at rest",
+    "work": "their low-precision copies at rest",
+    "optimizer": "the optimizer's arrays that belong to a parameter",
+    "copies": "copies of shards that XLA makes: cast for the wire, or with dims in another order",
+    "gathered": "weights as the units use them: results of all-gathers, and what is computed from weights alone",
+    "gradients": "of a unit being reduced, and the accumulators",
+    "activations": "saved by the forward for the backward",
+    "logits": "scores over the vocabulary, and their gradients",
+    "attention": "made inside attention and not saved, with cuDNN's workspace",
+    "compute": "everything else that the forward and the backward of the moment need",
+    "workspace": "scratch memory of library calls",
+    "update": "made while clipping and updating",
+    "batch": "the step's inputs",
+    "state": "counters, random keys, the model's other state, constants",
+    "unattributed": "the rest, computed: peak_bytes less all others",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One buffer that is live at the peak.
+
+    Attributes:
+      name: what it is, in words of the layout where there are some (`gathered layers.mlp.up_proj.kernel`).
+      num_bytes: what it covers, once, where several values share bytes.
+      instruction: the instruction that makes it, and which element of its tuple.
+      shape: as XLA writes it.
+      op_name, source: JAX's name of the operation, and the line of the user's program.
+    """
+
+    name: str
+    num_bytes: int
+    part: str
+    instruction: str
+    shape: str
+    op_name: str
+    source: str
+
+
+_PACKAGE = f"{pathlib.Path(__file__).parents[1]}/"
+_ARGUMENT = re.compile(r"^(?:state\.|lent\[')(\w+)(?:'\])?(.*)$")
+_SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|accumulate|clip|update)(?:\.([^/()]+))?")
+_SCOPE_PARTS = {"reduce": "gradients", "accumulate": "gradients", "clip": "update", "update": "update"}
+
+
+def _argument(parameter: Instruction) -> tuple[str, str]:
+    """Read which field of the state a parameter of the entry is, and its path in it; ("batch", ...) for the batch."""
+    name = parameter.op_name.replace("\\'", "'")
+    found = _ARGUMENT.match(name)
+    if not found:
+        return ("batch" if name.startswith("batch") else "state"), name
+    return found[1], found[2]
+
+
+def guess_vocab(layout: Layout) -> int | None:
+    """Take the longest dim of the root unit's matrices for the vocabulary if it is more than twice the other."""
+    matrices = [leaf.shape for leaf in layout.leaves if leaf.unit == ROOT and len(leaf.shape) == 2]
+    longest = max(matrices, key=max, default=(0, 0))
+    return max(longest) if max(longest) > 2 * min(longest) else None
+
+
+def _squeezed(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dim for dim in dims if dim != 1)
+
+
+def _unordered(dims: Sequence[int]) -> tuple[int, ...]:
+    """Dims in no order: XLA transposes gradients, and what they are added to."""
+    return tuple(sorted(_squeezed(dims)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Judge:
+    """Decides of each value which part it is; see [Note: who is named, and by what evidence]."""
+
+    flow: Flow
+    layout: Layout
+    ranges: LiveRanges
+    schedule: Mapping[int, str]
+    vocab_size: int | None
+
+    def argument(self, number: int, num_bytes: int, value: Value) -> Buffer:
+        """Name a parameter of the entry by the argument of the step that it is."""
+        parameter = self.flow.parameters[number]
+        field, rest = _argument(parameter)
+        path = _leaf_path(rest)
+        if field == "opt_state":
+            part = "optimizer" if path in self.layout.by_path else "state"
+        else:
+            part = {"params": "parameters", "work": "work", "batch": "batch"}.get(field, "state")
+        name = parameter.op_name.replace("\\'", "'")
+        return self.buffer(part, name, value, num_bytes, parameter)
+
+    def judge(self, value: Value, num_bytes: int) -> Buffer:
+        """Decide about a value in a heap of temporaries, or a result."""
+        name, index = self._printed(value)
+        place = self.flow.origin(name, index)
+        part = self._part(value, place)
+        if part is None and (after := self.flow.destination(self.flow.by_name[name], index)):
+            place = self.flow.origin(after[0].name, after[1])
+            part = self._part(value, place)
+        part = part or ("compute" if _is_models(self.flow.op_name(place)) else "unattributed")
+        return self.buffer(part, self._name(part, place, value), value, num_bytes, place[0])
+
+    def _printed(self, value: Value) -> tuple[str, tuple[int, ...]]:
+        """Find a value in the module's text, which leaves out what an asynchronous instruction wraps.
+
+        XLA schedules `all-gather.18` right before the `async-start` that calls it, and prints both as one
+        `all-gather-start.12`, whose second element the value is.
+        """
+        if value.name in self.flow.by_name:
+            return value.name, value.index
+        start = self.ranges.get((value.name, value.index), (0, 0))[0]
+        later = [name for step in range(start, start + 4) if (name := self.schedule.get(step)) in self.flow.by_name]
+        if not later:
+            raise ValueError(
+                f"{value.name}: is not in the module; the texts are of two modules, or of two compilations"
+            )
+        return later[0], (1, *value.index)
+
+    def buffer(self, part: str, name: str, value: Value, num_bytes: int, instruction: Instruction) -> Buffer:
+        made_by = value.name + (f"[{','.join(map(str, value.index))}]" if value.index else "")
+        op_name = self.flow.op_name((instruction, ()))
+        return Buffer(name, num_bytes, part, made_by, value.shape, op_name, _own_line(instruction))
+
+    def moment(self, name: str) -> str:
+        """Say what an instruction does and where it comes from; empty for one that the module does not have."""
+        instruction = self.flow.by_name.get(name)
+        return f"{self.flow.op_name((instruction, ()))} at {_own_line(instruction)}" if instruction else ""
+
+    def _part(self, value: Value, place: Place) -> str | None:
+        """Return the part by the first evidence; None if there is none but the operation's name."""
+        instruction, op_name = place[0], self.flow.op_name(place)
+        scope = _SCOPE.search(op_name)
+        uses = self.flow.depends_on(place)
+        if uses and not uses & ~(self._weights | self.flow.gathered_bit):
+            return "gathered" if uses & self.flow.gathered_bit else "copies"
+        if scope and scope[1] in _SCOPE_PARTS:
+            return _SCOPE_PARTS[scope[1]]
+        if place in self._reduced or is_collective(instruction, "reduce-scatter", self.flow):
+            return "gradients"
+        if self._is_logits(value):
+            return "logits"
+        if instruction.opcode == "custom-call" and value.dtype in ("u8", "s8") and len(value.dims) == 1:
+            return "attention" if _is_attention(instruction, op_name) else "workspace"
+        if uses and self._is_gradient_shaped(value):
+            return "gradients"
+        if uses and "transpose(" not in op_name and self._is_saved(value):
+            return "activations"
+        if _is_attention(instruction, op_name):
+            return "attention"
+        return "compute" if uses and _is_models(op_name) else None
+
+    def _name(self, part: str, place: Place, value: Value) -> str:
+        """Name a value by leaves where it has the dims of some, else by the line that makes it."""
+        op_name = self.flow.op_name(place)
+        scope = _SCOPE.search(op_name)
+        leaves = self._leaves(part, place, value, scope[2] if scope else None)
+        if leaves:
+            return f"{' | '.join(leaves[:3])}{f' and {len(leaves) - 3} more' if len(leaves) > 3 else ''}"
+        rows = self._stacked_rows(place, value)
+        if rows is not None:
+            return f"{value.dims[0]} x {self._name('', rows, value)}"
+        where = "/".join(_own_line(place[0]).split("/")[-2:])
+        return f"{op_name.rpartition('/')[2] or place[0].opcode}{f' at {where}' if where else ''}"
+
+    def _stacked_rows(self, place: Place, value: Value) -> Place | None:
+        """Return where the rows of a stack come from that a loop writes one by one."""
+        if "dynamic_update_slice" not in self.flow.op_name(place) or len(value.dims) < 2:
+            return None
+        row = math.prod(value.dims[1:])
+        for operand in place[0].operands:
+            before = self.flow.origin(operand)
+            index = before[1][-1] if before[1] else 0
+            if index < len(before[0].shapes) and before[0].shapes[index].num_elements == row and before != place:
+                return before
+        return None
+
+    def _leaves(self, part: str, place: Place, value: Value, unit: str | None) -> list[str]:
+        if part in ("gathered", "copies"):
+            bits = self.flow.depends_on(place)
+            used = [self.flow.parameters[i] for i in self.flow.parameters if bits >> i & 1]
+            return [_leaf_path(_argument(parameter)[1]) for parameter in used]
+        if part != "gradients":
+            return []
+        alike = [leaf for leaf in self.layout.leaves if _squeezed(value.dims) in self._forms(leaf)]
+        if not alike:
+            dims = _unordered(value.dims)
+            alike = [leaf for leaf in self.layout.leaves if dims in map(_unordered, self._forms(leaf))]
+        return [leaf.path for leaf in alike if unit in (None, leaf.unit or "root")] or [leaf.path for leaf in alike]
+
+    def _forms(self, leaf: Leaf) -> set[tuple[int, ...]]:
+        """The dims of a leaf's gradient: whole or a shard, with and without its layer dims; without ones."""
+        whole, shard = leaf.stored_shape, self._shard(leaf, "grad")
+        return {_squeezed(dims[gone:]) for dims in (whole, leaf.shape, shard) for gone in (0, leaf.stacked)}
+
+    def _shard(self, leaf: Leaf, name: str) -> tuple[int, ...]:
+        stage = dict(leaf.stages)[name]
+        dims = list(leaf.stored_shape)
+        if leaf.dim is not None and stage is not None:
+            dims[leaf.dim] //= self.layout.num_parts(stage)
+        return tuple(dims)
+
+    @functools.cached_property
+    def _accumulators(self) -> set[tuple[int, ...]]:
+        """Dims that only a gradient has: an accumulator as it is stored, where that is a shard or a stack of layers."""
+        found = set()
+        for leaf in self.layout.leaves:
+            shard = self._shard(leaf, "grad")
+            if leaf.trainable and len(shard) > 1 and (leaf.stacked or shard != leaf.stored_shape):
+                found.add(_unordered(shard))
+        return found
+
+    def _is_gradient_shaped(self, value: Value) -> bool:
+        return len(value.dims) > 1 and _unordered(value.dims) in self._accumulators
+
+    @functools.cached_property
+    def _weights(self) -> int:
+        """The bits of the step's arguments that are parameters."""
+        weights = [i for i, inst in self.flow.parameters.items() if _argument(inst)[0] in ("params", "work")]
+        return sum(1 << i for i in weights)
+
+    @functools.cached_property
+    def _reduced(self) -> set[Place]:
+        """What flows into a reduction over devices: whole gradients, and what they are cast or added up from."""
+        found: set[Place] = set()
+        for inst in self.flow.by_name.values():
+            scope = _SCOPE.search(inst.op_name)
+            if is_collective(inst, "reduce-scatter", self.flow) or (scope and scope[1] in ("reduce", "accumulate")):
+                for operand in inst.operands:
+                    self._mark(self.flow.origin(operand), found)
+        return found
+
+    def _mark(self, place: Place, found: set[Place]) -> None:
+        """Mark what has as many elements as the gradient it becomes; a matmul is where a gradient begins."""
+        instruction, index = place
+        if place in found or instruction.opcode == "parameter":
+            return
+        found.add(place)
+        if self.flow.is_matmul(instruction) or (index and len(instruction.shapes) <= index[-1]):
+            return
+        size = instruction.shapes[index[-1] if index else 0].num_elements
+        for operand in instruction.operands:
+            before = self.flow.origin(operand)
+            shapes = before[0].shapes
+            if not before[1] and len(shapes) == 1 and shapes[0].num_elements == size:
+                self._mark(before, found)
+
+    def _is_logits(self, value: Value) -> bool:
+        """A dim is the vocabulary, or that rounded up as matmuls like it."""
+        if self.vocab_size is None or not value.dims:
+            return False
+        return any(0 <= dim - self.vocab_size < 128 for dim in value.dims[-2:])
+
+    @functools.cached_property
+    def _backward_start(self) -> float:
+        """The first step of the schedule that differentiates something; what is only prepared for it does not count."""
+        starts = [
+            start
+            for (name, index), (start, _) in self.ranges.items()
+            if name in self.flow.by_name and "transpose(" in self.flow.by_name[name].op_name
+            if self.flow.depends_on((self.flow.by_name[name], index)) & ~(self._weights | self.flow.gathered_bit)
+        ]
+        return min(starts, default=math.inf)
+
+    def _is_saved(self, value: Value) -> bool:
+        start, end = self.ranges.get((value.name, value.index), (0, 0))
+        return start < self._backward_start <= end
+
+
+def _is_attention(instruction: Instruction, op_name: str) -> bool:
+    return "__cudnn$fmha" in instruction.attributes or "dot_product_attention" in op_name
+
+
+def _is_models(op_name: str) -> bool:
+    """Whether an operation is of the loss that is differentiated: its forward or its backward."""
+    return "jvp(" in op_name or "transpose(" in op_name or "checkpoint" in op_name
+
+
+def _leaf_path(rest: str) -> str:
+    """Read the parameter's name out of `[0].mu['layers.attn.q_proj.kernel']`."""
+    quoted = re.findall(r"\['([^']*)'\]", rest)
+    return quoted[-1] if quoted else ""
+
+
+def _own_line(instruction: Instruction) -> str:
+    """Return the innermost line of an operation that is neither a library's nor this one's."""
+    own = (line for line in instruction.stack if "/site-packages/" not in line and not line.startswith(_PACKAGE))
+    return next(own, instruction.source)
