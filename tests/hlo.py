@@ -2,46 +2,15 @@
 
 import collections
 
-from jax.experimental import topologies
-
 from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.hardware import Cluster, find_gpu
 from jfsdp.plan.hlo import parse_module, walk
-
-# H100 SXM by its datasheet; the form is XLA's GpuTargetConfigProto.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  device_interconnect_info { active_links: 18 }
-}
-platform_name: "CUDA"
-runtime_version { major: 12 minor: 9 }
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from jfsdp.plan.target import topology_devices
 
 
-def h100s(hosts, per_host=8):
+def h100s(nodes, per_node=8):
     """Return the devices of a cluster nobody has rented."""
-    shape = f"1x{hosts}x{per_host}"
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=H100)
-    return topology.devices
+    return topology_devices(Cluster(find_gpu("h100"), nodes, per_node))
 
 
 def collectives(hlo, num_devices):

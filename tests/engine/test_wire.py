@@ -34,7 +34,7 @@ def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("f
 
 @functools.cache
 def compiled_wire(**options):
-    found = hlo.found_collectives(lower(**options).compile().as_text(), NUM_DEVICES)
+    found = hlo.collectives(lower(**options).compile().as_text(), NUM_DEVICES)
     return found, hlo.wire_bytes(found)
 
 
@@ -113,4 +113,4 @@ def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
     assert memory.output_size_in_bytes == pytest.approx(
         12 * num_parameters(model.layout.leaves) / num_devices, rel=1e-5
     )
-    assert not hlo.found_collectives(compiled.as_text(), num_devices)
+    assert not hlo.collectives(compiled.as_text(), num_devices)

@@ -41,7 +41,7 @@ def test_every_gpu_of_the_table_compiles(gpu, num_devices):
     assert [device.id for device in devices] == list(range(num_devices))
     assert {device.device_kind for device in devices} == {gpu.full_name}
     assert {device.process_index for device in devices} == set(range(cluster.nodes))
-    found = hlo.found_collectives(compile_matmul(devices).as_text(), num_devices)
+    found = hlo.collectives(compile_matmul(devices).as_text(), num_devices)
     gathers = [item.wire_bytes for item in found if item.kind == "all-gather"]
     assert gathers == [512 * 512 * 2 * (num_devices - 1) / num_devices]
 
