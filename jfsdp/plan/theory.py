@@ -21,7 +21,7 @@ from jfsdp.layout.table import Layout, Leaf, Stage
 from jfsdp.train.gradients import group_only
 from jfsdp.train.step import StepConfig, reduces_once
 
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 SCALARS_BYTES = 1024  # per microbatch: the loss, its weight, norms and counters, a few bytes each
 
 _HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
@@ -216,12 +216,20 @@ def _sum(
 
 
 def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:
-    """Yield the gather of updated shards, where what is at rest is split less than the optimizer."""
+    """Yield what brings updated shards to where they rest, if that is split less than the optimizer.
+
+    The shards of `opt` and `source` are numbered along the same dim: where the axes that are gathered are the major
+    ones, neighbouring shards are not on the devices that gather them, and are first exchanged.
+    """
     opt, source = _split(leaf, "opt"), _split(leaf, leaf.source)
     rest = tuple(axis for axis in opt if axis not in source)
-    if rest:
-        dtype = hlo_dtype(leaf.stage(leaf.source).dtype)
-        yield Move(leaf, "update", GATHER, dtype, rest, layout.num_shards(rest), layout.num_shards(source), 1)
+    if not rest:
+        return
+    dtype, pieces = hlo_dtype(leaf.stage(leaf.source).dtype), layout.num_shards(source)
+    yield Move(leaf, "update", GATHER, dtype, rest, layout.num_shards(rest), pieces, 1)
+    if opt[: len(source)] != source:
+        shards = layout.num_shards(opt)
+        yield Move(leaf, "update", PERMUTE, dtype, opt, shards, shards, 1)
 
 
 def _split(leaf: Leaf, stage: str) -> tuple[str, ...]:
