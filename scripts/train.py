@@ -25,46 +25,30 @@ from jfsdp.train.options import as_options
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
 
+# A small Llama on the sources of Python's standard library, on eight simulated devices: minutes on two cores.
+_STDLIB = TrainConfig(
+    recipe="stdlib",
+    model="llama-tiny",
+    data="stdlib",
+    seq_len=256,
+    batch_per_device=1,
+    steps=800,
+    decay_steps=800,
+    learning_rate=3e-3,
+    remat="none",
+    eval_every=200,
+    eval_batches=32,
+    checkpoint_every=200,
+    log_every=10,
+    sample_tokens=160,
+    prompt="def ",
+    simulate_devices=8,
+)
 RECIPES = {
     "none": TrainConfig(),
-    # A small Llama on the sources of Python's standard library, on eight simulated devices: minutes on two cores.
-    "stdlib": TrainConfig(
-        recipe="stdlib",
-        model="llama-tiny",
-        data="stdlib",
-        seq_len=256,
-        batch_per_device=1,
-        steps=800,
-        decay_steps=800,
-        learning_rate=3e-3,
-        remat="none",
-        eval_every=200,
-        eval_batches=32,
-        checkpoint_every=200,
-        log_every=10,
-        sample_tokens=160,
-        prompt="def ",
-        simulate_devices=8,
-    ),
+    "stdlib": _STDLIB,
     # The same with GPT-2, a model in Flax Linen.
-    "gpt2-stdlib": TrainConfig(
-        recipe="gpt2-stdlib",
-        model="gpt2-tiny",
-        data="stdlib",
-        seq_len=256,
-        batch_per_device=1,
-        steps=800,
-        decay_steps=800,
-        learning_rate=3e-3,
-        remat="none",
-        eval_every=200,
-        eval_batches=32,
-        checkpoint_every=200,
-        log_every=10,
-        sample_tokens=160,
-        prompt="def ",
-        simulate_devices=8,
-    ),
+    "gpt2-stdlib": dataclasses.replace(_STDLIB, recipe="gpt2-stdlib", model="gpt2-tiny"),
     # A small Vision Transformer on scikit-learn's handwritten digits, 1438 to learn from and 359 held out.
     "vit-digits": TrainConfig(
         recipe="vit-digits",

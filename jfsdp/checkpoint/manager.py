@@ -81,8 +81,7 @@ class Checkpointer:
         if step < 0 or (latest is not None and step < latest):
             raise ValueError(
                 f"checkpoint {self.directory / str(step)}: steps must grow, and {latest} is there; move later "
-                f"steps away, "
-                "or save to another directory"
+                "steps away, or save to another directory"
             )
 
     def _remove_leftovers(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.layout.report import layout_to_dict
+from jfsdp.layout.report import layout_to_dict, list_differences
 from jfsdp.train.roles import dotted
 from jfsdp.train.state import TrainState
 
@@ -95,30 +95,13 @@ def check_matches(path: Any, manifest: Mapping[str, Any], like: TrainState) -> N
         raise ValueError(
             f"checkpoint {path}: has format {manifest.get('format')}; this version of jfsdp reads {FORMAT}"
         )
-    there = manifest["arrays"]
-    wanted = {name: entry.to_dict() for name, entry in entries(like).items()}
-    differing = [
-        f"{name}: checkpoint has {_show(there[name])}, the model has {_show(wanted[name])}"
-        for name in wanted
-        if name in there and _comparable(there[name]) != _comparable(wanted[name])
-    ]
-    problems = {
-        "missing from the checkpoint": sorted(wanted.keys() - there.keys()),
-        "in the checkpoint but not in the model": sorted(there.keys() - wanted.keys()),
-        "of another shape or dtype": differing,
-    }
-    lines = [f"  {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    there = {name: _show(entry) for name, entry in manifest["arrays"].items()}
+    wanted = {name: _show(entry.to_dict()) for name, entry in entries(like).items()}
+    kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype")
+    lines = list_differences(there, wanted, owners=("checkpoint has", "the model has"), kinds=kinds)
     if lines:
-        raise ValueError(f"checkpoint {path} is of another model or optimizer:\n" + "\n".join(lines))
-
-
-def _comparable(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry["shape"]), entry["dtype"]
+        raise ValueError(f"checkpoint {path} is of another model or optimizer:\n{lines}")
 
 
 def _show(entry: Mapping[str, Any]) -> str:
     return f"{entry['dtype']}{entry['shape']}"
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -40,11 +41,14 @@ class Explain(ShardingOptions):
         return 0
 
     def _abstract(self) -> TrainState:
+        from jfsdp.layout.advice import LayoutWarning
         from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
         from jfsdp.train.job import load_job, parse_config
 
         job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
-        model = shard_job(self, job, make_abstract_mesh(parse_mesh(self.mesh)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LayoutWarning)  # all advice is printed below the table
+            model = shard_job(self, job, make_abstract_mesh(parse_mesh(self.mesh)))
         tx = make_optimizer(self, job, 1e-3)
         model.train_step(job.loss, tx, **step_arguments(self))  # refuses what training would refuse
         return model.abstract_state(tx)

@@ -10,6 +10,7 @@ import jax
 from jfsdp.engine.dataflow import passes_through
 from jfsdp.engine.engine import Engine, cast_floating
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
 
@@ -35,22 +36,33 @@ class ShardedApply:
         )
 
     def __call__(
-        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+        self,
+        fn: Callable[..., Any],
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *inputs: Any,
+        is_loss: bool = False,
     ) -> tuple[Any, Arrays]:
         """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
 
         Layout:  `params` by name in the layout of their `source` stage, anything else as it comes.
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
 
+        Args:
+          is_loss: whether `fn` is what is trained: then names that a remat is to save must be there.
+
         Raises:
-          ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
-            on slices that the layout does not know.
+          ValueError: if a unit's weight is read outside its calls, if a call writes parameters, if a unit is called on
+            slices that the layout does not know, or if no value has a name that is to be saved.
         """
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
         run = _RootRun(self.model, fn, self._hooks)
         rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
-        out = self.engine.call_unit(ROOT, run, root, rest)
+        wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)} if is_loss else set()
+        seen = set() if wanted else None
+        out = self.engine.call_unit(ROOT, run, root, rest, seen)
+        _check_names(wanted, seen or set())
         self._check_writes(ROOT, run, root, rest)
         return out
 
@@ -83,6 +95,16 @@ class ShardedApply:
                 f"({', '.join(written[:4])}); a forward may read parameters only: keep what it changes in another "
                 "nnx.Variable"
             )
+
+
+def _check_names(wanted: set[str], seen: set[str]) -> None:
+    """Refuse names that no value has: a policy of them saves nothing, and says nothing."""
+    unused = sorted(wanted - seen)
+    if unused:
+        raise ValueError(
+            f"remat is to save {', '.join(unused)}, and no value in the model has that name; names given there by "
+            f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen)) or 'none'}"
+        )
 
 
 class _RootRun:

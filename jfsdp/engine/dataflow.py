@@ -53,6 +53,19 @@ def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
     return jaxpr.replace(eqns=eqns[::-1], outvars=outvars)
 
 
+def value_names(jaxpr: Any) -> set[str]:
+    """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
+    names: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            names.add(eqn.params["name"])
+        for param in eqn.params.values():
+            parts = param if isinstance(param, (tuple, list)) else (param,)
+            for inner in map(_open, parts):
+                names |= value_names(inner) if hasattr(inner, "eqns") else set()
+    return names
+
+
 def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
     if not any(marked):
         return [False] * len(eqn.outvars)

@@ -56,12 +56,16 @@ class Engine(abc.ABC):
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """State the layout of leaves as they are stored: `stage` of each."""
 
-    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any) -> Any:
-        """Run one unit on its gathered weights; `rest["inputs"]` are the inputs that precision may cast.
+    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any, seen: set[str] | None = None) -> Any:
+        """Run one unit on its gathered weights.
 
         Layout:  weights [D/axes F] -> [D F] -> freed; gradients [D F]{unreduced} -> [D/axes F].
         Dtype:   weights are gathered in the unit's `param_dtype` and their gradients reduced in it.
         Cost, Memory: as `jfsdp.engine.unit.call_unit`.
+
+        Args:
+          run, shards, seen: as in `jfsdp.engine.unit.call_unit`.
+          rest: as there; its `"inputs"` are those that precision may cast.
 
         Raises:
           ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
@@ -86,7 +90,7 @@ class Engine(abc.ABC):
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
-        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement)
+        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement, seen)
 
     def full_shapes(self, name: str, shards: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of a unit's weights once they are gathered. Moves no data."""
@@ -140,10 +144,14 @@ def _pad_all(pairs: Pairs, values: Arrays) -> Arrays:
     return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 
 
+def is_on_host(value: jax.Array) -> bool:
+    """Tell whether an array, traced or not, stands in host memory by its type. Moves no data."""
+    return jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
 def to_device(value: jax.Array) -> jax.Array:
     """Copy an array to the device if it stands in host memory. Moves no data between devices."""
-    is_host = jax.typeof(value).memory_space == jax.memory.Space.Host
-    return jax.device_put(value, jax.memory.Space.Device) if is_host else value
+    return jax.device_put(value, jax.memory.Space.Device) if is_on_host(value) else value
 
 
 def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
@@ -164,8 +172,8 @@ def num_sliced(leaf: Leaf, ndim: int) -> int:
     if leaf.dim is not None and gone > leaf.dim:
         raise ValueError(
             f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "
-            f"{leaf.unit!r} is "
-            f"called inside a scan over it; declare the layer dim: units=[jfsdp.Unit(..., stacked={gone})]"
+            f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
+            f"units=[jfsdp.Unit(..., stacked={gone})]"
         )
     return gone
 

@@ -8,7 +8,6 @@ import jax
 
 from jfsdp.engine.engine import Engine, Pairs
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.table import Leaf
 
 
@@ -84,7 +83,7 @@ class LocalEngine(Engine):
 
     @property
     def _now(self) -> tuple[str, ...]:
-        return tuple(axis for axis in DATA_AXES if axis not in self.deferred and self.layout.num_shards([axis]) > 1)
+        return tuple(axis for axis in self.layout.data_axes if axis not in self.deferred)
 
     def sum_over(self, grad: jax.Array, axes: tuple[str, ...], split: tuple[str, ...], dim: int | None) -> jax.Array:
         """Sum over mesh axes: by a reduce-scatter along `dim` over those of `split`, by an all-reduce over the others.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jfsdp.engine.dataflow import depends_on, keep_outputs
+from jfsdp.engine.dataflow import depends_on, keep_outputs, value_names
 from jfsdp.layout.policy import Remat, SaveNames
 from jfsdp.layout.table import DEVICE, HOST
 
@@ -46,7 +46,14 @@ class Movement:
     remat: Remat
 
 
-def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full: Any, movement: Movement) -> Any:
+def call_unit(
+    run: Callable[[Arrays, Any], Any],
+    shards: Arrays,
+    rest: Any,
+    full: Any,
+    movement: Movement,
+    seen: set[str] | None = None,
+) -> Any:
     """Compute `run(gather(shards), rest)` so that its derivative gathers again and reduces into shards.
 
     Layout:  whatever `movement.gather` and `movement.reduce` say.
@@ -60,8 +67,11 @@ def call_unit(run: Callable[[Arrays, Any], Any], shards: Arrays, rest: Any, full
       shards: the unit's weights at rest.
       rest: everything else it reads: inputs, other state, weights of inner units; a pytree of arrays.
       full: shapes and dtypes of the gathered weights.
+      seen: takes up the names that values of the unit, and of units in it, have; None where nobody asks.
     """
     closed, out_shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
+    if seen is not None:
+        seen.update(value_names(closed.jaxpr))
     flat_rest = [*closed.consts, *jax.tree.leaves(rest)]
     is_diff = [_is_inexact(value) for value in flat_rest]
     num_consts = len(closed.consts)

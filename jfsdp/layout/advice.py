@@ -6,18 +6,51 @@ import math
 
 from jfsdp.layout.mesh import num_data_shards
 from jfsdp.layout.policy import UnitPolicy
+from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.table import Layout
+from jfsdp.layout.units import ROOT
 
 PADDING_SHARE = 0.01
 LARGE_ELEMENTS = 2**20
+ROOT_ELEMENTS = 2**22  # 16 MiB in float32: below that, one gather of a whole model is no waste
+
+
+class LayoutWarning(UserWarning):
+    """Advice that `fully_shard` gives aloud."""
 
 
 def advise(layout: Layout) -> list[str]:
     """Return warnings, each with a remedy; none where all is as it should be. Moves no data."""
-    found = [_other_name(layout), _replicated(layout), _padded(layout)]
+    found = [_other_name(layout), _no_units(layout), _replicated(layout), _padded(layout)]
     return [warning for warning in found if warning]
+
+
+def advise_memory(layout: Layout) -> list[str]:
+    """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud. Moves no data.
+
+    A large leaf is whole everywhere only by hand (`ignored`, `placements`, `min_size`), a strategy's other name costs
+    nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.
+    """
+    padding = sum(padding_elements(leaf) for leaf in layout.leaves)
+    found = [_no_units(layout), _padded(layout) if padding >= LARGE_ELEMENTS else None]
+    return [warning for warning in found if warning]
+
+
+def _no_units(layout: Layout) -> str | None:
+    """A model that is split at rest and gathered all at once, since the root unit owns everything."""
+    if any(unit.leaves for unit in layout.units if unit.name != ROOT):
+        return None
+    split = [leaf for leaf in layout.leaves if leaf.dim is not None and leaf.stage(leaf.source).axes]
+    count = sum(math.prod(leaf.shape) for leaf in split)
+    if count < ROOT_ELEMENTS:
+        return None
+    size = sum(math.prod(leaf.shape) * item_bytes(leaf.stage("use").dtype) for leaf in split)
+    return (
+        f"no units: all {count:,} split parameters are gathered at once, {size:,} bytes on every device; name the "
+        "layers that are to be gathered one by one: units=[Block], a path glob, or jfsdp.by_size(n)"
+    )
 
 
 def _other_name(layout: Layout) -> str | None:

@@ -72,7 +72,13 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(
-    *, pipe: int = 1, replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
+    *,
+    pipe: int = 1,
+    replica: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
+    **unknown: int,
 ) -> Mesh:
     """Arrange devices into the mesh (pipe, replica, fsdp, tensor). Moves no data.
 
@@ -82,10 +88,12 @@ def make_mesh(
     Args:
       pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
       devices: the devices to use; default all of `jax.devices()`. Devices of a deviceless topology serve as well.
+      unknown: nothing: refused.
 
     Raises:
-      ValueError: if the sizes do not multiply to the number of devices.
+      ValueError: if the sizes do not multiply to the number of devices, or for an axis that jfsdp does not know.
     """
+    _check_sizes(unknown)
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")

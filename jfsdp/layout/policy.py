@@ -40,6 +40,13 @@ class SaveNames:
 Remat = str | tuple[str, ...] | SaveNames | Callable[..., Any]
 
 
+def saved_names(remat: Remat) -> tuple[str, ...]:
+    """Return the names whose values a remat saves or offloads; none for any other remat. Moves no data."""
+    if isinstance(remat, SaveNames):
+        return remat.save + remat.offload
+    return remat if isinstance(remat, tuple) else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
     """What waits in pinned host memory while it is not used; each on its own. Moves no data.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.precision import is_inexact, item_bytes
@@ -124,3 +125,27 @@ def summary(layout: Layout) -> str:
         f"{len(layout.leaves)} leaves and {len(layout.units)} units; {total / GIB:.3f} GiB per device at rest"
         f"{f', {host / GIB:.3f} GiB in host memory' if host else ''}"
     )
+
+
+def list_differences(
+    there: Mapping[str, str], wanted: Mapping[str, str], *, owners: tuple[str, str], kinds: tuple[str, str, str]
+) -> str:
+    """List how two tables of named things differ, a line per kind of difference; empty where they do not.
+
+    Args:
+      there, wanted: by name, what stands behind it in words.
+      owners: words before what each has, behind a name that both have (`the state has`, `the model has`).
+      kinds: headings: for names that only `there` has, that only `wanted` has, and that both have.
+    """
+    first, second = owners
+    differing = [
+        f"{name}: {first} {there[name]}, {second} {wanted[name]}"
+        for name in wanted
+        if name in there and there[name] != wanted[name]
+    ]
+    names = (sorted(there.keys() - wanted.keys()), sorted(wanted.keys() - there.keys()), differing)
+    return "\n".join(f"  {kind}: {_some(found)}" for kind, found in zip(kinds, names, strict=True) if found)
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

@@ -7,6 +7,7 @@ The stages are `param` (at rest), `kept` (between a unit's forward and backward)
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from enum import Enum
 
 from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES
@@ -164,7 +165,7 @@ def get_strategy(strategy: str | int | Strategy) -> Strategy:
     Moves no data.
 
     Raises:
-      ValueError: for an unknown name; lists the valid ones.
+      ValueError: for an unknown name; lists the valid ones, and the closest.
     """
     if isinstance(strategy, Strategy):
         return strategy
@@ -172,8 +173,9 @@ def get_strategy(strategy: str | int | Strategy) -> Strategy:
         return STRATEGIES[_STAGES[strategy]]
     name = ALIASES.get(strategy, strategy) if isinstance(strategy, str) else None
     if name not in STRATEGIES:
+        close = difflib.get_close_matches(str(strategy), [*STRATEGIES, *ALIASES], n=1)
         raise ValueError(
-            f"strategy {strategy!r} is unknown; the strategies are {', '.join([*STRATEGIES, *ALIASES])}, or the number "
-            f"of a DeepSpeed stage, 0 to {len(_STAGES) - 1}"
+            f"strategy {strategy!r} is unknown{f' (did you mean {close[0]!r}?)' if close else ''}; the strategies are "
+            f"{', '.join([*STRATEGIES, *ALIASES])}, or the number of a DeepSpeed stage, 0 to {len(_STAGES) - 1}"
         )
     return STRATEGIES[name]

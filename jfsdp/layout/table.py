@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import itertools
 import math
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, item_bytes
 from jfsdp.layout.strategy import Strategy
@@ -136,13 +138,30 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        return {leaf.path: leaf for leaf in self.leaves}
+        """The leaves by name; an unknown name is a `KeyError` that tells close ones."""
+        return _ByPath({leaf.path: leaf for leaf in self.leaves})
 
     def unit(self, name: str) -> UnitInfo:
-        return next(unit for unit in self.units if unit.name == name)
+        """Return a unit; the root is the empty name.
+
+        Raises:
+          ValueError: for an unknown name, telling close ones.
+        """
+        return self.units[self._place(name)]
 
     def policy(self, name: str) -> UnitPolicy:
-        return self.policies[[unit.name for unit in self.units].index(name)]
+        """Return a unit's settings.
+
+        Raises:
+          ValueError: for an unknown name, telling close ones.
+        """
+        return self.policies[self._place(name)]
+
+    def _place(self, unit: str) -> int:
+        names = [other.name for other in self.units]
+        if unit not in names:
+            raise ValueError(f"{unit}: the layout has no unit of this name; {close_names(unit, names)}")
+        return names.index(unit)
 
     @functools.cached_property
     def sub_axes(self) -> SubAxes:
@@ -167,6 +186,11 @@ class Layout:
         )
         leaves = (dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=tuple(leaves), policies=policies)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which the batch is split here: those of size 1 split nothing."""
+        return tuple(axis for axis in DATA_AXES if self.num_shards([axis]) > 1)
 
     def num_shards(self, axes: Iterable[str]) -> int:
         """Return into how many parts these axes split a dim."""
@@ -231,6 +255,21 @@ class Layout:
         from jfsdp.layout.report import format_layout
 
         return format_layout(self)
+
+
+class _ByPath(dict[str, Leaf]):
+    def __missing__(self, path: str) -> Leaf:
+        raise KeyError(f"{path}: the layout has no leaf of this name; {close_names(path, self)}")
+
+
+def close_names(name: str, names: Iterable[str]) -> str:
+    """Tell which known names an unknown one may stand for: those below it, else close ones. Moves no data."""
+    known = [other for other in names if other]
+    below = [other for other in known if other.startswith(f"{name}.")]
+    if below:
+        return f"below it are {', '.join(below[:8])}"
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
+    return f"close names are {', '.join(close)}" if close else f"names are such as {', '.join(known[:1]) or 'none'}"
 
 
 _RESHARD = {"reshard_after_forward": True}

@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic
 
 ROOT = ""
 
@@ -77,8 +77,8 @@ def resolve_units(
       Units by name, the root first; every leaf is in exactly one.
 
     Raises:
-      ValueError: if a choice matches no module; if two choices match one module; if a leaf is shared by two units that
-        are not nested.
+      ValueError: if a choice matches no module, or is itself a module; if two choices match one module; if a leaf is
+        shared by two units that are not nested.
     """
     if isinstance(units, (str, Unit)) or callable(units):
         units = [units]
@@ -110,8 +110,7 @@ def _match_all(
             if path in matched:
                 raise ValueError(
                     f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} "
-                    f"both claim "
-                    "this module and its leaves; remove one of them"
+                    "both claim this module and its leaves; remove one of them"
                 )
             matched[path] = unit
     return {module.path: matched[module.path] for module in modules if module.path in matched}
@@ -123,9 +122,19 @@ def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple
         return [module.path for module in modules if issubclass(module.cls, match)]
     if isinstance(match, str):
         return [module.path for module in modules if matches_glob(match, module.path)]
+    if _is_module(match, modules):  # which can be called too, and is no predicate
+        raise ValueError(
+            f"unit {type(match).__name__}(...) is a module; pass its class: units=[{type(match).__name__}], or a path "
+            "glob for some modules of that class"
+        )
     if callable(match):
         return _match_predicate(match, modules, shapes)  # type: ignore[arg-type]
     raise ValueError(f"unit {match!r} is neither a module class, a path glob, nor a predicate f(path, cls, size)")
+
+
+def _is_module(value: Any, modules: Sequence[ModuleInfo]) -> bool:
+    """Tell by a common base class whether a value is a module like those of the model."""
+    return bool(set(type(value).__mro__) & set(modules[0].cls.__mro__) - {object, Generic})
 
 
 def _has_call(cls: type) -> bool:

@@ -48,6 +48,10 @@ class LinenModel:
       example_inputs: what init is called with: a tuple or list of positional arguments, a dict of keyword arguments, or
         one array. A `jax.ShapeDtypeStruct` becomes zeros; what is no array (`train=False`) is passed as it is.
       variables: weights to keep, and all other collections, as `module.init` returns them.
+
+    Raises:
+      ValueError: if init fails on bare numbers (a shape that is no array), if the variables are those of another
+        module, or for a collection called `rngs`.
     """
 
     def __init__(self, module: linen.Module, example_inputs: Any, variables: Mapping[str, Any] | None = None):
@@ -55,7 +59,7 @@ class LinenModel:
         self._args, self._kwargs = _example(example_inputs)
         classes: dict[tuple[str, ...], type] = {}
         with linen.intercept_methods(functools.partial(_record, classes)):
-            abstract = jax.eval_shape(self._init, jax.random.key(0))
+            abstract = self._init_abstract(example_inputs)
             after = self._apply_abstract(abstract) if _needs_apply(abstract, classes) else abstract
         if "rngs" in abstract:
             raise ValueError("collection 'rngs': jfsdp keeps the rng key and count under this name; rename it")
@@ -75,6 +79,19 @@ class LinenModel:
             ModuleInfo(join_path(path), cls, tuple(leaf for leaf in self.params if _is_below(leaf, join_path(path))))
             for path, cls in classes.items()
         ]
+
+    def _init_abstract(self, example_inputs: Any) -> dict[str, Any]:
+        try:
+            return jax.eval_shape(self._init, jax.random.key(0))
+        except Exception as error:
+            # Numbers may be inputs (of a table that is given its length): a shape they are only where init fails.
+            if not self._args or not all(type(x) is int for x in self._args):
+                raise
+            raise ValueError(
+                f"example_inputs {example_inputs!r}: init of {type(self.module).__name__} was given these numbers as "
+                f"its arguments and failed ({type(error).__name__}: {error}); if they are a shape, pass an array or "
+                f"(jax.ShapeDtypeStruct({tuple(self._args)}, 'float32'),)"
+            ) from error
 
     def _init(self, key: jax.Array) -> dict[str, Any]:
         args, kwargs = jax.tree.map(_concrete, (self._args, self._kwargs))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.layout.table import close_names
 from jfsdp.train.state import TrainState
 
 
@@ -29,11 +29,7 @@ def full(state: TrainState, path: str) -> jax.Array:
         raise ValueError(f"full takes (state, path), and the state given is a {type(state).__name__}")
     values, shapes = _named(state)
     if path not in values:
-        close = difflib.get_close_matches(path, values, n=4, cutoff=0.4)
-        hint = f"close names are {', '.join(close)}" if close else f"names are such as {next(iter(values))}"
-        below = [name for name in state.params if name.startswith(f"{path}.")]
-        hint = f"below it are {', '.join(below[:8])}" if below else hint
-        raise ValueError(f"{path}: the state has no array of this name; {hint}")
+        raise ValueError(f"{path}: the state has no array of this name; {close_names(path, values)}")
     value, inside = values[path], tuple(map(slice, shapes[path]))
     if not isinstance(value, jax.Array):
         raise ValueError(f"{path}: the state holds shapes only; pass one that init or restore returned")

@@ -36,7 +36,7 @@ from jfsdp.engine.dataflow import depends_on, passes_through
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES, data_axes
+from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.loss import Loss, as_loss
@@ -96,9 +96,9 @@ class Gradients:
         return ShardedApply(self.apply.model, engine)
 
     def _total(
-        self, apply: ShardedApply, weights: Arrays, others: Arrays, state: Arrays, rows: Any, scale: Any
+        self, apply: ShardedApply, source: Arrays, state: Arrays, rows: Any, scale: Any
     ) -> tuple[jax.Array, tuple[Loss, Arrays]]:
-        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), weights | others, state, rows)
+        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), source, state, rows, is_loss=True)
         if self.is_scaled:
             scale = scale / positive(loss.weight)
         return loss.total * scale, (loss, after)
@@ -115,10 +115,9 @@ class Gradients:
         """Sum over microbatches, as the layout of `apply` reduces each."""
         layout, engine = apply.layout, apply.engine
         weights = trainable(layout, source)
-        others = {path: value for path, value in source.items() if path not in weights}
 
         def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
-            grad = jax.grad(lambda w: self._total(apply, w, others, state, rows, scale), has_aux=True)
+            grad = jax.grad(lambda w: self._total(apply, source | w, state, rows, scale), has_aux=True)
             grads, (loss, after) = grad(weights)
             factor = positive(loss.weight) if self.is_scaled else 1.0
             return {path: add(layout.by_path[path], value) * factor for path, value in grads.items()}, loss, after
@@ -145,10 +144,7 @@ class Gradients:
     def _deferred_axes(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...]:
         """Return the axes over which gradients are reduced after the last microbatch only."""
         layout = self.apply.layout
-        if self.once:
-            axes = tuple(axis for axis in DATA_AXES if layout.num_shards([axis]) > 1)
-        else:
-            axes = group_only(layout)
+        axes = layout.data_axes if self.once else group_only(layout)
         if not axes:
             return ()
         is_sum, problem = self._survey(source, model_state, batch)
@@ -206,7 +202,7 @@ class Gradients:
     ) -> Summed:
         engine = LocalEngine(layout, self.apply.engine.mesh, axes)
         apply, mesh = self._apply_on(engine), engine.mesh
-        data = layout.axes_on(mesh, [axis for axis in DATA_AXES if layout.num_shards([axis]) > 1])
+        data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)
 
         def local(source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
@@ -219,12 +215,13 @@ class Gradients:
             return Summed(reduced, loss, after | keys)
 
         whole = PartitionSpec()
-        at_rest = {path: layout.on_device(mesh, _leaf(layout, path), _leaf(layout, path).source) for path in source}
+        leaves = [layout.by_path[path] for path in source]
+        at_rest = {leaf.path: layout.on_device(mesh, leaf, leaf.source).spec for leaf in leaves}
         grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(layout, source)}
         run = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=({path: sharding.spec for path, sharding in at_rest.items()}, whole, PartitionSpec(data), whole),
+            in_specs=(at_rest, whole, PartitionSpec(data), whole),
             out_specs=Summed(grad_specs, whole, whole),  # type: ignore[arg-type]
             check_vma=False,
         )
@@ -253,10 +250,6 @@ class Gradients:
         return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
 
 
-def _leaf(layout: Layout, path: str) -> Leaf:
-    return layout.by_path[path]
-
-
 def check_reduce_dtype(layout: Layout, once: bool) -> None:
     """Refuse a dtype of the reduction that XLA would not use: its own reductions are in the dtype of the gradient.
 
@@ -283,7 +276,7 @@ def positive(weight: jax.Array) -> jax.Array:
 def group_only(layout: Layout) -> tuple[str, ...]:
     """Return the data axes over which all parameters and accumulators are repeated while another splits them."""
     used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
-    free = tuple(axis for axis in DATA_AXES if layout.num_shards([axis]) > 1 and axis not in used)
+    free = tuple(axis for axis in layout.data_axes if axis not in used)
     return free if used else ()
 
 

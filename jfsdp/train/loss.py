@@ -31,8 +31,13 @@ def as_loss(value: Any) -> Loss:
     counts as a `Loss`, so that models need not import jfsdp.
 
     Raises:
-      ValueError: if total, weight or an aux value is not a scalar, the total is not floating, or an aux name is taken.
+      ValueError: for None; if total, weight or an aux value is not a scalar, the total is not floating, or an aux name
+        is taken.
     """
+    if value is None:
+        raise ValueError(
+            "loss_fn: returned None (is its return missing?); return a scalar, or jfsdp.Loss(total, weight, aux)"
+        )
     given = value if hasattr(value, "total") else Loss(value, 1.0)
     if isinstance(given.total, (tuple, list, dict)):
         raise ValueError("loss_fn: returned a collection; return a scalar, or jfsdp.Loss(total, weight, aux)")

@@ -21,7 +21,24 @@ if TYPE_CHECKING:
 
 Globs = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB,...")]
 Stages = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WHAT,...")]
-Dtype = Annotated[str | None, tyro.conf.arg(metavar="DTYPE|none")]
+
+
+def optional(kind: type, metavar: str) -> Any:
+    """Describe an option that is a value or the word none: for `Annotated`."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{metavar}|none",
+        instance_from_str=lambda texts: None if word_or_none(texts[0]) is None else kind(texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    )
+
+
+Number = Annotated[int | None, optional(int, "N")]
+Decimal = Annotated[float | None, optional(float, "X")]
+Name = Annotated[str | None, optional(str, "NAME")]
+Location = Annotated[str | None, optional(str, "PATH")]
+Dtype = Annotated[str | None, optional(str, "DTYPE")]
 OFFLOADABLE = ("params", "grads", "opt_state")
 REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 
@@ -30,9 +47,9 @@ REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 class ShardingOptions:
     """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    model: Name = None
     """A model that an installed package offers, such as llama-8b; `jfsdp models` lists them."""
-    factory: Annotated[str | None, tyro.conf.arg(metavar="MODULE:FUNCTION")] = None
+    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
     """Instead of --model: a function, importable from here, that returns a jfsdp.Job or a dict of its fields."""
     model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
@@ -42,10 +59,10 @@ class ShardingOptions:
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
     """ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
     Or a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
-    sharding_factor: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    sharding_factor: Number = None
     """Split parameters over groups of N neighbouring devices, each group a copy, whatever --mesh says.
     1 is ddp, all devices is full_shard, between is hybrid_shard."""
-    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="none|true|false|N")] = "none"
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|N|none")] = "none"
     """true: free a unit's gathered parameters after its forward. false: keep them until its backward.
     N: keep them split N ways, say over the devices of a host, so that the second gather is cheap.
     none: as the strategy says; hpz asks for N where hosts are unknown."""
@@ -57,8 +74,8 @@ class ShardingOptions:
     """What waits in the host's pinned memory while unused: params, grads, opt_state, or several with commas."""
     engine: str = "auto"
     """auto: XLA inserts the collectives. There is no other yet."""
-    min_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Leaves with fewer elements per layer are replicated, and never offloaded. None: 1024."""
+    min_size: Number = None
+    """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024."""
 
     param_dtype: Dtype = "bfloat16"
     """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
@@ -73,14 +90,14 @@ class ShardingOptions:
 
     accumulate: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Cut the batch into so many microbatches, one after the other."""
-    reduce: Annotated[str | None, tyro.conf.arg(metavar="every|once|none")] = None
+    reduce: Annotated[str | None, optional(str, "every|once")] = None
     """every: sum gradients over devices after each microbatch. once: after the last, for the memory of a whole one.
     once needs ddp, zero1 or --no-reshard-after-backward. none: as the strategy says."""
     reshard_after_backward: bool = True
     """--no-reshard-after-backward gathers all parameters once per step, and keeps them over all microbatches."""
-    opt_state_dtype: Annotated[str | None, tyro.conf.arg(metavar="bfloat16|none")] = None
+    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None
     """bfloat16: keep the optimizer's moments so, rounded stochastically, in half the bytes. none: as they come."""
-    ema: Annotated[float | None, tyro.conf.arg(metavar="DECAY")] = None
+    ema: Annotated[float | None, optional(float, "DECAY")] = None
     """Keep moving averages of the parameters: 0.999 averages over about 1000 steps.
     Held-out losses and the sample are then those of the averages."""
 

@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.engine import to_device
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, split_mesh
-from jfsdp.layout.report import summary
-from jfsdp.layout.table import Layout
+from jfsdp.layout.report import list_differences, summary
+from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.roles import place
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState, state_shardings, with_work
@@ -155,24 +155,12 @@ def _check_mesh(mesh: Any, layout: Layout) -> Mesh:
 
 
 def _check_same_model(old: Layout, new: Layout) -> None:
-    there = {leaf.path: (leaf.shape, leaf.dtype, leaf.trainable) for leaf in old.leaves}
-    wanted = {leaf.path: (leaf.shape, leaf.dtype, leaf.trainable) for leaf in new.leaves}
-    differing = [
-        f"{path}: the state has {_show(*there[path])}, the new layout {_show(*wanted[path])}"
-        for path in there
-        if path in wanted and there[path] != wanted[path]
-    ]
-    problems = {
-        "only in the state": sorted(there.keys() - wanted.keys()),
-        "only in the new layout": sorted(wanted.keys() - there.keys()),
-        "different": differing,
-    }
-    lines = [
-        f"  {kind}: {', '.join(names[:8])}{' ...' * (len(names) > 8)}" for kind, names in problems.items() if names
-    ]
+    there, wanted = ({leaf.path: _show(leaf) for leaf in layout.leaves} for layout in (old, new))
+    kinds = ("only in the state", "only in the new layout", "different")
+    lines = list_differences(there, wanted, owners=("the state has", "the new layout"), kinds=kinds)
     if lines:
-        raise ValueError("reshard: the new layout is of another model:\n" + "\n".join(lines))
+        raise ValueError(f"reshard: the new layout is of another model:\n{lines}")
 
 
-def _show(shape: tuple[int, ...], dtype: str, trainable: bool) -> str:
-    return f"{dtype}{list(shape)}{'' if trainable else ' without gradient'}"
+def _show(leaf: Leaf) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}{'' if leaf.trainable else ' without gradient'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
+from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.mesh import DATA_AXES, group_mesh, make_mesh, node_size, num_data_shards, split_mesh
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
@@ -81,6 +83,9 @@ def fully_shard(
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
+
+    Warns:
+      LayoutWarning: where memory is lost unasked: no units, or padding above 1 % of a model that is not small.
     """
     _check_available(engine, storage, prefetch)
     flax_model, mp_policy = as_model(model), mp_policy or MixedPrecisionPolicy()
@@ -110,6 +115,8 @@ def fully_shard(
         types=flax_model.types,
         offload=offload_policy,
     )
+    for warning in advise_memory(layout):
+        warnings.warn(warning, LayoutWarning, stacklevel=2)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
     return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None))
 
@@ -225,13 +232,14 @@ class ShardedModel:
         reshard_after_backward: bool = True,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite: see `StepConfig`.
+          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options: see `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
@@ -241,7 +249,7 @@ class ShardedModel:
                 "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
             )
         self._check_optimizer(tx)
-        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite)
+        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
 
     def _check_optimizer(self, tx: optax.GradientTransformation) -> None:

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.engine import SCOPE, is_on_host, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
@@ -45,6 +45,8 @@ class StepConfig:
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
+      compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
+        one away. The step's attribute of this name shows what it is compiled with.
     """
 
     accumulate: int = 1
@@ -52,6 +54,7 @@ class StepConfig:
     reshard_after_backward: bool = True
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
@@ -79,6 +82,8 @@ class TrainStep:
     ):
         self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
+        options = compiler_options(self.mesh, self.layout) | dict(config.compiler_options or {})
+        self.compiler_options = {name: value for name, value in options.items() if value is not None}
         once = reduces_once(self.layout, config)
         check_reduce_dtype(self.layout, once=once)
         keep = config.reshard_after_backward
@@ -176,7 +181,7 @@ class TrainStep:
                 in_shardings=(*lend_host_params(shardings), None),
                 out_shardings=(shardings, whole),
                 donate_argnums=0,
-                compiler_options=compiler_options(self.mesh),
+                compiler_options=self.compiler_options,
             )
         return self._jitted
 
@@ -225,11 +230,10 @@ class TrainStep:
         updates, opt_state = on_logical_leaves(engine, self.tx).update(grads, opt_state, params)
         updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
         masters = engine.constrain(updated, "param")
-        frozen = {path: value for path, value in state.params.items() if path not in updated}
         work = state.work if not state.work else {**state.work, **make_work(engine, masters)}
         return dataclasses.replace(
             state,
-            params={path: {**frozen, **engine.put(masters, "param")}[path] for path in state.params},
+            params=state.params | engine.put(masters, "param"),
             work=work,
             opt_state=jax.tree.map(like_memory, state.opt_state, opt_state),
         )
@@ -296,14 +300,12 @@ def in_memory(value: jax.Array, memory: str) -> jax.Array:
     """Say in its type that an argument stands in host memory: JAX (0.10.2, 0.12) leaves that out when a step is lowered
     for shapes. Moves no data: that is where it stands.
     """
-    is_typed = jax.typeof(value).memory_space == jax.memory.Space.Host
-    return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_typed else value
+    return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_on_host(value) else value
 
 
 def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
     """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
-    is_host = jax.typeof(old).memory_space == jax.memory.Space.Host
-    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_host else new
+    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new
 
 
 def reduces_once(layout: Layout, config: StepConfig) -> bool:

@@ -29,6 +29,13 @@ def make():
 def misspelt():
     return dict(model=Net, loss=loss, batch=None, unit=["up"], optimizer=optax.adam)
 
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4096, 1024, use_bias=False, rngs=rngs)
+
+def no_units():
+    return make() | {"model": Wide, "units": ()}
+
 def nothing_matches():
     return make() | {"units": ["layers.*"]}
 """
@@ -195,7 +202,7 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are "),
         (
             ("--model", "llama-tiny", "--strategy", "zero4"),
-            "strategy 'zero4' is unknown; the strategies are ddp, zero1",
+            "strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp, zero1",
         ),
         (
             ("--model", "llama-tiny", "--param-dtype", "int8"),
@@ -302,3 +309,10 @@ def test_models_lists_what_can_be_explained(capsys):
     names = capsys.readouterr().out.split()
     assert "llama-405b" in names
     assert names == sorted(names)
+
+
+def test_what_the_library_says_aloud_is_told_once(capsys, factory):
+    assert main(["explain", "--factory", f"{factory}:no_units"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("no units: all 4,194,304 split parameters are gathered at once") == 1

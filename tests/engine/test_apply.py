@@ -1,5 +1,6 @@
 """Unmodified models under hooks: state comes back, precision is FSDP2's, misuse is named."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
 
@@ -321,3 +323,33 @@ def test_an_undeclared_stack_whose_layer_dim_is_split_is_named():
     expect("declare the layer dim", Scanned, (jfsdp.Unit(nnx.Linear, stacked=0),))
     model = shard(Scanned, (nnx.Linear,))
     model.train_step(mean_square, TX)(model.init(TX), batch())
+
+
+class Named(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        named = functools.partial(checkpoint_name, name="hidden")
+        return jax.lax.cond(x.sum() > 0, named, jnp.tanh, self.linear(x))
+
+
+def step_saving(remat, **options):
+    model = shard(lambda rngs: Net(rngs, Named), units=[Named, "head"], remat=remat, **options)
+    return model.train_step(mean_square, TX)(model.init(TX), batch())
+
+
+@pytest.mark.parametrize("remat", [("hiden",), jfsdp.SaveNames(("hidden",), ("hiden",))])
+def test_a_name_to_save_that_no_value_has_is_refused_with_the_names_there_are(remat):
+    with pytest.raises(ValueError, match=r"remat is to save hiden, and no value .*checkpoint_name: hidden\b"):
+        step_saving(remat)
+
+
+def test_a_name_to_save_need_not_be_in_every_unit():
+    _, metrics = step_saving(("hidden",))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_an_evaluation_may_pass_by_the_names_to_save():
+    model = shard(lambda rngs: Net(rngs, Named), units=[Named, "head"], remat=("hidden",))
+    assert model.forward(lambda model, x: model.head(x))(model.init(TX), batch()).shape == (16, 1)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.layout.advice import advise
+from jfsdp.layout.advice import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
 
 
@@ -74,3 +74,32 @@ def test_a_min_size_above_every_leaf_is_told():
     (warning,) = warnings({"fsdp": 8}, min_size=2**21)
     assert warning == "no parameter is split: all are below min_size 2097152; lower it, or say ddp"
     assert warnings({"fsdp": 8}, "ddp", min_size=2**21) == []
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = (nnx.Linear(2048, 1024, use_bias=False, rngs=rngs) for _ in range(2))
+
+
+def wide(**options):
+    return jfsdp.fully_shard(Wide, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), **options).layout
+
+
+@pytest.mark.parametrize("options", [{}, {"units": ()}, {"units": [Wide]}])
+def test_a_large_model_without_units_is_told_aloud_what_is_gathered_at_once(options):
+    message = r"no units: all 4,194,304 split parameters are gathered at once, 8,388,608 bytes on every device; name"
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
+    with pytest.warns(LayoutWarning, match=message) as told:
+        layout = wide(mp_policy=policy, **options)
+    assert told[0].filename == __file__
+    assert advise(layout) == [str(told[0].message)]
+
+
+@pytest.mark.parametrize("options", [{"units": [nnx.Linear]}, {"strategy": "ddp"}, {"ignored": "first"}])
+def test_units_or_whole_or_small_parameters_are_not_told_aloud(options):
+    assert not [told for told in advise(wide(**options)) if "no units" in told]
+
+
+def test_padding_is_told_aloud_where_it_is_large():
+    with pytest.warns(LayoutWarning, match=r"padding is 50\.0 % of all that is stored, most of it in weight"):
+        jfsdp.fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048

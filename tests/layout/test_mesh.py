@@ -217,3 +217,8 @@ def test_own_mesh_without_some_of_the_axes_is_welcome():
 )
 def test_batch_is_split_over_replica_and_fsdp_only(sizes, num):
     assert num_data_shards(sizes) == num
+
+
+def test_make_mesh_refuses_an_axis_that_it_does_not_know():
+    with pytest.raises(ValueError, match="axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"):
+        make_mesh(data=2)

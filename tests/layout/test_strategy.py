@@ -110,3 +110,10 @@ def test_an_unknown_name_lists_all_valid_ones(name):
 def test_optimizer_states_less_split_than_parameters_are_refused(param, opt):
     with pytest.raises(ValueError, match=rf"'odd': opt \({opt.value}\) is less split than param \({param.value}\)"):
         Strategy("odd", param, Split.WHOLE, Split.WHOLE, opt)
+
+
+@pytest.mark.parametrize(("name", "close"), [("full_shad", "full_shard"), ("zero_3", "zero3"), ("HSDP", None)])
+def test_an_unknown_name_is_told_the_closest(name, close):
+    hint = re.escape(f" (did you mean {close!r}?)") if close else ""
+    with pytest.raises(ValueError, match=f"strategy {name!r} is unknown{hint}; the strategies are"):
+        get_strategy(name)

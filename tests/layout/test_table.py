@@ -375,3 +375,18 @@ def test_layout_covers_exactly_the_parameters_of_the_model():
     assert {leaf.path: leaf.shape for leaf in layout.leaves} == {
         path: leaf.shape for path, leaf in NNXModel(Tower).params.items()
     }
+
+
+def test_an_unknown_name_is_told_close_ones():
+    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
+    with pytest.raises(
+        KeyError, match=r"blocks\.up\.kernal: the layout has no leaf .*; close names are .*\.up\.kernel"
+    ):
+        _ = layout.by_path["blocks.up.kernal"]
+    with pytest.raises(KeyError, match=r"below it are blocks\..*blocks\.up\.kernel"):
+        _ = layout.by_path["blocks"]
+    assert layout.by_path.get("blocks") is None
+    assert "blocks" not in layout.by_path
+    for ask in (layout.unit, layout.policy):
+        with pytest.raises(ValueError, match="block: the layout has no unit of this name; close names are blocks"):
+            ask("block")

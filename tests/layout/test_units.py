@@ -275,3 +275,18 @@ def test_a_tied_weight_may_be_in_a_unit_that_holds_both_its_users():
 def test_units_stand_in_the_order_of_the_layers():
     units = resolve(lambda rngs: nnx.List([Block(rngs) for _ in range(11)]), Block)
     assert list(units) == [ROOT, *map(str, range(11))]
+
+
+@pytest.mark.parametrize("choice", [Block(nnx.Rngs(0)), Unit(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))])
+def test_a_module_in_place_of_its_class_is_refused_with_the_class_to_pass(choice):
+    name = type(choice.match if isinstance(choice, Unit) else choice).__name__
+    with pytest.raises(ValueError, match=rf"unit {name}\(\.\.\.\) is a module; pass its class: units=\[{name}\]"):
+        resolve(Net, choice)
+
+
+def test_a_predicate_may_be_any_object_that_can_be_called():
+    class IsMlp:
+        def __call__(self, path, cls, size):
+            return cls is Mlp
+
+    assert resolve(Net, IsMlp()).keys() == resolve(Net, Mlp).keys()

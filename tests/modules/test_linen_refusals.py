@@ -121,3 +121,23 @@ def test_boxed_parameters_are_unboxed():
 def test_what_is_no_linen_model_is_refused_with_the_form_to_pass(source):
     with pytest.raises(ValueError, match=r"\((linen_)?module, example_inputs\)"):
         jfsdp.fully_shard(source)
+
+
+@pytest.mark.parametrize("example", [(1, 64), [1, 64], 64])
+def test_a_shape_in_place_of_example_inputs_is_refused_with_what_to_pass(example):
+    with pytest.raises(ValueError, match=r"example_inputs .*64.*: init of Net .* failed .*jax\.ShapeDtypeStruct\(\("):
+        LinenModel(Net(), example)
+
+
+def test_a_number_may_be_an_input():
+    class Table(nn.Module):
+        @nn.compact
+        def __call__(self, length):
+            return self.param("table", nn.initializers.normal(), (length, 3))
+
+    assert LinenModel(Table(), (5,)).params["table"].shape == (5, 3)
+
+
+def test_a_unit_given_as_a_module_is_refused_with_the_class_to_pass():
+    with pytest.raises(ValueError, match=r"unit Block\(\.\.\.\) is a module; pass its class: units=\[Block\]"):
+        shard(Net(), (X,), [Block()])

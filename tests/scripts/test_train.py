@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -380,3 +381,18 @@ def test_missing_data_and_unwritable_directories_are_named_before_training(optio
     (tmp_path / "file").write_text("")
     done = train(*options, "--run-dir", tmp_path / "file" / "run")
     assert done.returncode == 1 and "cannot be written (Not a directory)" in done.stderr
+
+
+def test_every_option_that_may_be_left_out_is_shown_and_read_alike(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "{None}" not in capsys.readouterr().out
+    types = typing.get_type_hints(type(parse()))
+    optional = [name for name, kind in types.items() if type(None) in typing.get_args(kind)]
+    assert {"seq_len", "max_grad_norm", "run_dir", "ema", "reduce"} <= set(optional)
+    for name in optional:
+        option = f"--{name.replace('_', '-')}"
+        for word in ("none", "None"):
+            config = parse(option, word)
+            assert getattr(config, name) is None
+    assert parse("--seq-len", "128", "--max-grad-norm", "0.5").seq_len == 128

@@ -303,3 +303,9 @@ def test_leaves_of_a_batch_that_are_no_rows_or_not_as_many_are_named(model, extr
     step = model.train_step(token_loss, TX)
     with pytest.raises(ValueError, match=match):
         step(model.init(TX), make_batches(1)[0] | extra)
+
+
+def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
+    step = model.train_step(lambda model, batch: None, TX)
+    with pytest.raises(ValueError, match=r"loss_fn: returned None .*; return a scalar, or jfsdp\.Loss\("):
+        step(model.init(TX), make_batches(1, rows=8)[0])

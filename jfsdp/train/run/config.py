@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
-from jfsdp.train.options import ShardingOptions
+from jfsdp.train.options import Decimal, Dtype, Location, Number, ShardingOptions, optional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +24,9 @@ class TrainConfig(ShardingOptions):
     """Field of a JSONL object that holds the text."""
     extensions: tuple[str, ...] = ()
     """Keep only these files of a directory or glob, such as .py .md"""
-    token_dtype: str | None = None
+    token_dtype: Dtype = None
     """uint16 or uint32, for token files without a sidecar."""
-    eod_id: int | None = None
+    eod_id: Number = None
     """End-of-document id of token files without a sidecar."""
     eval_fraction: float = 0.05
     """Share of the documents or images held out."""
@@ -38,27 +39,27 @@ class TrainConfig(ShardingOptions):
     """The total of the run, whatever was done before a resume."""
     batch_per_device: int = 1
     """Sequences or images per device and step."""
-    seq_len: int | None = None
+    seq_len: Number = None
     """Tokens per sequence; default: the model's."""
     seed: int = 0
     """Of initialization, data order and sample."""
 
     learning_rate: float = 3e-4
     """The peak."""
-    warmup: int | None = None
+    warmup: Number = None
     """Steps to reach it; default: 5 % of decay_steps."""
-    decay_steps: int | None = None
+    decay_steps: Number = None
     """Steps until the cosine reaches its floor; default: steps, and on resume what the run began with."""
     min_learning_rate: float = 0.1
     """The floor, as a fraction of the peak."""
-    max_grad_norm: float | None = 1.0
-    """Clip gradients to this global norm; None does not clip."""
+    max_grad_norm: Decimal = 1.0
+    """Clip gradients to this global norm; none does not clip."""
     skip_nonfinite: bool = False
     """Skip steps whose loss or gradient is not finite, and count them."""
 
-    run_dir: str | None = None
+    run_dir: Location = None
     """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""
-    resume: str | None = None
+    resume: Annotated[str | None, optional(str, "auto|STEP")] = None
     """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP)."""
     checkpoint_every: int = 200
     """Steps between checkpoints; 0: only the last step. The last step is always saved."""
@@ -76,20 +77,20 @@ class TrainConfig(ShardingOptions):
     """Its beginning."""
     temperature: float = 0.8
     """Its randomness; 0 takes the likeliest token."""
-    profile: str | None = None
+    profile: Annotated[str | None, optional(str, "START:STOP")] = None
     """START:STOP, the first and the last step of a trace."""
 
     simulate_devices: int = 0
     """Make the CPU look like so many devices; 0 uses the real ones."""
     deterministic: bool = False
     """Bit-for-bit repeatable on GPUs too, and slower."""
-    cache_dir: str | None = None
+    cache_dir: Location = None
     """Compiled programs are kept here; default: ~/.cache/jfsdp."""
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, optional(str, "HOST:PORT")] = None
     """HOST:PORT of process 0, or auto under Slurm and the like; default: JAX_COORDINATOR_ADDRESS, or one process."""
-    num_processes: int | None = None
+    num_processes: Number = None
     """How many processes; with --coordinator HOST:PORT."""
-    process_id: int | None = None
+    process_id: Number = None
     """Which of them this is; with --coordinator HOST:PORT."""
     debug: bool = False
     """Show tracebacks of errors."""

@@ -1,0 +1,58 @@
+"""The options of XLA that a step is compiled with: computed from its layout, valid for this JAX, overridable."""
+
+import jax
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.engine.options import COMBINE_BYTES, compiler_options, unit_bytes
+from jfsdp.train.job import find_job
+from tests import hlo
+
+LAYER_PARAMETERS = (8_030_261_248 - 1_050_677_248) // 32
+
+
+def sharded(mesh, **config):
+    job = find_job("llama-8b").with_config(attention="xla", **config)
+    return job, jfsdp.fully_shard(job.model, mesh=mesh, units=job.units)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_collectives_are_combined_up_to_one_layer(stacked):
+    _, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2, stacked=stacked)
+    assert unit_bytes(model.layout) == 4 * LAYER_PARAMETERS
+    options = compiler_options(model.mesh, model.layout)
+    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 4 * LAYER_PARAMETERS
+    assert options["xla_disable_hlo_passes"] == "rematerialization"
+
+
+def test_small_units_leave_the_thresholds_of_xla():
+    job = find_job("llama-tiny")
+    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(1)), units=job.units)
+    options = compiler_options(model.mesh, model.layout)
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == COMBINE_BYTES
+
+
+def test_other_platforms_get_no_options():
+    job = find_job("llama-tiny")
+    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(), units=job.units)
+    assert compiler_options(model.mesh, model.layout) == {}
+    assert model.train_step(job.loss, optax.sgd(0.1)).compiler_options == {}
+
+
+def test_options_are_overridden_and_taken_away_by_name():
+    job, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2)
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    step = model.train_step(job.loss, optax.sgd(0.1), compiler_options={limit: 2, "xla_disable_hlo_passes": None})
+    assert step.compiler_options[limit] == 2
+    assert "xla_disable_hlo_passes" not in step.compiler_options
+
+
+def test_this_xla_knows_every_option():
+    """Compiling refuses unknown options, so this fails when a new JAX renames one."""
+    mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
+    _, model = sharded(mesh, num_layers=2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
+    double = jax.jit(lambda x: x + x, compiler_options=compiler_options(mesh, model.layout))
+    assert "add" in double.lower(x).compile().as_text()
