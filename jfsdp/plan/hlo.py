@@ -1,0 +1,415 @@
+"""Read the text of a scheduled HLO module, as `compiled.as_text()` prints it, into plain records.
+
+Pure reading: nothing here imports JAX or moves data. Known to read what XLA:GPU prints in JAX 0.10 and 0.12.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """Element type, dims and memory ("device" or "host") of one array."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory: str = "device"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.ceil(self.num_elements * _bits(self.dtype) / 8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      shapes: the result, tuples flattened.
+      operands: names of instructions of the same computation.
+      called: names of the computations it runs or applies (calls=, body=, condition=, to_apply=, branches).
+      op_name: JAX's name stack of the operation; empty where XLA kept none.
+      source: "file.py:12" of the innermost frame, "" where XLA kept none.
+      index: place in its computation's schedule.
+      attributes: the raw rest of the line after the operands.
+      arguments: the raw text of the operands; a constant's value, a parameter's number.
+      stack: "file.py:12" of every frame, innermost first.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    op_name: str
+    source: str
+    index: int
+    attributes: str
+    arguments: str = ""
+    stack: tuple[str, ...] = ()
+    is_root: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.num_bytes for shape in self.shapes)
+
+    def attribute(self, name: str) -> str:
+        """Return the word after `name=`, without a leading %; empty if there is none."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they are issued."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """The instructions that take each one as an operand."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @property
+    def root(self) -> Instruction:
+        marked = (instruction for instruction in self.instructions if instruction.is_root)
+        return next(marked, self.instructions[-1])
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """Shapes of the operands of one of its instructions, tuples flattened."""
+        return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+    num_partitions: int | None
+    is_scheduled: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Execution:
+    """How often a step runs a computation, and whether a loop is around it."""
+
+    computation: Computation
+    times: int
+    in_loop: bool
+
+
+def parse_module(text: str) -> Module:
+    """Read a scheduled HLO module. Moves no data.
+
+    Raises:
+      ValueError: if the text is not that of a scheduled HLO module; says what was missing, and on which line.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith("HloModule ")), None)
+    if start is None:
+        kind = "StableHLO" if "stablehlo." in text[:20000] or "module @" in text[:2000] else "no HLO"
+        raise ValueError(f"this text is {kind}: no line begins with 'HloModule'; pass `lowered.compile().as_text()`")
+    header = lines[start]
+    if "is_scheduled=true" not in header:
+        raise ValueError(f"{header[:80]!r} is not scheduled ('is_scheduled=true' is missing); compile it for a device")
+    stacks = _stacks(lines)
+    bodies, entry = _split(lines)
+    if entry is None:
+        raise ValueError(
+            f"{header[:80]!r}: no computation is marked ENTRY; is the text cut off, or from another version?"
+        )
+    computations = {
+        name: Computation(name, tuple(_instruction(i, line, stacks) for i, line in enumerate(body)))
+        for name, body in bodies.items()
+    }
+    partitions = re.search(r"num_partitions=(\d+)", header)
+    name = header.split()[1].rstrip(",")
+    return Module(name, computations, computations[entry], int(partitions[1]) if partitions else None, True)
+
+
+def trip_count(module: Module, while_instruction: Instruction) -> int:
+    """Return how often a loop's body runs: as XLA states it, else derived from the loop's condition.
+
+    Derived means: the condition compares a counter in the loop's state with a constant; the counter starts at a
+    constant, and each round adds a constant.
+
+    Raises:
+      ValueError: if neither says it.
+    """
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', while_instruction.attributes)
+    if known:
+        return int(known[1])
+    limit, inclusive, place = _limit(module, while_instruction)
+    stated = re.search(r'known_init_step":\{"init":"(-?\d+)","step":"(\d+)"', while_instruction.attributes)
+    if stated:
+        first, step = int(stated[1]), int(stated[2])
+    else:
+        first, step = _first(module, while_instruction, place), _step(module, while_instruction, place)
+    if first is None or not step or step < 0:
+        raise ValueError(
+            f"{while_instruction.name}: how often it runs is not known: its counter ends at {limit}, starts at {first} "
+            f"and steps by {step} (None: not a constant); use a loop of fixed length"
+        )
+    return max(0, math.ceil((limit + inclusive - first) / step))
+
+
+def executions(module: Module) -> tuple[Execution, ...]:
+    """List every computation that a step runs, with its number of runs; loops multiplied out, callers before callees.
+
+    Bodies of fusions and the scalar functions of reductions are parts of one instruction and not listed. Of a
+    conditional every branch counts as run: which one it will be is not in the text.
+    """
+    found: dict[str, Execution] = {}
+
+    def visit(computation: Computation, times: int, in_loop: bool) -> None:
+        before = found.get(computation.name)
+        found[computation.name] = Execution(
+            computation, times + (before.times if before else 0), in_loop or bool(before and before.in_loop)
+        )
+        for instruction in computation.instructions:
+            for name, rounds in _runs(module, instruction):
+                visit(module.computations[name], times * rounds, in_loop or instruction.opcode == "while")
+
+    visit(module.entry, 1, False)
+    return tuple(found.values())
+
+
+def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Yield every executed instruction with its computation and its number of executions per step.
+
+    Inside loops, calls, conditionals (each branch) and async wrappers, but not inside fusions.
+    """
+    for execution in executions(module):
+        for instruction in execution.computation.instructions:
+            yield execution.computation, instruction, execution.times
+
+
+def _runs(module: Module, instruction: Instruction) -> Iterator[tuple[str, int]]:
+    match instruction.opcode:
+        case "while":
+            rounds = trip_count(module, instruction)
+            yield instruction.attribute("body"), rounds
+            yield instruction.attribute("condition"), rounds + 1
+        case "call" | "async-start" | "conditional" | "call-start":
+            for name in instruction.called:
+                yield name, 1
+
+
+# Loops whose trip count must be derived.
+
+
+def _limit(module: Module, loop: Instruction) -> tuple[int, bool, int]:
+    """Read the loop's bound, whether it is inclusive, and the place of the counter in the loop's state."""
+    condition = module.computations[loop.attribute("condition")]
+    computation, compare, outer = condition, condition.root, {}
+    if compare.opcode == "fusion":
+        computation, outer = module.computations[compare.called[0]], _arguments(module, compare, condition)
+        compare = computation.root
+    direction = compare.attribute("direction")
+    if compare.opcode == "compare" and direction in ("LT", "LE"):
+        counter, bound = (_follow(name, computation, outer) for name in compare.operands)
+        if counter.opcode == "get-tuple-element" and bound.opcode == "constant":
+            return int(bound.arguments), direction == "LE", int(counter.attribute("index"))
+    raise ValueError(
+        f"{loop.name}: how often it runs is not known: no known_trip_count, and its condition ({condition.name}) is "
+        f"not 'counter < constant' but {compare.opcode} {direction}; use a loop of fixed length"
+    )
+
+
+def _arguments(module: Module, fusion: Instruction, computation: Computation) -> dict[str, Instruction]:
+    """Map the parameters of a fusion's computation to the instructions given for them."""
+    inner = module.computations[fusion.called[0]]
+    return {
+        instruction.name: computation.by_name[fusion.operands[int(instruction.arguments)]]
+        for instruction in inner.instructions
+        if instruction.opcode == "parameter"
+    }
+
+
+def _follow(name: str, computation: Computation, outer: Mapping[str, Instruction]) -> Instruction:
+    """Look through what keeps a scalar as it is."""
+    instruction = computation.by_name[name]
+    while instruction.opcode in ("copy", "bitcast", "convert", "reshape", "broadcast"):
+        instruction = computation.by_name[instruction.operands[0]]
+    return outer.get(instruction.name, instruction)
+
+
+def _first(module: Module, loop: Instruction, place: int) -> int | None:
+    """Read the counter's first value from the state that the loop is given; None if it is not a constant there."""
+    caller = next(found for found in module.computations.values() if loop.name in found.by_name)
+    state = caller.by_name[loop.operands[0]]
+    if state.opcode != "tuple":
+        return None
+    start = _follow(state.operands[place], caller, {})
+    return int(start.arguments) if start.opcode == "constant" else None
+
+
+def _step(module: Module, loop: Instruction, place: int) -> int | None:
+    """Read what each round adds to the counter; None if that is not a constant."""
+    body = module.computations[loop.attribute("body")]
+    if body.root.opcode != "tuple":
+        return None
+    computation, add = body, _follow(body.root.operands[place], body, {})
+    if add.opcode == "fusion":
+        computation = module.computations[add.called[0]]
+        add = computation.root
+    if add.opcode != "add":
+        return None
+    values = (_follow(name, computation, {}) for name in add.operands)
+    return next((int(value.arguments) for value in values if value.opcode == "constant"), None)
+
+
+# Lines.
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+# A tuple type ends at the first ") opcode(": within a type, no ") " is followed by a word and a parenthesis.
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+
+
+def _split(lines: list[str]) -> tuple[dict[str, list[str]], str | None]:
+    bodies: dict[str, list[str]] = {}
+    entry, body = None, None
+    for line in lines:
+        if line.startswith((" ", "\t")):
+            if body is not None:
+                body.append(line)
+        elif found := _HEADER.match(line):
+            body = bodies.setdefault(found[2], [])
+            entry = found[2] if found[1] else entry
+        else:
+            body = None
+    return bodies, entry
+
+
+def _instruction(index: int, line: str, stacks: Mapping[str, tuple[str, ...]]) -> Instruction:
+    found = _LINE.match(line)
+    if not found:
+        raise ValueError(f"not an HLO instruction, or HLO of another version: {line.strip()[:160]!r}")
+    is_root, name, kind, opcode = found.groups()
+    end = _closing(line, found.end())
+    arguments, attributes = line[found.end() : end], line[end + 1 :].removeprefix(", ")
+    before, _, metadata = attributes.partition("metadata={")
+    stack = _stack(metadata, stacks)
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        shapes=_shapes(kind),
+        operands=() if opcode in ("constant", "parameter") else tuple(_OPERAND.findall(arguments)),
+        called=_called(before),
+        op_name=_op_name(metadata),
+        source=stack[0] if stack else "",
+        index=index,
+        attributes=attributes,
+        arguments=arguments,
+        stack=stack,
+        is_root=is_root is not None,
+    )
+
+
+def _closing(line: str, start: int) -> int:
+    """Find the parenthesis that closes the operands; they may hold types with parentheses of their own."""
+    depth = 1
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', line[start:]):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0:
+            return start + found.start()
+    raise ValueError(f"an HLO instruction does not end (is the text cut off?): {line.strip()[:160]!r}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim), _memory(layout))
+        for dtype, dims, layout in _ARRAY.findall(text)
+    )
+
+
+def _memory(layout: str) -> str:
+    return "host" if "S(5)" in layout else "device"
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    """Read the width out of an element type's name: bf16, f8e4m3fn, u4, c64; pred takes a byte, a token nothing."""
+    found = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
+    return int(found[1]) if found else 8 if dtype == "pred" else 0
+
+
+def _called(attributes: str) -> tuple[str, ...]:
+    names = []
+    for one, several in _CALLED.findall(attributes):
+        names += [one] if one else [name.strip().lstrip("%") for name in several.split(",") if name.strip()]
+    return tuple(names)
+
+
+def _op_name(metadata: str) -> str:
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
+    return found[1] if found else ""
+
+
+# Where an operation comes from: tables of the module's header, or written out on each line by older versions.
+
+
+def _stack(metadata: str, stacks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    frame = re.search(r"stack_frame_id=(\d+)", metadata)
+    if frame:
+        return stacks.get(frame[1], ())
+    written = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', metadata)
+    return (f"{written[1]}:{written[2] or 0}",) if written else ()
+
+
+def _stacks(lines: list[str]) -> dict[str, tuple[str, ...]]:
+    """Resolve the tables FileNames, FileLocations and StackFrames into a stack for each frame, innermost first."""
+    files = {number: entry.strip('"') for number, entry in _table(lines, "FileNames")}
+    places = {}
+    for number, entry in _table(lines, "FileLocations"):
+        fields = _fields(entry)
+        places[number] = f"{files.get(fields.get('file_name_id', ''), '?')}:{fields.get('line', '0')}"
+    frames = {number: _fields(entry) for number, entry in _table(lines, "StackFrames")}
+    # The parent is printed plus one (1 = none): the first frame then names itself, which a plain number cannot.
+    offset = 1 if any(fields.get("parent_frame_id") == number for number, fields in frames.items()) else 0
+    stacks: dict[str, tuple[str, ...]] = {}
+    for number, fields in frames.items():
+        parent = str(int(fields.get("parent_frame_id", offset)) - offset)
+        stacks[number] = (places.get(fields.get("file_location_id", ""), "?:0"), *stacks.get(parent, ()))
+    return stacks
+
+
+def _table(lines: list[str], title: str) -> Iterator[tuple[str, str]]:
+    try:
+        start = lines.index(title)
+    except ValueError:
+        return
+    for line in lines[start + 1 :]:
+        number, _, entry = line.partition(" ")
+        if not number.isdigit():
+            return
+        yield number, entry
+
+
+def _fields(entry: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\d+)", entry))

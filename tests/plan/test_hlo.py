@@ -1,0 +1,250 @@
+"""The reader of scheduled HLO, on small texts in every form that JAX 0.10 and 0.12 print."""
+
+import pytest
+
+from jfsdp.plan import hlo
+from jfsdp.plan.hlo import Shape
+
+SMALL = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8
+
+FileNames
+1 "models/llama.py"
+2 "jfsdp/engine/auto.py"
+
+FunctionNames
+1 "Block.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=12 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=61 end_line=61 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%fused_add (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %add.1 = f32[4]{0} add(%p, %p)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0), metadata={op_name="state['w']"}
+  %constant.7 = s32[] constant(32)
+  %gemm = (bf16[8,4]{1,0:T(8,128)(2,1)S(5)}, s8[0]{0}, /*index=2*/u32[]) custom-call(%x, /*index=1*/%constant.7), \
+custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/dot (a)" stack_frame_id=2}, \
+backend_config={"a":"calls=%no"}
+  %old = f32[4]{0} copy(f32[4]{0:T(256)} %x), metadata={op_name="copy" source_file="models/old.py" source_line=7}
+  ROOT %fusion = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused_add, metadata={stack_frame_id=1}
+}
+"""
+
+
+@pytest.fixture
+def small():
+    return hlo.parse_module(SMALL)
+
+
+def loop(condition, *, config="", start="constant(0)", add="add(%i.1, %one)"):
+    """A module whose loop body holds one all-gather; its parts vary."""
+    return f"""\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%fused_compare (p: s32[]) -> pred[] {{
+  %p = s32[] parameter(0)
+  %limit.1 = s32[] constant(9)
+  ROOT %compare.1 = pred[] compare(%p, %limit.1), direction=LT
+}}
+
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %s = (s32[], f32[8]{{0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(2)
+  %next = s32[] {add}
+  %w.1 = f32[8]{{0}} get-tuple-element(%s), index=1
+  ROOT %out = (s32[], f32[8]{{0}}) tuple(%next, %w.1)
+}}
+
+%cond (s.2: (s32[], f32[8])) -> pred[] {{
+  %s.2 = (s32[], f32[8]{{0}}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%s.2), index=0
+  %limit = s32[] constant(7)
+  ROOT %go = pred[] {condition}
+}}
+
+ENTRY %main (w: f32[8]) -> (s32[], f32[8]) {{
+  %w = f32[8]{{0}} parameter(0)
+  %zero = s32[] {start}
+  %copy = s32[] copy(%zero)
+  %state = (s32[], f32[8]{{0}}) tuple(%copy, %w)
+  ROOT %while = (s32[], f32[8]{{0}}) while(%state), condition=%cond, body=%body{config}
+}}
+"""
+
+
+PLAIN = "compare(%i.2, %limit), direction=LT"
+
+
+def trips(text):
+    module = hlo.parse_module(text)
+    return hlo.trip_count(module, module.entry.by_name["while"])
+
+
+def test_the_module_says_its_name_partitions_and_entry(small):
+    assert (small.name, small.num_partitions, small.entry.name, small.is_scheduled) == ("jit_step", 8, "main", True)
+    assert list(small.computations) == ["fused_add", "main"]
+
+
+def test_tuples_layouts_and_comments_are_read_through(small):
+    gemm = small.entry.by_name["gemm"]
+    assert gemm.shapes == (Shape("bf16", (8, 4), "host"), Shape("s8", (0,)), Shape("u32", ()))
+    assert [shape.num_bytes for shape in gemm.shapes] == [64, 0, 4]
+    assert gemm.operands == ("x", "constant.7")
+    assert gemm.called == (), "text inside backend_config is no call"
+    assert (gemm.opcode, gemm.index) == ("custom-call", 2)
+    assert gemm.op_name == "jit(step)/dot (a)"
+
+
+def test_operands_printed_with_their_types_are_read(small):
+    assert small.entry.by_name["old"].operands == ("x",)
+
+
+def test_sources_come_from_the_tables_or_from_the_line(small):
+    by_name = small.entry.by_name
+    assert by_name["gemm"].source == "jfsdp/engine/auto.py:61"
+    assert by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
+    assert by_name["fusion"].source == "models/llama.py:12"
+    assert by_name["old"].source == "models/old.py:7"
+    assert by_name["constant.7"].source == ""
+
+
+def test_parents_printed_without_the_offset_are_understood():
+    plain = SMALL.replace("parent_frame_id=1}", "parent_frame_id=0}").replace(
+        "parent_frame_id=2}", "parent_frame_id=1}"
+    )
+    assert hlo.parse_module(plain).entry.by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
+
+
+def test_root_and_users_follow_the_text(small):
+    assert small.entry.root.name == "fusion"
+    assert [user.name for user in small.entry.users["x"]] == ["gemm", "old", "fusion"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("pred", 1), ("bf16", 2), ("f8e4m3fn", 1), ("s4", 0.5), ("c64", 8), ("f64", 8), ("token", 0)]
+)
+def test_element_sizes_are_read_from_the_type(dtype, size):
+    assert Shape(dtype, (16,)).num_bytes == 16 * size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("module @jit_step { stablehlo.add }", "StableHLO"),
+        ("HloModule jit_step, entry_computation_layout={}", "not scheduled"),
+        ("HloModule jit_step, is_scheduled=true\n", "ENTRY"),
+        ("HloModule a, is_scheduled=true\nENTRY %m (x: f32[]) -> f32[] {\n  %x := f32[]\n}\n", "another version"),
+        ("HloModule a, is_scheduled=true\nENTRY %m (x: f32[]) -> f32[] {\n  %y = f32[] add(%x, %\n}\n", "cut off"),
+    ],
+)
+def test_other_text_is_refused_with_what_was_missing(text, message):
+    with pytest.raises(ValueError, match=message):
+        hlo.parse_module(text)
+
+
+def test_the_stated_trip_count_is_taken():
+    assert trips(loop(PLAIN, config=', backend_config={"known_trip_count":{"n":"32"}}')) == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (loop(PLAIN), 4),  # 0, 2, 4, 6
+        (loop(PLAIN, start="constant(3)"), 2),
+        (loop("compare(%i.2, %limit), direction=LE", start="constant(1)"), 4),
+        (loop("fusion(%i.2), kind=kLoop, calls=%fused_compare"), 5),
+        (loop(PLAIN, config=', backend_config={"known_init_step":{"init":"6","step":"1"}}'), 1),
+        (loop(PLAIN, start="constant(8)"), 0),
+    ],
+)
+def test_a_missing_trip_count_is_derived(text, expected):
+    assert trips(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (loop("compare(%i.2, %limit), direction=NE"), "direction|NE"),
+        (loop(PLAIN, start="negate(%zero)"), "starts at None"),
+        (loop(PLAIN, add="multiply(%i.1, %one)"), "steps by None"),
+    ],
+)
+def test_an_unknown_trip_count_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
+        trips(text)
+
+
+NESTED = """\
+HloModule nested, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%yes (p.1: f32[8]) -> f32[8] {
+  ROOT %p.1 = f32[8]{0} parameter(0)
+}
+
+%no (p.2: f32[8]) -> f32[8] {
+  ROOT %p.2 = f32[8]{0} parameter(0)
+}
+
+%wrapped (p.3: f32[8]) -> f32[] {
+  %p.3 = f32[8]{0} parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %reduce = f32[] reduce(%p.3, %zero), dimensions={0}, to_apply=%add
+}
+
+%inner (p.4: f32[8]) -> f32[8] {
+  %p.4 = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[], s32[]) async-start(%p.4), calls=%wrapped
+  %done = f32[] async-done(%start)
+  %which = s32[] constant(0)
+  ROOT %cond = f32[8]{0} conditional(%which, %p.4, %p.4), branch_computations={%yes, %no}
+}
+
+%always (p.5: f32[8]) -> pred[] {
+  %p.5 = f32[8]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+%outer (p.6: f32[8]) -> f32[8] {
+  %p.6 = f32[8]{0} parameter(0)
+  ROOT %while.1 = f32[8]{0} while(%p.6), condition=%always, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %call = f32[8]{0} call(%x), to_apply=%yes
+  ROOT %while.2 = f32[8]{0} while(%call), condition=%always, body=%outer, backend_config={"known_trip_count":{"n":"4"}}
+}
+"""
+
+
+def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
+    module = hlo.parse_module(NESTED)
+    times = {
+        name: (found.times, found.in_loop) for found in hlo.executions(module) for name in [found.computation.name]
+    }
+    assert times == {
+        "main": (1, False),
+        "yes": (1 + 12, True),
+        "outer": (4, True),
+        "inner": (12, True),
+        "wrapped": (12, True),
+        "no": (12, True),
+        "always": (5 + 4 * 4, True),
+    }
+    assert sum(count for _, found, count in hlo.walk(module) if found.opcode == "reduce") == 12
