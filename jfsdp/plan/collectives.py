@@ -1,0 +1,214 @@
+"""List the collectives of a scheduled program: what they move, among whom, how often, and from where to where.
+
+Pure reading: nothing here moves data.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+from jfsdp.plan.groups import read_groups
+from jfsdp.plan.hlo import Computation, Execution, Instruction, Module, Shape, executions
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Collective:
+    """One collective of a step.
+
+    Attributes:
+      kind: one of KINDS.
+      name: of the instruction; for one of several inside an async wrapper, wrapper/instruction.
+      parts: the full (gathered or unreduced) shape of every combined element.
+      dtype: element type of the largest part.
+      group: device ids of the first group.
+      count: executions per step.
+      wire_bytes: sent per device and execution.
+      wire_by_dtype: the same by element type.
+      computation: the computation in whose schedule it stands.
+      start, done: its places there; equal when it is synchronous, so that nothing can run beside it.
+      in_loop: whether it stands in the body of a loop.
+      op_name, source, stack: as of an instruction.
+    """
+
+    kind: str
+    name: str
+    parts: tuple[Shape, ...]
+    dtype: str
+    group: tuple[int, ...]
+    num_groups: int
+    count: int
+    wire_by_dtype: Mapping[str, float]
+    computation: str
+    start: int
+    done: int
+    in_loop: bool
+    op_name: str = ""
+    source: str = ""
+    stack: tuple[str, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        return len(self.group)
+
+    @functools.cached_property
+    def wire_bytes(self) -> float:
+        return sum(self.wire_by_dtype.values())
+
+    @property
+    def total_bytes(self) -> float:
+        """Sent per device and step."""
+        return self.count * self.wire_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The whole value, as it stands after the gather or before the reduction."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def is_async(self) -> bool:
+        return self.start != self.done
+
+
+def find_collectives(module: Module, num_devices: int) -> list[Collective]:
+    """List the collectives that a step executes, in the order of the text's execution, loops multiplied out.
+
+    Found are the synchronous form, `-start` and `-done` pairs, those inside an `async-start`, and those that XLA has
+    made part of a fusion (small all-reduces). A `-start` that XLA marks as synchronous (`is_sync`) counts as such.
+    Not found: point-to-point send and recv.
+
+    Args:
+      num_devices: the group of a collective that names none.
+
+    Raises:
+      ValueError: for groups in an unknown form, and where a loop's length is not known.
+    """
+    found: list[Collective] = []
+    wrapped: set[str] = set()
+    for execution in executions(module):
+        if execution.computation.name in wrapped:
+            continue
+        for instruction in execution.computation.instructions:
+            if _is_wrapper(instruction):
+                wrapped.update(instruction.called)
+            for place, inner in _inside(module, execution.computation, instruction):
+                found.append(_collective(execution, instruction, place, inner, num_devices))
+    return found
+
+
+def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
+    """Return what a device sends for a value of `full_bytes` (gathered or unreduced).
+
+    All-gather, reduce-scatter and all-to-all (N-1)/N of it, an all-reduce twice that (a reduce-scatter and an
+    all-gather), the others all of it.
+    """
+    share = (group_size - 1) / group_size if group_size else 0.0
+    match kind:
+        case "all-gather" | "reduce-scatter" | "all-to-all" | "ragged-all-to-all":
+            return full_bytes * share
+        case "all-reduce":
+            return 2 * full_bytes * share
+    return float(full_bytes) if group_size > 1 else 0.0
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """Return which of KINDS a synchronous collective or a start is; None for everything else."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _is_wrapper(instruction: Instruction) -> bool:
+    return instruction.opcode in ("async-start", "call-start", "fusion", "fusion-start")
+
+
+def _inside(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """Yield the collectives that an instruction is or wraps, each with the computation that defines its operands."""
+    if collective_kind(instruction):
+        yield computation, instruction
+    elif _is_wrapper(instruction):
+        for name in instruction.called:
+            inner = module.computations[name]
+            for wrapped in inner.instructions:
+                yield from _inside(module, inner, wrapped)
+
+
+def _collective(
+    execution: Execution, outer: Instruction, place: Computation, instruction: Instruction, num_devices: int
+) -> Collective:
+    kind = collective_kind(instruction)
+    assert kind is not None
+    groups = read_groups(_before_metadata(instruction.attributes), num_devices)
+    parts = _parts(kind, place, instruction)
+    by_dtype: dict[str, float] = {}
+    for part in parts:
+        size = wire_bytes(kind, part.num_bytes, groups.size)
+        by_dtype[part.dtype] = by_dtype.get(part.dtype, 0.0) + size
+    return Collective(
+        kind=kind,
+        name=outer.name if _is_alone(place, outer, instruction) else f"{outer.name}/{instruction.name}",
+        parts=parts,
+        dtype=max(parts, key=lambda part: part.num_bytes).dtype,
+        group=groups.first,
+        num_groups=groups.num_groups,
+        count=execution.times,
+        wire_by_dtype=by_dtype,
+        computation=execution.computation.name,
+        start=outer.index,
+        done=_done(execution.computation, outer),
+        in_loop=execution.in_loop,
+        op_name=instruction.op_name or outer.op_name,
+        source=instruction.source or outer.source,
+        stack=instruction.stack or outer.stack,
+    )
+
+
+def _is_alone(place: Computation, outer: Instruction, instruction: Instruction) -> bool:
+    return outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
+
+
+def _before_metadata(attributes: str) -> str:
+    return attributes.partition("metadata={")[0]
+
+
+def _parts(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+    """Read the full shapes: of a gather its results, of everything else its operands.
+
+    The type of a start holds its operands, then its results (and then, for some, scratch); that of a plain collective
+    only the results. All-reduces, whose starts print the results alone in JAX 0.10 and both in 0.12, are read from
+    their operands.
+    """
+    operands = computation.operand_shapes(instruction)
+    if kind != "all-gather":
+        return operands
+    num = len(operands)
+    return instruction.shapes[num : 2 * num] if instruction.opcode.endswith("-start") else instruction.shapes[:num]
+
+
+def _done(computation: Computation, start: Instruction) -> int:
+    """Find where a collective is waited for: at once, if it is synchronous or nobody in its schedule waits."""
+    if not start.opcode.endswith("-start") or _is_sync(start):
+        return start.index
+    seen = start
+    while True:
+        users = computation.users.get(seen.name, ())
+        done = next((user for user in users if user.opcode.endswith("-done")), None)
+        update = next((user for user in users if user.opcode.endswith("-update")), None)
+        if done or not update:
+            return done.index if done else start.index
+        seen = update
+
+
+def _is_sync(start: Instruction) -> bool:
+    return re.search(r'"is_sync":\s*true', start.attributes) is not None

@@ -1,0 +1,99 @@
+"""Read which devices of a collective talk to each other, in every form in which XLA prints it."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """The first group of devices, in the order of the group, and how many such groups there are."""
+
+    first: tuple[int, ...]
+    num_groups: int
+
+    @property
+    def size(self) -> int:
+        return len(self.first)
+
+
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+@functools.lru_cache(maxsize=256)
+def read_groups(attributes: str, num_devices: int) -> Groups:
+    """Read the groups out of a collective's attributes. Moves no data.
+
+    Forms: `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, the same
+    with `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,1,3)`, parts of an axis as `'b':(2)2` (the 2 before it taken
+    off, 2 of what is left), and `source_target_pairs={{0,1},{1,2}}`, where a group is all that the pairs join.
+
+    Raises:
+      ValueError: for groups in another form; names the text.
+    """
+    if pairs := _PAIRS.search(attributes):
+        return _joined([_numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])])
+    if lists := _LISTS.search(attributes):
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
+        return Groups(groups[0], len(groups)) if groups else Groups(tuple(range(num_devices)), 1)
+    if iota := _IOTA.search(attributes):
+        return Groups(_iota(iota[3], iota[4])[: int(iota[2])], int(iota[1]))
+    if mesh := _MESH.search(attributes):
+        return _of_mesh(mesh[1], mesh[2], mesh[3])
+    if "replica_groups=" not in attributes:
+        return Groups(tuple(range(num_devices)), 1)
+    text = attributes[attributes.index("replica_groups=") :][:120]
+    raise ValueError(f"groups of a collective in an unknown form: {text!r}; is the HLO of another version?")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(dims: str, permutation: str | None) -> tuple[int, ...]:
+    """Count through an array of `dims` in row-major order, its dims permuted."""
+    sizes = _numbers(dims)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    order = _numbers(permutation) if permutation else range(len(sizes))
+    places = itertools.product(*(range(0, sizes[dim] * strides[dim], strides[dim]) for dim in order))
+    return tuple(sum(place) for place in places)
+
+
+def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> Groups:
+    """Vary the grouped axes, the first slowest, and keep the others at zero."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    names = list(sizes)
+    strides = {name: math.prod(sizes[other] for other in names[place + 1 :]) for place, name in enumerate(names)}
+    ranges = []
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped):
+        size = int(part) if part else sizes[name]
+        stride = strides[name] * (sizes[name] // (int(before) * size) if part else 1)
+        ranges.append(range(0, size * stride, stride))
+    places = [sum(place) for place in itertools.product(*ranges)]
+    ids = _device_ids(device_ids)
+    first = tuple(ids[place] for place in places) if ids else tuple(places)
+    return Groups(first, math.prod(sizes.values()) // len(first))
+
+
+def _device_ids(text: str | None) -> tuple[int, ...]:
+    """Read which device stands at each place of a mesh; empty means as counted."""
+    if not text:
+        return ()
+    found = _IDS.fullmatch(text)
+    return _iota(found[1], found[2]) if found else _numbers(text)
+
+
+def _joined(pairs: list[tuple[int, ...]]) -> Groups:
+    groups: list[dict[int, None]] = []
+    for pair in pairs:
+        touched = [group for group in groups if any(device in group for device in pair)]
+        merged = {device: None for group in touched for device in group} | dict.fromkeys(pair)
+        groups = [group for group in groups if group not in touched] + [merged]
+    first = next((group for group in groups if pairs[0][0] in group), {})
+    return Groups(tuple(first), len(groups))
