@@ -11,13 +11,13 @@ its update mixes the elements of a leaf (Muon, factored moments), and activation
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jfsdp.layout.mesh import DATA_AXES
-from jfsdp.layout.precision import is_float, item_bytes
+from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf, Stage
+from jfsdp.plan.collectives import wire_bytes
+from jfsdp.plan.hlo import Shape
 from jfsdp.train.gradients import group_only
 from jfsdp.train.step import StepConfig, reduces_once
 
@@ -83,8 +83,8 @@ class Move:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step."""
-        num_bytes = math.prod(self.shape) * hlo_item_bytes(self.dtype)
-        return self.times * num_bytes * wire_factor(self.kind, self.group_size)
+        num_bytes = Shape(self.dtype, self.shape).num_bytes
+        return self.times * wire_bytes(self.kind, num_bytes, self.group_size)
 
     @property
     def padding_share(self) -> float:
@@ -121,7 +121,7 @@ def expected_wire(
                 sums.setdefault(key, []).append(size)
                 paths.setdefault(key, {})[move.leaf.path] = None
     rows = [Expected(*key, wire_bytes=sum(sizes), paths=tuple(paths[key])) for key, sizes in sums.items()]
-    data = data_axes_of(layout)
+    data = layout.data_axes
     if data:
         allowed = float(SCALARS_BYTES * accumulate)
         rows.append(Expected("", "scalars", REDUCE, "f32", data, layout.num_shards(data), allowed, ()))
@@ -142,7 +142,7 @@ def find_moves(
     """
     config = StepConfig(accumulate, reduce, reshard_after_backward)
     calls = _check_calls(layout, calls or {})
-    data = data_axes_of(layout)
+    data = layout.data_axes
     deferred = data if reduces_once(layout, config) else group_only(layout)
     running = layout if reshard_after_backward else layout.gathered()
     moves = []
@@ -183,7 +183,7 @@ def _reductions(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], times: in
     """Yield the reductions of a leaf: of every microbatch over the axes that are not deferred, then over these."""
     use = leaf.stage("use").dtype
     held = tuple(axis for axis in _split(leaf, "grad") if axis not in deferred)
-    now = tuple(axis for axis in data_axes_of(layout) if axis not in deferred)
+    now = tuple(axis for axis in layout.data_axes if axis not in deferred)
     at_rest = _split(leaf, leaf.source)
     # Inside a `shard_map` the derivative sums into the source's layout; one that is whole is summed by microbatch.
     is_summed_later = bool(deferred) and bool(held) and not at_rest
@@ -241,11 +241,6 @@ def is_replicated(layout: Layout, leaf: Leaf) -> bool:
     return leaf.dim is None and layout.num_shards(layout.strategy.axes("opt")) > 1
 
 
-def data_axes_of(layout: Layout) -> tuple[str, ...]:
-    """Return the axes over which a layout's batch is split, without those of size 1. Moves no data."""
-    return tuple(axis for axis in DATA_AXES if layout.num_shards([axis]) > 1)
-
-
 def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
     """Return the shape of one of `pieces` equal pieces of a leaf as it is stored. Moves no data."""
     shape = list(leaf.stored_shape)
@@ -254,26 +249,9 @@ def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def wire_factor(kind: str, group_size: int) -> float:
-    """Return the bytes a device sends for each byte of the full array of a collective. Moves no data.
-
-    The full array is the gathered one, or the one before it is reduced.
-    """
-    share = (group_size - 1) / group_size
-    return {GATHER: share, SCATTER: share, REDUCE: 2 * share, "all-to-all": share}.get(kind, 1.0)
-
-
 def hlo_dtype(name: str) -> str:
     """Return how HLO writes a dtype: bf16 for bfloat16. Moves no data."""
     if name in _HLO_DTYPES:
         return _HLO_DTYPES[name]
     letters = name.rstrip("0123456789")
     return _HLO_PREFIXES.get(letters, letters) + name[len(letters) :]
-
-
-def hlo_item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype as HLO writes it. Moves no data."""
-    names = {short: name for name, short in _HLO_DTYPES.items()}
-    prefixes = {short: name for name, short in _HLO_PREFIXES.items()}
-    letters = dtype.rstrip("0123456789")
-    return item_bytes(names.get(dtype) or prefixes.get(letters, letters) + dtype[len(letters) :])

@@ -11,9 +11,9 @@ import pytest
 
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.layout.strategy import Split
 from jfsdp.layout.table import num_parameters
-from jfsdp.plan.theory import expected_wire, hlo_dtype, hlo_item_bytes
+from jfsdp.plan.hlo import Shape
+from jfsdp.plan.theory import expected_wire, hlo_dtype
 from jfsdp.train.job import find_job
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
@@ -140,6 +140,8 @@ CASES = {
         {
             # the working copy is gathered in the group, and once per step between groups from the finer master
             ("all-gather", GROUP): 2 * (2 * P - ROOT) * GROUP_SHARE + 2 * P / GROUP * GROUP_SHARE,
+            # for which shards numbered over (replica, fsdp) are first brought to where `fsdp` alone would have them
+            ("collective-permute", NUM): 2 * P / NUM,
             ("reduce-scatter", NUM): 2 * P * SHARE,
         },
     ),
@@ -254,16 +256,7 @@ def test_one_device_sends_nothing():
     assert expected_wire(layout(mesh=(("fsdp", 1),))) == ()
 
 
-def test_an_optimizer_finer_than_the_accumulator_moves_nothing_more_for_it():
-    """The gradient is whole within a group when it reaches the optimizer, which takes its own part of it."""
-    own = jfsdp.Strategy("own", Split.GROUP, Split.GROUP, Split.GROUP, Split.ALL)
-    found = by_what(layout(own, mesh=GROUPS))
-    assert found["reduce"] == pytest.approx(2 * P * GROUP_SHARE)
-    assert found["reduce over groups"] == pytest.approx(2 * GROUP_SHARE * 2 * P / GROUP)
-    assert found["update"] == pytest.approx(2 * P / GROUP * GROUP_SHARE)
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "uint8", "bool", "complex64", "int4"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "uint8", "bool", "complex64"])
 def test_dtypes_are_named_as_hlo_names_them(name):
-    assert hlo_item_bytes(hlo_dtype(name)) == jnp.dtype(name).itemsize
-    assert hlo_dtype(name) in {"bf16", "f16", "f32", "s32", "u8", "pred", "c64", "s4"}
+    assert Shape(hlo_dtype(name), ()).num_bytes == jnp.dtype(name).itemsize
+    assert hlo_dtype(name) in {"bf16", "f16", "f32", "s32", "u8", "pred", "c64"}
