@@ -102,7 +102,7 @@ def find_collectives(module: Module, num_devices: int) -> list[Collective]:
             if _is_wrapper(instruction):
                 wrapped.update(instruction.called)
             for place, inner in _inside(module, execution.computation, instruction):
-                found.append(_collective(execution, instruction, place, inner, num_devices))
+                found.append(_collective(module, execution, instruction, place, inner, num_devices))
     return found
 
 
@@ -145,12 +145,17 @@ def _inside(
 
 
 def _collective(
-    execution: Execution, outer: Instruction, place: Computation, instruction: Instruction, num_devices: int
+    module: Module,
+    execution: Execution,
+    outer: Instruction,
+    place: Computation,
+    instruction: Instruction,
+    num_devices: int,
 ) -> Collective:
     kind = collective_kind(instruction)
     assert kind is not None
     groups = read_groups(_before_metadata(instruction.attributes), num_devices)
-    parts = _parts(kind, place, instruction)
+    parts = _parts(module, kind, place, instruction)
     by_dtype: dict[str, float] = {}
     for part in parts:
         size = wire_bytes(kind, part.num_bytes, groups.size)
@@ -182,7 +187,7 @@ def _before_metadata(attributes: str) -> str:
     return attributes.partition("metadata={")[0]
 
 
-def _parts(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+def _parts(module: Module, kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
     """Read the full shapes: of a gather its results, of everything else its operands.
 
     The type of a start holds its operands, then its results (and then, for some, scratch); that of a plain collective
@@ -191,9 +196,19 @@ def _parts(kind: str, computation: Computation, instruction: Instruction) -> tup
     """
     operands = computation.operand_shapes(instruction)
     if kind != "all-gather":
-        return operands
+        return _concatenated(module, computation, instruction) or operands
     num = len(operands)
     return instruction.shapes[num : 2 * num] if instruction.opcode.endswith("-start") else instruction.shapes[:num]
+
+
+def _concatenated(module: Module, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+    """Return the arrays that XLA laid end to end to reduce them as one; none where it did not."""
+    made = computation.by_name[instruction.operands[0]] if len(instruction.operands) == 1 else None
+    if made is not None and made.opcode == "fusion":
+        computation = module.computations[made.called[0]]
+        made = computation.root
+    is_flat = made is not None and made.opcode == "concatenate" and len(made.shapes[0].dims) == 1
+    return computation.operand_shapes(made) if is_flat and made is not None else ()
 
 
 def find_done(computation: Computation, start: Instruction) -> int:

@@ -95,5 +95,5 @@ def _joined(pairs: list[tuple[int, ...]]) -> Groups:
         touched = [group for group in groups if any(device in group for device in pair)]
         merged = {device: None for group in touched for device in group} | dict.fromkeys(pair)
         groups = [group for group in groups if group not in touched] + [merged]
-    first = next((group for group in groups if pairs[0][0] in group), {})
+    first = max(groups, key=len, default={})  # a device that keeps what it has is a group of one
     return Groups(tuple(first), len(groups))

@@ -1,0 +1,420 @@
+"""The audit: does a compiled step do what its layout says? Each way in which it may not is a trap with a name.
+
+[Note: traps]
+    wire-dtype       arrays on the wire in a wider dtype than the precision policy's
+    replicated       parameters that arrive at the step in larger shards than the layout's
+    optimizer-state  the same of optimizer states
+    extra-bytes      more bytes on the wire than theory
+    repeated-gather  a unit gathered more often than theory; XLA's own rematerialization does that near the memory limit
+    all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
+    held             gathered weights of a resharded unit that live from its forward to its backward
+    overlap          too few of the bytes in loops have a matmul between start and done
+    unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.units import ROOT
+from jfsdp.plan.collectives import Collective, find_collectives
+from jfsdp.plan.held import find_held
+from jfsdp.plan.hlo import Instruction, Module, Shape, parse_module, walk
+from jfsdp.plan.ledger import Ledger, Part, elements_by_leaf, make_ledger
+from jfsdp.plan.theory import GATHER, REDUCE, SCALARS_BYTES, SCATTER, Move, find_moves, hlo_dtype
+
+_ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
+_STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
+_MATMUL = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|gemm_fusion|__triton(?:_nested)?_gemm|__cutlass")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that a program does against its layout.
+
+    Attributes:
+      trap: its name in [Note: traps].
+      message: facts and remedy.
+      bytes: too many on the wire per device and step, or in memory per device; 0 where neither can be said.
+      path: the leaf, the largest of them where there are several; "" where it is about none.
+      source: the line of the source, or else the operation's name in the program; "" where XLA kept neither.
+    """
+
+    trap: str
+    message: str
+    bytes: float
+    path: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+      findings: what is against the layout; none where all is well.
+      ledger: every collective, unit by unit, beside theory.
+      overlap: the share of collective bytes in loops with a matmul between start and done; None where no loop has any.
+      notes: what could not be checked, and what is unusual and no fault.
+    """
+
+    findings: tuple[Finding, ...]
+    ledger: Ledger
+    overlap: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {
+            "ok": self.is_ok,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "overlap": self.overlap,
+            "notes": list(self.notes),
+            "ledger": self.ledger.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        ledger = self.ledger
+        head = (
+            f"{_gb(ledger.wire_bytes)} on the wire per device and step, {_gb(ledger.wire_bytes_theory)} by theory "
+            f"(ratio {ledger.wire_ratio:.4f}): " + ("ok" if self.is_ok else f"{len(self.findings)} findings")
+        )
+        lines = [f"{item.trap}: {item.message}{f' ({item.source})' * bool(item.source)}" for item in self.findings]
+        return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
+
+
+def audit(
+    compiled: Any,
+    layout: Layout,
+    *,
+    tolerance: float = 0.01,
+    min_overlap: float | None = None,
+    gpus_per_node: int | None = None,
+    **step: Any,
+) -> AuditReport:
+    """Compare a compiled training step with the layout it was made for; see [Note: traps]. Moves no data.
+
+    Args:
+      compiled: what `step.lower(...).compile()` returns, its text, or the path of a file that holds the text.
+      tolerance: the share of theory's bytes that may be on the wire against the layout; of unknown ones a tenth of it.
+      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; None: any.
+      gpus_per_node: to tell in the ledger what crosses nodes.
+      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
+
+    Raises:
+      ValueError: for what is no scheduled HLO, and for a program of another number of devices than the layout's mesh.
+    """
+    module = read_module(compiled)
+    num_devices = _check_devices(module, layout)
+    collectives = find_collectives(module, num_devices)
+    ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, **step)
+    allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
+    check = _Check(layout, module, ledger, find_moves(layout, **step), allowed)
+    arguments = list(_arguments(module, layout))
+    share = overlap(module, collectives)
+    findings = [
+        *check.wire_dtypes(),
+        *check.arguments(arguments),
+        *check.all_reduces(),
+        *check.gathers(),
+        *check.extra_bytes(tolerance),
+        *(check.held() if step.get("reshard_after_backward", True) else []),
+        *check.overlap(share, min_overlap),
+        *check.unknown(),
+    ]
+    return AuditReport(tuple(findings), ledger, share, tuple(_notes(ledger, arguments, tolerance)))
+
+
+def read_module(compiled: Any) -> Module:
+    """Parse a compiled program, its text, or a file that holds the text. Moves no data.
+
+    Raises:
+      ValueError: if it is no scheduled HLO module.
+    """
+    text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
+    if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
+        try:
+            text = Path(text).read_text()
+        except OSError as error:
+            raise ValueError(f"{text}: no such file, and no HLO text either ({error.strerror})") from error
+    if not isinstance(text, str):
+        raise ValueError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
+    return parse_module(text)
+
+
+def _check_devices(module: Module, layout: Layout) -> int:
+    num_devices = math.prod(size for _, size in layout.mesh_sizes)
+    found = module.num_partitions or 1
+    if found != num_devices:
+        sizes = ", ".join(f"{name}={size}" for name, size in layout.mesh_sizes)
+        raise ValueError(
+            f"HLO module {module.name}: is a program of {found} devices, and the layout's mesh ({sizes}) has "
+            f"{num_devices}; give the layout of the model that was compiled"
+        )
+    return num_devices
+
+
+def overlap(module: Module, collectives: Iterable[Collective]) -> float | None:
+    """Return the share of collective bytes in loops with a matmul between start and done; None without such bytes.
+
+    Moves no data.
+    """
+    hidden, total = 0.0, 0.0
+    for item in collectives:
+        if item.in_loop and item.total_bytes > SCALARS_BYTES:
+            between = module.computations[item.computation].instructions[item.start + 1 : item.done]
+            total += item.total_bytes
+            hidden += item.total_bytes * any(map(is_matmul, between))
+    return hidden / total if total else None
+
+
+def is_matmul(instruction: Instruction) -> bool:
+    """Tell whether an instruction is a matmul or an attention kernel. Moves no data."""
+    if instruction.opcode in ("dot", "convolution"):
+        return True
+    named = instruction.opcode in ("custom-call", "fusion")
+    return named and bool(_MATMUL.search(instruction.name) or _MATMUL.search(instruction.attributes))
+
+
+def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:
+    """Yield the step's arguments that belong to a leaf, with the stage in which they arrive."""
+    for instruction in module.entry.instructions:
+        found = _ARGUMENT.match(instruction.op_name) if instruction.opcode == "parameter" else None
+        if found and found[2] in layout.by_path:
+            yield layout.by_path[found[2]], _STAGES[found[1]], instruction
+
+
+def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
+    if not arguments:
+        yield (
+            "no argument of the program is named as a part of a TrainState, so that replicated parameters and "
+            "optimizer states were not looked for"
+        )
+    if ledger.wire_ratio < 1 - tolerance:
+        yield (
+            f"{1 - ledger.wire_ratio:.1%} fewer bytes than theory: XLA leaves out gathers that no derivative reads, "
+            "and may sum microbatches before it reduces them"
+        )
+
+
+class _Check:
+    """The traps, one method each; `allowed` is how many bytes on the wire may be against the layout."""
+
+    def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
+        self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
+
+    def wire_dtypes(self) -> Iterator[Finding]:
+        """Arrays of leaves in a wider dtype than every movement of that kind of that leaf has."""
+        widest: dict[tuple[str, bool], int] = {}
+        for move in self.moves:
+            key = move.leaf.path, move.kind == GATHER
+            widest[key] = max(widest.get(key, 0), _item_bytes(move.dtype))
+        excess: dict[Part, float] = {}
+        for part in self.ledger.parts:
+            if part.path:
+                use = self.layout.by_path[part.path].stage("use").dtype
+                is_gather = part.collective.kind not in (SCATTER, REDUCE)
+                item = widest.get((part.path, is_gather)) or _item_bytes(hlo_dtype(use))
+                excess[part] = part.wire_bytes * max(0.0, 1 - item / _item_bytes(part.dtype))
+        for (unit, kind, dtype), parts in _group(excess, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+            size = sum(excess[part] for part in parts)
+            yield self._finding(
+                "wire-dtype",
+                parts,
+                size,
+                f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {_gb(size)} too many per "
+                "device and step; cast the shard before its gather and state its layout at rest after the cast",
+            )
+
+    def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
+        """Parameters and optimizer states that arrive in larger shards than the layout's."""
+        found: dict[tuple[str, str], list[tuple[int, Leaf, Instruction]]] = {}
+        for leaf, stage, argument in arguments:
+            size = _excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
+            if size:
+                num_bytes = size * _item_bytes(argument.shapes[0].dtype)
+                trap = "optimizer-state" if stage == "opt" else "replicated"
+                found.setdefault((trap, leaf.unit), []).append((num_bytes, leaf, argument))
+        for (trap, unit), items in found.items():
+            size = sum(item[0] for item in items)
+            _, leaf, argument = max(items, key=lambda item: item[0])
+            kind = "optimizer states" if trap == "optimizer-state" else "parameters"
+            message = (
+                f"{_name(unit)}: {len(items)} {kind} arrive larger than their shards, first {leaf.path} as "
+                f"{argument.shapes[0].dtype}{list(argument.shapes[0].dims)} ({leaf.reason}): {_gb(size)} of memory too "
+                "many per device; give the state the shardings of model.abstract_state(tx)"
+            )
+            yield Finding(trap, message, float(size), leaf.path, _argument_name(argument))
+
+    def all_reduces(self) -> Iterator[Finding]:
+        """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
+        scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
+        wanted = self._expected(REDUCE)
+        parts = [p for p in self.ledger.parts if p.collective.kind == REDUCE and p.path in scattered]
+        total = elements_by_leaf(parts)
+        excess = {part: part.wire_bytes * max(0.0, 1 - wanted.get(part.path, 0) / total[part.path]) for part in parts}
+        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
+            size = sum(excess[part] for part in chosen) / 2
+            why = "; padded leaves are, in the auto engine" if any(self._is_padded(part) for part in chosen) else ""
+            yield self._finding(
+                "all-reduce",
+                chosen,
+                size,
+                f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
+                f"reduce-scatter would do: {_gb(size)} too many per device and step{why}",
+            )
+
+    def _is_padded(self, part: Part) -> bool:
+        return bool(self.layout.by_path[part.path].padding)
+
+    def _expected(self, kind: str) -> dict[str, float]:
+        """Return the elements per step that theory moves of each leaf by one kind of collective."""
+        sums: dict[str, float] = {}
+        for move in self.moves:
+            if move.kind == kind:
+                sums[move.leaf.path] = sums.get(move.leaf.path, 0.0) + move.times * math.prod(move.shape)
+        return sums
+
+    def gathers(self) -> Iterator[Finding]:
+        """Units gathered more often than theory."""
+        wanted = self._expected(GATHER)
+        parts = [p for p in self.ledger.parts if p.collective.kind == GATHER and p.path]
+        total = elements_by_leaf(parts)
+        excess = {part: part.wire_bytes * max(0.0, 1 - wanted.get(part.path, 0) / total[part.path]) for part in parts}
+        is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
+        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
+            size = sum(excess[part] for part in chosen)
+            why = (
+                "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) "
+                "and give the units a remat policy"
+                if is_remat
+                else "a unit called several times per step must be declared: calls={unit: times}"
+            )
+            yield self._finding(
+                "repeated-gather",
+                chosen,
+                size,
+                f"{_name(unit)}: gathered more often than the strategy says, {_gb(size)} too many per device and step; "
+                f"{why}",
+            )
+
+    def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
+        """More bytes on the wire than theory, all together."""
+        ledger = self.ledger
+        size = ledger.wire_bytes - ledger.wire_bytes_theory
+        if size <= self.allowed:
+            return
+        rows = sorted(ledger.rows, key=lambda row: row.expected_bytes - row.measured_bytes)[:3]
+        worst = [f"{_name(r.unit)} {r.kind} {r.dtype} {_gb(r.measured_bytes - r.expected_bytes)}" for r in rows]
+        shown = ", ".join(
+            text for text, row in zip(worst, rows, strict=True) if row.measured_bytes > row.expected_bytes
+        )
+        path = rows[0].paths[0] if rows and rows[0].paths else ""
+        message = (
+            f"{_gb(ledger.wire_bytes)} per device and step, {_gb(ledger.wire_bytes_theory)} by theory, "
+            f"more than {tolerance:.1%} above it; most of it: {shown or 'unknown collectives'}"
+        )
+        yield Finding("extra-bytes", message, size, path, "")
+
+    def held(self) -> Iterator[Finding]:
+        """Gathered weights of resharded units that live from forward to backward."""
+        held = find_held(self.layout, self.module, self.ledger.parts)
+        for unit in dict.fromkeys(item.leaf.unit for item in held):
+            items = [item for item in held if item.leaf.unit == unit]
+            size = sum(item.num_bytes for item in items)
+            largest = max(items, key=lambda item: item.num_bytes)
+            message = (
+                f"{_name(unit)}: {len(items)} gathered weights are held from forward to backward, "
+                f"{size / 2**30:.3f} GiB per device, first {largest.leaf.path}, and the layout reshards them after the "
+                "forward; let nothing that depends on weights alone be saved"
+            )
+            yield Finding("held", message, float(size), largest.leaf.path, largest.source)
+
+    def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
+        """Collectives in loops without a matmul to hide behind."""
+        if least is None or share is None or share >= least:
+            return
+        in_loop = [p for p in self.ledger.parts if p.collective.in_loop]
+        size = (1 - share) * sum(part.wire_bytes for part in in_loop)
+        bare = {part: part.wire_bytes for part in in_loop if part.collective.done <= part.collective.start + 1}
+        largest = max(bare or {part: part.wire_bytes for part in in_loop}, key=lambda part: part.wire_bytes)
+        message = (
+            f"{share:.1%} of the collective bytes in loops have a matmul between start and done, less than "
+            f"{least:.1%}: {_gb(size)} per device and step wait alone; ask XLA for more (optimization_level='O1', "
+            "combine thresholds of a unit's bytes, a higher overlap limit), and measure at real size"
+        )
+        yield Finding("overlap", message, size, largest.path, _source(largest.collective))
+
+    def unknown(self) -> Iterator[Finding]:
+        """Collectives that belong to no leaf."""
+        if self.ledger.unknown_bytes <= self.allowed / 10:
+            return
+        for kind in dict.fromkeys(item.kind for item in self.ledger.unknown):
+            items = [item for item in self.ledger.unknown if item.kind == kind]
+            size = sum(item.total_bytes for item in items)
+            largest = max(items, key=lambda item: item.total_bytes)
+            shapes = ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in largest.parts[:3])
+            message = (
+                f"{len(items)} of kind {kind} belong to no parameter or gradient, {_gb(size)} per device and step, the "
+                f"largest {largest.name} of {shapes}: activations that move between devices, or an optimizer that "
+                "mixes the elements of a leaf"
+            )
+            yield Finding("unknown", message, size, "", _source(largest))
+
+    def _finding(self, trap: str, parts: Sequence[Part], size: float, message: str) -> Finding:
+        largest = max(parts, key=lambda part: part.wire_bytes)
+        return Finding(trap, message, size, largest.path, _source(largest.collective))
+
+
+def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[tuple[Any, ...], list[Part]]]:
+    """Yield the parts with an excess by key, if all of them together exceed what is allowed; crumbs are left out."""
+    total = sum(excess.values())
+    groups: dict[tuple[Any, ...], list[Part]] = {}
+    for part, size in excess.items():
+        if size and total > allowed:
+            groups.setdefault(key(part), []).append(part)
+    for name, parts in groups.items():
+        if sum(excess[part] for part in parts) > 0.01 * total:
+            yield name, parts
+
+
+def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
+    """Return by how many elements an argument is larger than its shard; 0 if it has not the form of its leaf."""
+    kind = dict(leaf.stages).get(stage)
+    if kind is None or leaf.dim is None or len(dims) != len(leaf.shape):
+        return 0
+    shard = list(leaf.stored_shape)
+    shard[leaf.dim] //= layout.num_parts(kind)
+    is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim != leaf.dim)
+    return max(0, math.prod(dims) - math.prod(shard)) if is_like else 0
+
+
+def _item_bytes(dtype: str) -> int:
+    return Shape(dtype, ()).num_bytes
+
+
+def _name(unit: str) -> str:
+    return f"unit {unit!r}" if unit != ROOT else "root unit"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size / 1e3:.3f} kB"
+
+
+def _source(item: Collective) -> str:
+    return item.source or item.op_name
+
+
+def _argument_name(argument: Instruction) -> str:
+    return argument.op_name.replace("\\'", "'")

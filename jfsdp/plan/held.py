@@ -1,0 +1,112 @@
+"""Gathered weights that a program holds from a unit's forward to its backward, read from where arrays go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, walk
+from jfsdp.plan.ledger import Part
+from jfsdp.plan.theory import GATHER
+
+_BACKWARD = "transpose("  # in the names that JAX gives to what a derivative runs backward
+_PASSES = ("bitcast", "copy", "get-tuple-element", "reshape", "transpose", "convert", "copy-start", "copy-done")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A gathered weight that is held: its leaf, bytes per device, and the line that made it."""
+
+    leaf: Leaf
+    num_bytes: int
+    source: str
+
+
+def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Held]:
+    """Find gathered weights of resharded units that live from forward to backward. Moves no data.
+
+    Two ways are known: a loop over layers writes what it gathers into a stack of all layers, and a gather before the
+    backward has a reader in it. A unit that is gathered ahead of its use is neither.
+    """
+    resharded = {leaf.path: leaf for leaf in layout.leaves if _is_resharded(layout, leaf)}
+    stacked = [leaf for leaf in resharded.values() if leaf.stacked]
+    loops = [instruction for _, instruction, _ in walk(module) if instruction.opcode == "while"]
+    found = [held for loop in loops for held in _stacks(module, loop, stacked)]
+    found += _read_backward(module, resharded, parts)
+    return list({held.leaf.path: held for held in found}.values())
+
+
+def _is_resharded(layout: Layout, leaf: Leaf) -> bool:
+    is_split = leaf.dim is not None and layout.num_shards(leaf.stage(leaf.source).axes) > 1
+    return is_split and layout.policy(leaf.unit).reshard_after_forward is not False
+
+
+def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[Held]:
+    """Yield the stacks of whole weights that a loop writes, one layer per turn."""
+    body = module.computations[loop.attribute("body")]
+    for name, shape in zip(body.root.operands, loop.shapes):
+        leaf = next((leaf for leaf in leaves if _is_stack(leaf, shape)), None)
+        if leaf is not None and _comes_from_gather(body, name, _layer_elements(leaf)):
+            yield Held(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
+
+
+def _is_stack(leaf: Leaf, shape: Shape) -> bool:
+    return sorted(shape.dims) in (sorted(leaf.shape), sorted(leaf.stored_shape))
+
+
+def _layer_elements(leaf: Leaf) -> set[int]:
+    return {math.prod(shape[leaf.stacked :]) for shape in (leaf.shape, leaf.stored_shape)}
+
+
+def _comes_from_gather(body: Computation, name: str, sizes: set[int]) -> bool:
+    """Follow what is written into a stack back to a gather, through arrays of one layer's size.
+
+    A value computed from weights alone, a cast or a transpose, is followed too; what a matmul made is not.
+    """
+    seen, todo = set(), list(body.by_name[name].operands)
+    while todo:
+        instruction = body.by_name.get(todo.pop())
+        if instruction is None or instruction.name in seen:
+            continue
+        seen.add(instruction.name)
+        if instruction.opcode.startswith(GATHER):
+            return True
+        is_layer = any(shape.num_elements in sizes for shape in instruction.shapes)
+        if is_layer and (instruction.opcode in _PASSES or instruction.opcode == "fusion"):
+            todo += instruction.operands
+    return False
+
+
+def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequence[Part]) -> Iterator[Held]:
+    """Yield what is gathered outside of a backward, and read in one."""
+    seen: dict[tuple[str, str], int] = {}
+    for part in parts:
+        item = part.collective
+        place = seen.get((item.computation, item.name), 0)
+        seen[item.computation, item.name] = place + 1
+        leaf = resharded.get(part.path)
+        if leaf is None or item.kind != GATHER or _BACKWARD in part.op_name:
+            continue
+        computation = module.computations[item.computation]
+        done = computation.instructions[item.done]
+        if any(_BACKWARD in reader.op_name for reader in _readers(computation, done, place, len(item.parts))):
+            yield Held(leaf, item.parts[place].num_bytes, item.source or item.op_name)
+
+
+def _readers(computation: Computation, done: Instruction, place: int, num_parts: int) -> Iterator[Instruction]:
+    """Yield the instructions that compute with one array of a gather, looking through copies and casts."""
+    todo = list(computation.users.get(done.name, ()))
+    if num_parts > 1:
+        todo = [reader for reader in todo if reader.attribute("index") == str(place)]
+    seen = set()
+    while todo:
+        reader = todo.pop()
+        if reader.name in seen:
+            continue
+        seen.add(reader.name)
+        if reader.opcode in _PASSES:
+            todo += computation.users.get(reader.name, ())
+        elif reader.opcode not in ("tuple", "while"):
+            yield reader

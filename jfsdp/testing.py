@@ -1,0 +1,29 @@
+"""For test suites of those who use jfsdp: assertions about compiled steps. Imports no test framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jfsdp.layout.table import Layout
+
+
+def assert_collectives(
+    compiled: Any, layout: Layout, *, tolerance: float = 0.01, min_overlap: float | None = None, **step: Any
+) -> None:
+    """Assert that a compiled training step moves what its layout says, and no more. Moves no data.
+
+    Args:
+      compiled: `step.lower(model.abstract_state(tx), batch).compile()`, or its text.
+      tolerance: by how much the bytes on the wire may exceed theory.
+      min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind.
+      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
+
+    Raises:
+      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.audit`.
+      ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
+    """
+    from jfsdp.plan.audit import audit
+
+    report = audit(compiled, layout, tolerance=tolerance, min_overlap=min_overlap, **step)
+    if not report.is_ok:
+        raise AssertionError(str(report))

@@ -1,0 +1,42 @@
+"""Small training steps compiled for H100s that are not there, for the ledger and the audit: a narrow Llama."""
+
+import functools
+
+import jfsdp
+from jfsdp.train.job import find_job
+from tests import hlo
+
+SEQ_LEN = 512
+
+
+@functools.cache
+def job(num_layers=2, **config):
+    narrow = {"dim": 1024, "ffn_dim": 2048, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 4096}
+    return find_job("llama-8b").with_config(num_layers=num_layers, attention="cudnn", **narrow, **config)
+
+
+def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), **options):
+    task = job(**dict(config))
+    return jfsdp.fully_shard(
+        task.model,
+        mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **dict(mesh)),
+        strategy=strategy,
+        units=task.units,
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+        **options,
+    )
+
+
+def compile_step(model, *, accumulate=1, loss=None, **step):
+    task = job()
+    tx = task.optimizer(3e-4)
+    num_devices = model.mesh.devices.size
+    train_step = model.train_step(loss or task.loss, tx, accumulate=accumulate, max_grad_norm=1.0, **step)
+    return train_step.lower(model.abstract_state(tx), task.batch(num_devices * accumulate, SEQ_LEN)).compile()
+
+
+@functools.cache
+def program(strategy="full_shard", hosts=1, mesh=(), config=(), accumulate=1):
+    """The text of a step as it should be, and its layout."""
+    model = build(strategy, hosts, mesh, config=config)
+    return compile_step(model, accumulate=accumulate).as_text(), model.layout

@@ -1,0 +1,195 @@
+"""The ledger: measured beside expected, unit by unit; on compiled steps, and on collectives made by hand."""
+
+import json
+import math
+
+import pytest
+
+import jfsdp
+from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.plan.collectives import Collective, find_collectives, wire_bytes
+from jfsdp.plan.hlo import Shape, parse_module
+from jfsdp.plan.ledger import group_axes, make_ledger, split_names
+from jfsdp.plan.theory import expected_wire
+from tests.plan import programs
+
+GROUPS = (("replica", 2), ("fsdp", 4))
+NORMS = 5e-4  # the share of the norms' scales: XLA sums their gradients in float32
+
+
+def ledger_of(layout, text, **step):
+    num_devices = math.prod(size for _, size in layout.mesh_sizes)
+    return make_ledger(layout, find_collectives(parse_module(text), num_devices), **step)
+
+
+CASES = {
+    "full_shard": {},
+    "a list of layers": {"config": (("stacked", False),)},
+    "ddp": {"strategy": "ddp"},
+    "hybrid_shard, accumulated": {"strategy": "hybrid_shard", "mesh": GROUPS, "accumulate": 2},
+    "hfsdp": {"strategy": "hfsdp", "mesh": GROUPS},
+    "hpz": {"strategy": "hpz", "hosts": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_xla_compiles_is_what_theory_says(name):
+    options = CASES[name]
+    text, layout = programs.program(**options)
+    step = {"accumulate": options.get("accumulate", 1)}
+    found = ledger_of(layout, text, gpus_per_node=8, **step)
+    assert found.unknown == ()
+    assert found.unknown_bytes == 0
+    assert found.wire_ratio == pytest.approx(1, abs=NORMS)
+    expected = sum(row.wire_bytes for row in expected_wire(layout, **step) if row.what != "scalars")
+    assert found.wire_bytes_theory == pytest.approx(expected, rel=1e-4)
+    for unit in layout.units:
+        rows = [row for row in found.rows if row.unit == unit.name]
+        kinds = {(row.kind, row.axes, row.group_size) for row in rows if row.what == "parameters"}
+        for kind in kinds:
+            same = [row for row in rows if (row.kind, row.axes, row.group_size) == kind]
+            measured, wanted = (
+                sum(getattr(row, name) for row in same) for name in ("measured_bytes", "expected_bytes")
+            )
+            assert measured == pytest.approx(wanted, rel=2e-3), (unit.name, kind)
+
+
+def test_rows_say_which_axes_and_whether_nodes_are_crossed():
+    text, layout = programs.program(strategy="hpz", hosts=2)
+    found = ledger_of(layout, text, gpus_per_node=8)
+    inside = {row.group_size: row.crosses_nodes for row in found.rows if row.kind == "all-gather"}
+    assert inside == {16: True, 8: False}
+    assert {row.axes for row in found.rows} == {("fsdp",)}
+    text, layout = programs.program(strategy="hybrid_shard", mesh=GROUPS, accumulate=2)
+    rows = ledger_of(layout, text, accumulate=2).rows
+    assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "parameters"} == {("replica",)}
+    assert {row.crosses_nodes for row in rows if row.measured_bytes} == {None}
+
+
+def test_padding_is_a_row_of_its_own():
+    """24 devices: XLA gathers what is padded, but all-reduces gradients before it pads them (docs/log.md)."""
+    text, layout = programs.program(hosts=3)
+    found = ledger_of(layout, text)
+    padding = [row for row in found.rows if row.what == "padding" and row.kind == "all-gather"]
+    wanted = [row for row in expected_wire(layout) if row.what == "padding" and row.kind == "all-gather"]
+    assert sum(row.measured_bytes for row in padding) == pytest.approx(sum(row.wire_bytes for row in wanted))
+    assert sum(row.measured_bytes for row in padding) > 0
+
+
+def test_a_ledger_is_plain_data():
+    text, layout = programs.program()
+    data = ledger_of(layout, text).to_dict()
+    assert json.loads(json.dumps(data))["wire_ratio"] == pytest.approx(1, abs=NORMS)
+    assert data["wire_bytes"] == pytest.approx(sum(row["measured_bytes"] for row in data["rows"]))
+
+
+def layout(strategy="full_shard", mesh=(("fsdp", 8),), **options):
+    task = programs.job()
+    return jfsdp.fully_shard(
+        task.model,
+        mesh=make_abstract_mesh(dict(mesh)),
+        strategy=strategy,
+        units=task.units,
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+        **options,
+    ).layout
+
+
+def collective(kind, *shapes, dtype="bf16", op_name="", count=1, group=tuple(range(8))):
+    parts = tuple(Shape(dtype, shape) for shape in shapes)
+    size = sum(wire_bytes(kind, part.num_bytes, len(group)) for part in parts)
+    return Collective(kind, f"{kind}.1", parts, dtype, group, 1, count, {dtype: size}, "main", 0, 1, False, op_name)
+
+
+UP, QUERY, EMBEDDING = (1024, 2048), (1024, 1024), (4096, 1024)
+BACKWARD = "jit(_step)/transpose(jvp(transpose(jvp())))/while/body"
+
+
+@pytest.mark.parametrize(
+    ("shape", "paths"),
+    [
+        (UP, {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
+        (UP[::-1], {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
+        ((2, *UP), {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
+        ((1, *QUERY), {"layers.attn.q_proj.kernel", "layers.attn.o_proj.kernel"}),
+        ((math.prod(EMBEDDING),), {"embed.embedding", "lm_head.kernel"}),
+    ],
+)
+def test_an_array_without_a_name_is_known_by_its_shape(shape, paths):
+    (part,) = make_ledger(layout(), [collective("reduce-scatter", shape)]).parts
+    assert part.path in paths
+
+
+def test_equal_shapes_are_dealt_out_by_what_theory_still_expects():
+    found = make_ledger(layout(), [collective("reduce-scatter", UP, count=2) for _ in range(3)])
+    assert {part.path for part in found.parts} == {
+        "layers.mlp.up_proj.kernel",
+        "layers.mlp.gate_proj.kernel",
+        "layers.mlp.down_proj.kernel",
+    }
+
+
+def test_a_scope_outweighs_what_theory_expects():
+    table = jfsdp.fully_shard(
+        programs.job(stacked=False).model,
+        mesh=make_abstract_mesh({"fsdp": 8}),
+        units=programs.job().units,
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+    ).layout
+    name = f"{BACKWARD}/jfsdp.gather.layers.1/sharding_constraint"
+    found = make_ledger(table, [collective("all-gather", QUERY, op_name=name) for _ in range(3)])
+    assert [part.unit for part in found.parts] == ["layers.1"] * 3
+
+
+def test_combined_arrays_keep_their_own_names():
+    first, second = "jvp(jfsdp.gather.root)/copy", "transpose(jvp(jfsdp.gather.layers))/copy"
+    assert split_names(f"jit(_step)/({first}:{second})", 2) == [first, second]
+    assert split_names(f"jit(_step)/({first}:{second})", 3) == [f"jit(_step)/({first}:{second})"] * 3
+    assert split_names("jit(_step)/while", 2) == ["jit(_step)/while"] * 2
+
+
+def test_activations_that_move_are_unknown():
+    moved = [collective("all-to-all", UP), collective("all-gather", (3, 5, 7)), collective("collective-permute", UP)]
+    found = make_ledger(layout(), moved)
+    assert list(found.unknown) == moved
+    assert found.parts == ()
+    assert found.wire_bytes == found.unknown_bytes == sum(item.total_bytes for item in moved)
+
+
+def test_scalars_are_expected_up_to_an_allowance():
+    few = make_ledger(layout("ddp"), [collective("all-reduce", (), dtype="f32")])
+    (row,) = [row for row in few.rows if row.what == "scalars"]
+    assert row.measured_bytes == row.expected_bytes == 7.0
+    many = make_ledger(layout("ddp"), [collective("all-reduce", (), dtype="f32", count=1000)])
+    (row,) = [row for row in many.rows if row.what == "scalars"]
+    assert (row.measured_bytes, row.expected_bytes) == (7000.0, 1024.0)
+
+
+def test_replicated_leaves_have_a_row():
+    table = layout(min_size=2000)
+    found = make_ledger(table, [collective("all-reduce", (1024,), dtype="f32", count=2)])
+    (row,) = [row for row in found.rows if row.what == "replicated" and row.measured_bytes]
+    assert row.unit == "layers"
+    assert set(row.paths) <= {"layers.attn_norm.scale", "layers.mlp_norm.scale"}
+
+
+def test_nothing_measured_and_nothing_expected_is_a_ratio_of_one():
+    assert make_ledger(layout(mesh=(("fsdp", 1),)), []).wire_ratio == 1
+    alone = make_ledger(layout(mesh=(("fsdp", 1),)), [collective("all-gather", (3, 5, 7))])
+    assert alone.wire_ratio == math.inf
+    assert alone.to_dict()["wire_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("group", "axes"),
+    [
+        (range(8), ("replica", "fsdp")),
+        (range(4), ("fsdp",)),
+        ((0, 4), ("replica",)),
+        ((0, 1), ("fsdp",)),
+        ((0, 5), ()),
+        ((3,), ()),
+    ],
+)
+def test_axes_are_found_from_device_ids(group, axes):
+    assert group_axes(layout("hybrid_shard", mesh=GROUPS), group) == axes

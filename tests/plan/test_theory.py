@@ -1,0 +1,262 @@
+"""What every strategy must put on the wire, against the formulas of docs/design.md; nothing is compiled here.
+
+tests/plan/test_ledger.py compares the same numbers with what XLA compiled.
+"""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import pytest
+
+import jfsdp
+from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.layout.table import num_parameters
+from jfsdp.plan.hlo import Shape
+from jfsdp.plan.theory import expected_wire, hlo_dtype
+from jfsdp.train.job import find_job
+
+NUM, GROUP, MICROBATCHES = 64, 8, 4
+SHARE, GROUP_SHARE = (NUM - 1) / NUM, (GROUP - 1) / GROUP
+PARAMETERS, ROOT_PARAMETERS = 8_030_261_248, 1_050_677_248
+GROUPS = (("replica", NUM // GROUP), ("fsdp", GROUP))
+P, ROOT = PARAMETERS, ROOT_PARAMETERS
+
+
+@functools.cache
+def layout(strategy="full_shard", mesh=(("fsdp", NUM),), param_dtype="bfloat16", reduce_dtype=None, **options):
+    job = find_job("llama-8b")
+    return jfsdp.fully_shard(
+        job.model,
+        mesh=make_abstract_mesh(dict(mesh)),
+        strategy=strategy,
+        units=job.units,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        **{key: dict(value) if key == "per_unit" else value for key, value in options.items()},
+    ).layout
+
+
+def wire(layout, **step):
+    """Bytes by (kind, devices in a group), without the allowance for scalars."""
+    total = {}
+    for row in expected_wire(layout, **step):
+        if row.what != "scalars":
+            key = row.kind, row.group_size
+            total[key] = total.get(key, 0) + row.wire_bytes
+    return total
+
+
+def by_what(layout, **step):
+    total = {}
+    for row in expected_wire(layout, **step):
+        total[row.what] = total.get(row.what, 0) + row.wire_bytes
+    return total
+
+
+def test_llama_8b_on_64_is_29_551_gathered_and_15_810_scattered():
+    found = wire(layout())
+    assert found == pytest.approx(
+        {("all-gather", NUM): 2 * (2 * P - ROOT) * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE}, rel=1e-12
+    )
+    assert [round(size / 1e9, 3) for size in found.values()] == [29.551, 15.810]
+
+
+CASES = {
+    "ddp": ("ddp", {}, {}, {("all-reduce", NUM): 4 * P * SHARE}),
+    "ddp, accumulated": ("ddp", {}, {"accumulate": 4}, {("all-reduce", NUM): 4 * 4 * P * SHARE}),
+    "ddp once": ("ddp", {}, {"accumulate": 4, "reduce": "once"}, {("all-reduce", NUM): 4 * P * SHARE}),
+    "zero1": ("zero1", {}, {}, {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE}),
+    "zero1, accumulated: once by its table": (
+        "zero1",
+        {},
+        {"accumulate": 4},
+        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
+    ),
+    "zero2, accumulated": (
+        "zero2",
+        {},
+        {"accumulate": 4},
+        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
+    ),
+    "shard_grad_op": (
+        "shard_grad_op",
+        {},
+        {},
+        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
+    ),
+    "full_shard, accumulated": (
+        "full_shard",
+        {},
+        {"accumulate": 4},
+        {("all-gather", NUM): 4 * 2 * (2 * P - ROOT) * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
+    ),
+    "full_shard, parameters kept over microbatches": (
+        "full_shard",
+        {},
+        {"accumulate": 4, "reshard_after_backward": False},
+        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
+    ),
+    "full_shard, parameters kept, reduced once": (
+        "full_shard",
+        {},
+        {"accumulate": 4, "reshard_after_backward": False, "reduce": "once"},
+        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
+    ),
+    "hybrid_shard": (
+        "hybrid_shard",
+        {"mesh": GROUPS},
+        {"accumulate": 4},
+        {
+            ("all-gather", GROUP): 4 * 2 * (2 * P - ROOT) * GROUP_SHARE,
+            # the group's reduce-scatter every microbatch; between the 8 groups, an all-reduce of the shard once
+            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
+            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
+        },
+    ),
+    "hybrid_shard, parameters kept over microbatches": (
+        "hybrid_shard",
+        {"mesh": GROUPS},
+        {"accumulate": 4, "reshard_after_backward": False},
+        {
+            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
+            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
+            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
+        },
+    ),
+    "hybrid_shard_zero2": (
+        "hybrid_shard_zero2",
+        {"mesh": GROUPS},
+        {},
+        {
+            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
+            ("reduce-scatter", GROUP): 2 * P * GROUP_SHARE,
+            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
+        },
+    ),
+    "hfsdp": (
+        "hfsdp",
+        {"mesh": GROUPS},
+        {},
+        {
+            # the working copy is gathered in the group, and once per step between groups from the finer master
+            ("all-gather", GROUP): 2 * (2 * P - ROOT) * GROUP_SHARE + 2 * P / GROUP * GROUP_SHARE,
+            # for which shards numbered over (replica, fsdp) are first brought to where `fsdp` alone would have them
+            ("collective-permute", NUM): 2 * P / NUM,
+            ("reduce-scatter", NUM): 2 * P * SHARE,
+        },
+    ),
+    "hpz": (
+        "full_shard",
+        {"reshard_after_forward": GROUP, "per_unit": (("", (("reshard_after_forward", False),)),)},
+        {},
+        {
+            ("all-gather", NUM): 2 * P * SHARE,
+            ("all-gather", GROUP): 2 * (P - ROOT) * GROUP_SHARE,
+            ("reduce-scatter", NUM): 2 * P * SHARE,
+        },
+    ),
+    "a resharded root": (
+        "full_shard",
+        {"per_unit": (("", (("reshard_after_forward", True),)),)},
+        {},
+        {("all-gather", NUM): 2 * 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
+    ),
+    "float32": (
+        "full_shard",
+        {"param_dtype": None},
+        {},
+        {("all-gather", NUM): 4 * (2 * P - ROOT) * SHARE, ("reduce-scatter", NUM): 4 * P * SHARE},
+    ),
+    "float32 zero1 keeps no copy, and gathers the master": (
+        "zero1",
+        {"param_dtype": None},
+        {},
+        {("all-gather", NUM): 4 * P * SHARE, ("reduce-scatter", NUM): 4 * P * SHARE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_follow_the_formula(name):
+    strategy, options, step, wanted = CASES[name]
+    if "per_unit" in options:
+        options = options | {"per_unit": tuple((unit, dict(policy)) for unit, policy in options["per_unit"])}
+        found = wire(layout.__wrapped__(strategy, **options), **step)
+    else:
+        found = wire(layout(strategy, **options), **step)
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_reducing_once_in_float32_doubles_the_reduction_alone():
+    table = layout("zero1", reduce_dtype="float32")
+    rows = expected_wire(table, accumulate=4, reduce="once")
+    found = {(row.kind, row.dtype): 0.0 for row in rows if row.what != "scalars"}
+    for row in rows:
+        if row.what != "scalars":
+            found[row.kind, row.dtype] += row.wire_bytes
+    assert found == pytest.approx({("all-gather", "bf16"): 2 * P * SHARE, ("reduce-scatter", "f32"): 4 * P * SHARE})
+
+
+def test_frozen_leaves_are_gathered_and_not_reduced():
+    table = layout(frozen="layers.mlp")
+    trained = num_parameters([leaf for leaf in table.leaves if leaf.trainable])
+    assert trained < P / 2
+    assert wire(table)["reduce-scatter", NUM] == pytest.approx(2 * trained * SHARE)
+    assert wire(table)["all-gather", NUM] == wire(layout())["all-gather", NUM]
+
+
+def test_replicated_leaves_are_all_reduced_and_named():
+    table = layout(min_size=5000)
+    norms = 65 * 4096
+    rows = [row for row in expected_wire(table) if row.what == "replicated"]
+    assert sum(row.wire_bytes for row in rows) == pytest.approx(2 * 2 * norms * SHARE)
+    assert {path for row in rows for path in row.paths} == {
+        "layers.attn_norm.scale",
+        "layers.mlp_norm.scale",
+        "norm.scale",
+    }
+    assert "replicated" not in by_what(layout("ddp")), "ddp splits nothing, so nothing is replicated against its will"
+
+
+def test_padding_is_a_line_of_its_own_and_the_sum_is_that_of_the_stored_shapes():
+    table = layout(mesh=(("fsdp", 24),))
+    stored = sum(math.prod(leaf.stored_shape) for leaf in table.leaves)
+    assert stored > P
+    found = by_what(table)
+    scattered = sum(row.wire_bytes for row in expected_wire(table) if row.kind == "reduce-scatter")
+    assert scattered == pytest.approx(2 * stored * 23 / 24)
+    assert found["reduce"] == pytest.approx(2 * P * 23 / 24)
+    assert found["padding"] == pytest.approx(
+        2 * (stored - P) * 23 / 24 * 3 - (2 * (root_stored(table) - ROOT) * 23 / 24), rel=1e-9
+    ), "gathered twice and scattered once, the root gathered once"
+
+
+def root_stored(table):
+    return sum(math.prod(leaf.stored_shape) for leaf in table.leaves if leaf.unit == "")
+
+
+def test_a_unit_that_is_called_twice_moves_twice():
+    once, twice = by_what(layout()), by_what(layout(), calls={"layers": 2})
+    layers = 2 * (P - ROOT) * SHARE
+    assert twice["gather forward"] - once["gather forward"] == pytest.approx(layers)
+    assert twice["reduce"] - once["reduce"] == pytest.approx(layers)
+
+
+def test_calls_of_an_unknown_unit_are_refused():
+    with pytest.raises(ValueError, match="calls: unit 'layer' is unknown; the units are '', 'layers'"):
+        expected_wire(layout(), calls={"layer": 2})
+
+
+def test_what_a_step_refuses_theory_refuses():
+    with pytest.raises(ValueError, match='reduce="once"'):
+        expected_wire(layout(), accumulate=2, reduce="once")
+
+
+def test_one_device_sends_nothing():
+    assert expected_wire(layout(mesh=(("fsdp", 1),))) == ()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "uint8", "bool", "complex64"])
+def test_dtypes_are_named_as_hlo_names_them(name):
+    assert Shape(hlo_dtype(name), ()).num_bytes == jnp.dtype(name).itemsize
+    assert hlo_dtype(name) in {"bf16", "f16", "f32", "s32", "u8", "pred", "c64"}
