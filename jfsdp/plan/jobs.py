@@ -1,0 +1,177 @@
+"""From the options of a training script to a plan of it: the same job, model, optimizer and step, on other devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh
+from jfsdp.layout.precision import item_bytes
+from jfsdp.plan.hardware import Cluster, link_bandwidth
+from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.plan import Plan, Work, make_plan
+from jfsdp.plan.target import topology_devices
+from jfsdp.plan.theory import expected_wire
+from jfsdp.train.account import account
+from jfsdp.train.job import Job, load_job, parse_config
+from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A job on a mesh, ready to be lowered."""
+
+    job: Job
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    step: TrainStep
+    work: Work
+    seq_len: int
+
+    @property
+    def batch(self) -> Any:
+        """The shapes of one global batch."""
+        rows = self.work.rows * num_data_shards(dict(self.model.layout.mesh_sizes))
+        return self.job.batch(rows, self.seq_len)
+
+
+def find_planned_job(options: StepOptions) -> Job:
+    """Load the job that options name, with the fields of its configuration changed as they say."""
+    return load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
+
+
+def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_devices: int = 0) -> Planned:
+    """Shard a job over devices of a topology, or over a number of devices without any. Moves no data.
+
+    Raises:
+      ValueError: for a mesh that the devices do not fill, and all that training would refuse.
+    """
+    sizes = {"fsdp": 1, **parse_mesh(options.mesh)}
+    count = num_devices if devices is None else len(devices)
+    check_mesh(options.mesh, sizes, count)
+    mesh = make_abstract_mesh(_filled(sizes, count)) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
+    model = shard_job(options, job, mesh)
+    # The schedule of the script, so that its count is in the state; the numbers do not matter.
+    tx = make_optimizer(options, job, optax.warmup_cosine_decay_schedule(1e-5, 3e-4, 100, 1000, 3e-5))
+    step = model.train_step(job.loss, tx, **train_arguments(options))
+    seq_len = job.seq_len if options.seq_len is None else options.seq_len
+    return Planned(job, model, tx, step, make_work(options, job, model, seq_len), seq_len)
+
+
+def check_mesh(text: str, sizes: dict[str, int], num_devices: int) -> None:
+    """Refuse a mesh that is not of the cluster's size.
+
+    Raises:
+      ValueError: naming both sizes.
+    """
+    known = 1
+    for size in sizes.values():
+        known *= size if size > 0 else 1
+    if -1 in sizes.values() and num_devices % known == 0:
+        return
+    if known != num_devices or -1 in sizes.values():
+        raise ValueError(
+            f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
+            "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
+        )
+
+
+def _filled(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+    known = 1
+    for size in sizes.values():
+        known *= size if size > 0 else 1
+    return {axis: size if size > 0 else num_devices // known for axis, size in sizes.items()}
+
+
+def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
+    """Return what a step of a job is for; an item is a token, or an image."""
+    per_row = seq_len if job.data == "tokens" else 1
+    flops = job.flops_per_token(seq_len) if job.flops_per_token else None
+    dtype = model.layout.mp_policy.param_dtype or "float32"
+    rows = options.batch_per_device
+    return Work(rows * per_row, rows, "token" if job.data == "tokens" else "image", flops, dtype)
+
+
+def plan_job(
+    options: StepOptions,
+    cluster: Cluster,
+    *,
+    target_config: str | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
+
+    Args:
+      target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
+
+    Raises:
+      PlanUnavailable: without a compiler for this GPU.
+      ValueError: for options that training would refuse.
+    """
+    on_progress("sharding")
+    planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))
+    return make_plan(
+        planned.step,
+        planned.model.abstract_state(planned.tx),
+        planned.batch,
+        cluster,
+        planned.work,
+        reserve_bytes=reserve_bytes,
+        vocab_size=planned.job.vocab_size,
+        on_progress=on_progress,
+    )
+
+
+def estimate_job(options: StepOptions, cluster: Cluster) -> dict[str, Any]:
+    """Say what can be said without a compiler: state, bytes on the wire by formula, and a roofline. Moves no data.
+
+    The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides. Seconds
+    are lower bounds: all communication hidden, matmuls at the rate of a large one.
+
+    Raises:
+      ValueError: for options that training would refuse.
+    """
+    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
+    layout, gpu, work = planned.model.layout, cluster.gpu, planned.work
+    config = planned.step.config
+    rows = expected_wire(
+        layout,
+        accumulate=config.accumulate,
+        reduce=config.reduce,
+        reshard_after_backward=config.reshard_after_backward,
+    )
+    wire = sum(row.wire_bytes for row in rows)
+    link = link_bandwidth(gpu, 2**28, cluster.num_domains == 1, members_per_node=cluster.devices_per_domain)
+    count = account(planned.model.abstract_state(planned.tx))
+    compute_s = work.item_flops and work.item_flops * work.items / gpu.peak_flops(work.dtype)
+    wire_s = wire / link
+    return {
+        "analytic": True,
+        "state_bytes": count.total,
+        "host_state_bytes": count.host_total,
+        "state_fits": count.total <= gpu.memory_bytes - RESERVE_BYTES,
+        "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
+        "wire_bytes_theory": wire,
+        "wire_s": wire_s,
+        "compute_s": compute_s,
+        "step_s_at_least": max(wire_s, compute_s or 0.0),
+        "strategy": layout.strategy.name,
+        "mesh": dict(layout.mesh_sizes),
+    }
+
+
+def _unit_bytes(layout: Any, paths: Any) -> int:
+    total = 0
+    for path in paths:
+        leaf = layout.by_path[path]
+        size = item_bytes(leaf.stage("use").dtype)
+        for dim in leaf.stored_shape[leaf.stacked :]:
+            size *= dim
+        total += size
+    return total

@@ -1,0 +1,230 @@
+"""What a training step will do on a cluster: does it fit, what crosses the wire, what is hidden, how long it takes.
+
+The step is the one that training would run, lowered for the cluster's devices and compiled by the same XLA; everything
+here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`plan/rates.py`), while
+bytes, counts and memory are what the compiler decided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jfsdp.layout.table import Layout
+from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.compile import CompiledStep, compile_step
+from jfsdp.plan.hardware import Cluster
+from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.ledger import Ledger, make_ledger
+from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, largest_buffers
+from jfsdp.plan.timeline import Rates, Timeline, simulate
+from jfsdp.train.account import StateBytes, account
+from jfsdp.train.state import TrainState
+from jfsdp.train.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step is for: the units that throughput is counted in.
+
+    Attributes:
+      items: tokens or images per device and step.
+      rows: sequences or images per device and step.
+      item: "token" or "image".
+      item_flops: FLOPs of the model for one item, forward and backward, without recomputation; None if unknown.
+      dtype: in which it computes, for the peak of the hardware.
+    """
+
+    items: int
+    rows: int
+    item: str
+    item_flops: float | None
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step does on a cluster; see `make_plan`."""
+
+    cluster: Cluster
+    layout: Layout
+    work: Work
+    state: StateBytes
+    compiled: CompiledStep
+    memory: Memory
+    ledger: Ledger
+    timeline: Timeline
+    reserve_bytes: int
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a step may take of a GPU's memory."""
+        return self.cluster.gpu.memory_bytes - self.reserve_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the step takes: its peak, and the holes that the heap has for it."""
+        return self.memory.allocated_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits into a GPU with the reserve untouched."""
+        return self.needed_bytes <= self.limit_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Estimated seconds of a step."""
+        return self.timeline.step_s
+
+    @property
+    def items_per_s(self) -> float:
+        """Tokens (or images) per second and GPU."""
+        return self.work.items / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's FLOPs over what the GPU could do meanwhile; recomputation does not count."""
+        if self.work.item_flops is None:
+            return None
+        return self.work.item_flops * self.items_per_s / self.cluster.gpu.peak_flops(self.work.dtype)
+
+    @property
+    def link_s(self) -> dict[str, float]:
+        """Seconds on the wire by link, hidden or not: the link inside a node, and the network between nodes."""
+        seconds = {self.cluster.gpu.link: 0.0, "network": 0.0}
+        for timed in self.timeline.collectives:
+            spans = self.cluster.spans_nodes(timed.collective.group)
+            seconds["network" if spans else self.cluster.gpu.link] += timed.wire_s * timed.collective.count
+        return seconds
+
+    @property
+    def bound_by(self) -> str:
+        """What the step would take as long as, were all else free: compute, memory bandwidth, a link, or host memory."""
+        clock = self.timeline
+        seconds = {
+            "compute": clock.matmul_s + clock.attention_s,
+            "memory bandwidth": clock.memory_s,
+            "host link": clock.host_s,
+            **self.link_s,
+        }
+        return max(seconds, key=lambda name: seconds[name])
+
+    @property
+    def compute_bound_rows(self) -> int:
+        """The fewest rows per device with which computing takes as long as the wire.
+
+        Bytes on the wire do not grow with the batch and computing grows with it, about evenly.
+        """
+        if not self.timeline.wire_s:
+            return 1
+        return max(1, math.ceil(self.work.rows * self.timeline.wire_s / self.timeline.compute_s))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data: bytes per device, seconds per step."""
+        clock, memory = self.timeline, self.memory
+        return {
+            "fits": self.fits,
+            "cluster": {
+                "gpu": self.cluster.gpu.name,
+                "nodes": self.cluster.nodes,
+                "gpus_per_node": self.cluster.gpus_per_node,
+                "num_devices": self.cluster.num_devices,
+            },
+            "strategy": self.layout.strategy.name,
+            "mesh": dict(self.layout.mesh_sizes),
+            "peak_bytes": memory.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "limit_bytes": self.limit_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "memory": {
+                **memory.parts,
+                "fragmentation": memory.fragmentation_bytes,
+                "host": memory.host_bytes,
+            },
+            "largest_buffers": [
+                {"part": part, "name": name, "count": count, "bytes": size}
+                for part, name, count, size in largest_buffers(memory)
+            ],
+            "state_bytes": self.state.total,
+            "host_state_bytes": self.state.host_total,
+            "wire_bytes": self.ledger.wire_bytes,
+            "wire_bytes_theory": self.ledger.wire_bytes_theory,
+            "wire_ratio": self.ledger.to_dict()["wire_ratio"],
+            "collectives": self.ledger.to_dict()["rows"],
+            "unknown_collectives": self.ledger.to_dict()["unknown"],
+            "timeline": [_timed(timed) for timed in clock.collectives],
+            "overlapped_share": clock.overlapped_share,
+            "exposed_s": clock.exposed_s,
+            "wire_s": clock.wire_s,
+            "compute_s": clock.compute_s,
+            "step_s": self.step_s,
+            "critical": clock.critical,
+            "rows_per_device": self.work.rows,
+            f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
+            "mfu": self.mfu,
+            "bound_by": self.bound_by,
+            "compute_bound_batch_per_device": self.compute_bound_rows,
+            "options": dict(self.compiled.options),
+            "compile_s": self.compiled.compile_s,
+        }
+
+
+def _timed(timed: Any) -> dict[str, Any]:
+    names = ("name", "kind", "dtype", "group_size", "count", "wire_bytes", "in_loop", "op_name", "source")
+    fields = ("wire_s", "compute_between_s", "num_matmuls_between", "hidden_s", "exposed_s")
+    return {name: getattr(timed.collective, name) for name in names} | {name: getattr(timed, name) for name in fields}
+
+
+def make_plan(
+    step: TrainStep,
+    state: TrainState,
+    batch: Any,
+    cluster: Cluster,
+    work: Work,
+    *,
+    reserve_bytes: int = RESERVE_BYTES,
+    vocab_size: int | None = None,
+    calls: Mapping[str, int] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Compile a step for a cluster and read what it will do there. Allocates nothing on any device.
+
+    Args:
+      step: of a model sharded over `topology_devices(cluster)`.
+      state, batch: shapes: `model.abstract_state(tx)`, and those of one global batch.
+      reserve_bytes: GPU memory that the step must leave to others (CUDA, NCCL, the allocator).
+      calls: how often a unit is called per microbatch, where that is not once.
+      on_progress: is told what happens next.
+
+    Raises:
+      ValueError: for options that XLA does not know, and batches that cannot be split.
+    """
+    on_progress("lowering")
+    lowered = step.lower(state, batch)
+    on_progress("compiling")
+    compiled = compile_step(lowered, step.compiler_options)
+    on_progress("reading the program")
+    module = parse_module(compiled.text)
+    collectives = find_collectives(module, cluster.num_devices)
+    config = step.config
+    arguments: dict[str, Any] = {
+        "accumulate": config.accumulate,
+        "reduce": config.reduce,
+        "reshard_after_backward": config.reshard_after_backward,
+        "calls": calls,
+    }
+    return Plan(
+        cluster=cluster,
+        layout=step.layout,
+        work=work,
+        state=account(state),
+        compiled=compiled,
+        memory=breakdown(
+            compiled.live_ranges, compiled.buffers, module, step.layout, compiled.memory_stats, vocab_size=vocab_size
+        ),
+        ledger=make_ledger(step.layout, collectives, gpus_per_node=cluster.devices_per_domain, **arguments),
+        timeline=simulate(module, collectives, Rates(cluster)),
+        reserve_bytes=reserve_bytes,
+    )
