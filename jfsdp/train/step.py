@@ -131,7 +131,8 @@ class TrainStep:
         self._check_batch(abstract_batch, 1)
         sharding = batch_sharding(self.mesh)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_batch)
-        return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
+        with jax.default_device(self.mesh.devices.flat[0]):  # lets models choose kernels for devices that are not there
+            return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
 
     def shard_batch(self, batch: Any) -> Any:
         """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
