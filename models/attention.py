@@ -30,9 +30,9 @@ def document_mask(segment_ids: jax.Array | None) -> jax.Array | None:
 
 # [Note: choosing the attention kernel]
 # `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
-# scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs and `_cudnn_serves`
-# holds, else XLA. For which devices a program is traced, a model cannot see; `jax.default_device` says it where it is
-# set (a plan sets it to a GPU that is not there), else the default backend of this process. With segment ids both
+# scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs and
+# `_cudnn_serves` holds, else XLA. A model cannot see for which devices it is traced; `jax.default_device` says it where
+# it is set (a plan sets it to a GPU that is not there), else the default backend of this process. With segment ids both
 # kernels read a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype); without them no mask exists in
 # memory.
 
@@ -45,7 +45,7 @@ def _cudnn_serves(query: Any, has_mask: bool) -> bool:
 
 
 def _is_cuda() -> bool:
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if hasattr(device, "device_kind"):
         return device.device_kind.startswith("NVIDIA")
     if jax.default_backend() != "gpu":

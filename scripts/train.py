@@ -22,7 +22,7 @@ from jfsdp.launch.runtime import (
     without_plugin_chatter,
 )
 from jfsdp.train.options import as_options
-from jfsdp.train.recipes import load_recipe, recipe_names
+from jfsdp.train.recipes import load_recipe, option_value, recipe_names
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
 
@@ -34,12 +34,12 @@ class UsageError(ValueError):
 def parse(argv: Sequence[str]) -> TrainConfig:
     """Read the command line over the defaults of its recipe."""
     args = _with_bare_resume(argv)
-    name = _value_of("--recipe", args) or "none"
+    name = option_value("--recipe", args) or "none"
     try:
         default = load_recipe(TrainConfig(), name)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if _value_of("--factory", args) and not _value_of("--model", args):
+    if option_value("--factory", args) and not option_value("--model", args):
         default = dataclasses.replace(default, model=None)
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
     return tyro.cli(TrainConfig, args=args, default=default, prog="train.py", description=description)
@@ -51,15 +51,6 @@ def _with_bare_resume(argv: Sequence[str]) -> list[str]:
         if place + 1 == len(args) or args[place + 1].startswith("-"):
             args.insert(place + 1, "auto")
     return args
-
-
-def _value_of(option: str, args: Sequence[str]) -> str | None:
-    for place, arg in enumerate(args):
-        if arg == option:
-            return args[place + 1] if place + 1 < len(args) else None
-        if arg.startswith(f"{option}="):
-            return arg.partition("=")[2]
-    return None
 
 
 def find_run_dir(config: TrainConfig) -> Path:

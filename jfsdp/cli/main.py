@@ -2,44 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+import operator
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 import jfsdp
+from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
+from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.train.options import as_options
+from jfsdp.train.recipes import load_recipe, option_value
+from jfsdp.train.run.config import TrainConfig
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 
+Will a model fit on a cluster that nobody has rented, what crosses its wires, how long does a step take? `jfsdp plan`
+compiles the step and says so, without a GPU; `jfsdp audit` compares a compiled step with its layout.
 Where does every parameter of a model stand on a mesh, in which dtype, and why? `jfsdp explain` answers without devices.
 Is this machine set up well? `jfsdp doctor` looks.
 To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README)."""
 
-Command = (
-    Annotated[Explain, tyro.conf.subcommand("explain", description=inspect.getdoc(Explain))]
-    | Annotated[Models, tyro.conf.subcommand("models", description=inspect.getdoc(Models))]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor", description=inspect.getdoc(Doctor))]
-)
+COMMANDS = {"plan": PlanJob, "audit": AuditProgram, "explain": Explain, "models": Models, "doctor": Doctor}
+
+
+def make_command(args: Sequence[str]) -> Any:
+    """Return the type of all subcommands, with the defaults of the recipe that the arguments name.
+
+    Raises:
+      ValueError: for a recipe that cannot be had.
+    """
+    name = option_value("--recipe", args)
+    given: dict[str, Any] = {}
+    if name and args and args[0] in ("plan", "audit"):
+        others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
+        given[args[0]] = load_recipe(COMMANDS[args[0]](), name, ignore=others)
+    commands = [
+        Annotated[
+            kind,
+            tyro.conf.subcommand(
+                name, description=inspect.getdoc(kind), **({"default": given[name]} if name in given else {})
+            ),
+        ]
+        for name, kind in COMMANDS.items()
+    ]
+    return functools.reduce(operator.or_, commands)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a subcommand; print errors of the user's making in one line.
 
-    Returns the exit status: 0, 1 where `doctor` found something wrong, or 2 for bad arguments.
+    Returns the exit status: 0; 1 where `doctor` found something wrong or a factory failed; 2 for bad arguments; 3 for a
+    plan that does not fit; 4 for a program that an audit found something in.
     """
     args = sys.argv[1:] if args is None else args
     if list(args) in (["--version"], ["-V"]):
         print(f"jfsdp {jfsdp.__version__}")
         return 0
+    try:
+        kinds = make_command(args)
+    except ValueError as error:
+        print(f"jfsdp: error: {error}", file=sys.stderr)
+        return 2
     command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        kinds,
         prog="jfsdp",
         args=list(args) or ["--help"],
         description=DESCRIPTION,
@@ -49,6 +83,9 @@ def main(args: Sequence[str] | None = None) -> int:
         import jax  # noqa: F401
     try:
         return command.run()
+    except FactoryError as error:
+        print(f"jfsdp: error: {error}", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         print(f"jfsdp: error: {as_options(str(error))}", file=sys.stderr)
         return 2

@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def bound_by(self) -> str:
-        """What the step would take as long as, were all else free: compute, memory bandwidth, a link, or host memory."""
+        """What takes longest by itself: compute, memory bandwidth, one of the links, or the link to the host."""
         clock = self.timeline
         seconds = {
             "compute": clock.matmul_s + clock.attention_s,

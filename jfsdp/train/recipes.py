@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -71,3 +71,13 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
 
 def _as_field(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def option_value(option: str, args: Sequence[str]) -> str | None:
+    """Return the value of an option in a command line; None where it is not given. Recipes must be known first."""
+    for place, arg in enumerate(args):
+        if arg == option:
+            return args[place + 1] if place + 1 < len(args) else None
+        if arg.startswith(f"{option}="):
+            return arg.partition("=")[2]
+    return None

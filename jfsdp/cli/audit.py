@@ -1,0 +1,70 @@
+"""`jfsdp audit`: whether a compiled step does what its layout says, read from the program that XLA made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jfsdp.cli.console import make_console
+from jfsdp.train.options import StepOptions
+
+if TYPE_CHECKING:
+    from jfsdp.plan.audit import AuditReport
+
+BROKEN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditProgram(StepOptions):
+    """Compare a saved program with the job it was compiled from: bytes and dtypes on the wire, replication, overlap.
+
+    The program is scheduled HLO as text: from `jfsdp plan --dump-hlo FILE`, from XLA's own dump, or
+    `step.lower(...).compile().as_text()`. The other options are those that it was compiled with. Exit status: 0 nothing
+    found, 4 something is, 2 bad arguments.
+    """
+
+    program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = ""
+    """The scheduled HLO."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
+    """A recipe of scripts/train.py as defaults, which any other option overrides."""
+    gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 8
+    """To tell what crosses nodes."""
+    tolerance: float = 0.01
+    """The share of theory's bytes by which the program may exceed them."""
+    min_overlap: Annotated[float | None, tyro.conf.arg(metavar="SHARE|none")] = None
+    """The least share of the bytes in loops that must have a matmul behind them."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.plan.audit import audit, read_module
+        from jfsdp.plan.jobs import find_planned_job, shard_planned
+
+        if not self.program:
+            raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
+        path = Path(self.program).expanduser()
+        module = read_module(path)
+        planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
+        report = audit(
+            path,
+            planned.model.layout,
+            tolerance=self.tolerance,
+            min_overlap=self.min_overlap,
+            gpus_per_node=self.gpus_per_node,
+            accumulate=self.accumulate,
+            reduce=planned.step.config.reduce,
+            reshard_after_backward=self.reshard_after_backward,
+        )
+        if self.json:
+            print(json.dumps(report.to_dict(), indent=2))
+        else:
+            _print(report)
+        return 0 if report.is_ok else BROKEN
+
+
+def _print(report: AuditReport) -> None:
+    make_console().print(str(report))
