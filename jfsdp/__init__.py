@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
     from jfsdp.layout.table import Layout
     from jfsdp.layout.units import Unit, by_size, resolve_units
+    from jfsdp.plan.audit import audit
     from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
     from jfsdp.train.job import Job, find_job
@@ -36,6 +37,7 @@ _HOMES = {
     "layout.build": ("LeafRules", "build_layout"),
     "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size", "resolve_units"),
+    "plan.audit": ("audit",),
     "train.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
     "train.job": ("Job", "find_job"),
@@ -68,6 +70,7 @@ __all__ = [
     "TrainStep",
     "Unit",
     "UnitPolicy",
+    "audit",
     "build_layout",
     "by_size",
     "find_job",

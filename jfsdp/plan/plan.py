@@ -101,11 +101,11 @@ class Plan:
 
     @property
     def bound_by(self) -> str:
-        """What takes longest by itself: compute, memory bandwidth, one of the links, or the link to the host."""
+        """What takes longest by itself: computing (matmuls, or else memory bandwidth), a link, or the host's memory."""
         clock = self.timeline
+        matmuls = clock.matmul_s + clock.attention_s
         seconds = {
-            "compute": clock.matmul_s + clock.attention_s,
-            "memory bandwidth": clock.memory_s,
+            "compute" if matmuls >= clock.memory_s else "memory bandwidth": clock.compute_s,
             "host link": clock.host_s,
             **self.link_s,
         }

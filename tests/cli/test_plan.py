@@ -1,0 +1,109 @@
+"""`jfsdp plan` and `jfsdp audit`: what is printed, exit statuses, bad input."""
+
+import json
+
+import pytest
+
+from jfsdp.cli import main
+
+TINY = ("--model", "llama-tiny", "--seq-len", "128")
+KEYS = (
+    "fits peak_bytes memory state_bytes wire_bytes wire_bytes_theory wire_ratio collectives overlapped_share exposed_s "
+    "step_s tokens_per_s_per_gpu mfu bound_by options compile_s"
+)
+BROKEN_JOB = """
+def make():
+    raise RuntimeError("the user's own mistake")
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A plan of a tiny model as JSON, and its program."""
+    path = tmp_path_factory.mktemp("plan") / "step.hlo"
+    return path, ("plan", *TINY, "--gpu", "h100", "--dump-hlo", str(path))
+
+
+def test_plan_prints_json_that_says_all(saved, capsys):
+    path, command = saved
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(KEYS.split()) <= found.keys()
+    assert found["cluster"] == {"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "num_devices": 8}
+    assert found["wire_ratio"] == pytest.approx(1, abs=1e-3)
+    assert sum(found["memory"].values()) == found["needed_bytes"] + found["memory"]["host"]
+    assert found["step_s"] == pytest.approx(sum(found["critical"].values()))
+    assert path.read_text().startswith("HloModule")
+
+
+def test_audit_takes_the_program_that_plan_wrote(saved, capsys):
+    path, command = saved
+    if not path.exists():
+        main(list(command))
+    capsys.readouterr()
+    assert main(["audit", str(path), *TINY]) == 0
+    assert ": ok" in capsys.readouterr().out
+    assert main(["audit", str(path), *TINY, "--strategy", "shard_grad_op", "--json"]) == 4
+    assert not json.loads(capsys.readouterr().out)["ok"]
+
+
+def test_what_does_not_fit_has_status_3(capsys):
+    assert main(["plan", *TINY, "--reserve", "79.108"]) == 3
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_without_compiling_it_says_so(capsys):
+    assert main(["plan", *TINY, "--analytic"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("ANALYTIC, nothing was compiled")
+    assert main(["plan", *TINY, "--analytic", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["analytic"] is True
+
+
+def test_a_recipe_gives_defaults_and_options_override_it(capsys):
+    assert main(["plan", "--recipe", "llama-8b", "--nodes", "8", "--analytic", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"]["fsdp"] == 64
+    assert main(["plan", "--recipe", "llama-8b", "--strategy", "ddp", "--analytic", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["strategy"] == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "llama-tiny", "--gpu", "h99"), "no GPU is called 'h99'; there are"),
+        (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are"),
+        (("--recipe", "nope"), "recipe 'nope' is unknown; the recipes are"),
+        ((*TINY, "--mesh", "fsdp=16"), "--mesh fsdp=16: 16 devices do not make the 8 of the cluster"),
+        ((*TINY, "--mesh", "replica=3,fsdp=-1"), "3 devices do not divide the 8 of the cluster"),
+        ((*TINY, "--nodes", "0"), "nodes=0"),
+        ((*TINY, "--gpu", "h100", "--xla", "nonsense"), "--xla 'nonsense' is not NAME=VALUE"),
+        ((*TINY, "--xla", "xla_gpu_nonsense=1"), "--xla xla_gpu_nonsense: the XLA of this jaxlib has no such option"),
+        ((*TINY, "--batch-per-device", "3", "--accumulate", "2"), "microbatches"),
+    ],
+)
+def test_bad_arguments_have_status_2_and_one_line(args, message, capsys):
+    assert main(["plan", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_failing_factory_shows_its_own_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_jobs.py").write_text(BROKEN_JOB)
+    assert main(["plan", "--factory", "broken_jobs:make"]) == 1
+    error = capsys.readouterr().err
+    assert "RuntimeError: the user's own mistake" in error
+    assert 'broken_jobs.py", line 3' in error
+    assert "jfsdp/train/job.py" not in error
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])
+def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, capsys):
+    path = tmp_path / "program.txt"
+    path.write_text(text)
+    assert main(["audit", str(path), *TINY]) == 2
+    assert message in capsys.readouterr().err
