@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.engine.dataflow import passes_through
+from jfsdp.engine.dataflow import num_readers, passes_through
 from jfsdp.engine.engine import Engine, cast_floating
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
@@ -65,6 +65,18 @@ class ShardedApply:
         _check_names(wanted, seen or set())
         self._check_writes(ROOT, run, root, rest)
         return out
+
+    def shared_weights(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+    ) -> list[str]:
+        """List the root unit's weights that several operations of `fn` read, such as tied embeddings. Moves no data."""
+        root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
+        inner = {path: value for path, value in params.items() if path not in root}
+        run = _RootRun(self.model, fn, self._hooks)
+        rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
+        full = self.engine.full_shapes(ROOT, root)
+        counts = num_readers(jax.make_jaxpr(run)(full, rest).jaxpr)
+        return [path for path, count in zip(sorted(full), counts) if count > 1]
 
     def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:
         self._open.append(name)

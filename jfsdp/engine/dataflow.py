@@ -53,6 +53,41 @@ def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
     return jaxpr.replace(eqns=eqns[::-1], outvars=outvars)
 
 
+_SAME_VALUE = ("convert_element_type", "transpose", "reshape", "squeeze", "copy", "optimization_barrier")
+
+
+def num_readers(jaxpr: Any) -> list[int]:
+    """Count for each input the operations that read it, looking through calls, casts and reshapes. Moves no data."""
+    readers: dict[Any, int] = {}
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, core.Literal):
+            readers[atom] = readers.get(atom, 0) + 1
+    for eqn in reversed(jaxpr.eqns):
+        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+        if eqn.primitive.name in _SAME_VALUE:
+            counts = [readers.get(var, 0) for var in eqn.outvars]
+        elif inner is not None and eqn.primitive.name not in ("scan", "while") and _is_call(inner, eqn):
+            counts = num_readers(inner)
+        else:
+            counts = [1] * len(eqn.invars)
+        for atom, count in zip(eqn.invars, counts, strict=False):
+            if not isinstance(atom, core.Literal):
+                readers[atom] = readers.get(atom, 0) + count
+    return [readers.get(var, 0) for var in jaxpr.invars]
+
+
+def states_sharding(jaxpr: Any, but: str) -> bool:
+    """Tell whether an operation states a sharding, unless its name in the program has `but` in it. Moves no data."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint" and but not in str(eqn.source_info.name_stack):
+            return True
+        for param in eqn.params.values():
+            parts = param if isinstance(param, (tuple, list)) else (param,)
+            if any(hasattr(inner, "eqns") and states_sharding(inner, but) for inner in map(_open, parts)):
+                return True
+    return False
+
+
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
     names: set[str] = set()

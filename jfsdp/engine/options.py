@@ -6,6 +6,10 @@ XLA:GPU's own defaults leave most of it bare: of the bytes that Llama-3-8B moves
 and no more memory: one collective per unit (combining up to a unit's bytes, and no further), the next unit's gather
 moved one iteration of the loop ahead (pipelining), and several collectives in flight. Two of the three are not enough:
 combining alone gives 0 %, the other two 97 to 99 %. docs/log.md has the table.
+
+Besides, XLA's scheduler gives up overlap where it believes memory to be short: beyond 80 % of the GPU's, less 5 % for
+safety. Llama-3-405B on 1024 H100 takes 55 of 79 GiB and lost its backward gathers that way (67 %); with 96 % of the
+GPU's memory as the limit all of them hide.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 
 COMBINE_BYTES = 30 * 2**20  # XLA's own threshold: small leaves of a step are combined up to it in any case
+COMBINE_SHARD_BYTES = 2**20
 NUM_IN_FLIGHT = 8  # fewer than 4 leave a third of the bytes bare
-_COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
+MEMORY_PERCENT = 120
 
 
 def compiler_options(mesh: Any, layout: Layout | None = None) -> dict[str, Any]:
@@ -41,27 +46,41 @@ def compiler_options(mesh: Any, layout: Layout | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     if layout is None:
         return options
-    threshold = max(unit_bytes(layout), COMBINE_BYTES)
-    options |= {f"xla_gpu_{kind}_combine_threshold_bytes": threshold for kind in _COMBINED}
-    options["xla_gpu_experimental_parallel_collective_overlap_limit"] = NUM_IN_FLIGHT
-    return options | _pipelined_all_gather()
+    whole, shard = unit_bytes(layout)
+    return options | {
+        "xla_gpu_all_gather_combine_threshold_bytes": max(whole, COMBINE_BYTES),
+        "xla_gpu_all_reduce_combine_threshold_bytes": max(whole, COMBINE_BYTES),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(shard, COMBINE_SHARD_BYTES),
+        "xla_gpu_experimental_parallel_collective_overlap_limit": NUM_IN_FLIGHT,
+        "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
+        **_pipelined(),
+    }
 
 
-def unit_bytes(layout: Layout) -> int:
-    """Return the bytes of the largest unit but the root as one call gathers it, in its dtype in use. Moves no data."""
-    inner = (unit for unit in layout.units if unit.name != ROOT)
-    return max((sum(_call_bytes(layout.by_path[path]) for path in unit.leaves) for unit in inner), default=0)
+def unit_bytes(layout: Layout) -> tuple[int, int]:
+    """Return the bytes of the largest unit but the root as one call gathers it, and of its gradient's shard.
+
+    Both in the dtype in use; what XLA counts of a gather is its result, and so of a reduce-scatter the shard. Moves no
+    data.
+    """
+    sizes = [(0, 0)]
+    for unit in layout.units:
+        leaves = [layout.by_path[path] for path in unit.leaves if unit.name != ROOT]
+        shards = (_call_bytes(leaf) // layout.num_parts(leaf.stage("grad")) for leaf in leaves if leaf.trainable)
+        sizes.append((sum(map(_call_bytes, leaves)), sum(shards)))
+    return max(whole for whole, _ in sizes), max(shard for _, shard in sizes)
 
 
 def _call_bytes(leaf: Leaf) -> int:
     return math.prod(leaf.stored_shape[leaf.stacked :]) * item_bytes(leaf.stage("use").dtype)
 
 
-def _pipelined_all_gather() -> dict[str, Any]:
-    """Return the option that moves a loop's gathers one iteration ahead, by the name that it has in this JAX."""
+def _pipelined() -> dict[str, Any]:
+    """Return the options that move a loop's gathers one iteration ahead, and its all-reduces one back, in this JAX."""
     if jax.__version_info__ < (0, 11):
-        return {"xla_gpu_enable_pipelined_all_gather": True}
-    return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+        return {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_all_reduce": True}
+    kinds = ("all_gather", "all_reduce")
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
 
 
 def init_options(mesh: Any) -> dict[str, Any]:

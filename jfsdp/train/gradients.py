@@ -7,10 +7,11 @@ collective per leaf at the end. In between stand the hybrid strategies: inside a
 gathered and reduced over the group's axis, and the accumulators are summed over the groups once. A `shard_map` over
 axis `replica` alone would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 Inside a `shard_map` a model sees its device's rows only: so its rng keys are folded with the device's index, and a
-model whose state depends on the rows (batch statistics) cannot run there. Without accumulation hybrid strategies go
-there too, hfsdp, and layouts with padded leaves: XLA would all-reduce what can be reduce-scattered (`is_beyond_xla`).
-But only if the loss says by its type (`Loss`) that it is a sum over rows: a scalar may be anything, a masked mean or a
-contrast between rows, and is then left to the global batch.
+model whose state depends on the rows (batch statistics) cannot run there, nor one that states shardings of its own.
+Without accumulation hybrid strategies go there too, hfsdp, layouts with padded leaves, and models with tied embeddings:
+XLA would all-reduce what can be reduce-scattered (`is_beyond_xla`, `_shares_weights`), and put up to twice the bytes on
+the wire. But only if the loss says by its type (`Loss`) that it is a sum over rows: a scalar may be anything, a masked
+mean or a contrast between rows, and is then left to the global batch.
 
 [Note: sums in float16]
 A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
@@ -32,8 +33,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
-from jfsdp.engine.dataflow import depends_on, passes_through
-from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.dataflow import depends_on, passes_through, states_sharding
+from jfsdp.engine.engine import SCOPE, Engine, to_device
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import data_axes
@@ -145,7 +146,7 @@ class Gradients:
         """Tell whether collectives are written out: return the axes that the last microbatch sums over, else None."""
         layout = self.apply.layout
         axes = layout.data_axes if self.once else group_only(layout)
-        if not axes and not is_beyond_xla(layout):
+        if not axes and not is_beyond_xla(layout) and not self._shares_weights(source, model_state, batch):
             return None
         is_sum, problem = self._survey(source, model_state, batch)
         if self.once and self.is_asked:
@@ -165,6 +166,14 @@ class Gradients:
             )
         return None if problem else axes
 
+    def _shares_weights(self, source: Arrays, model_state: Arrays, batch: Any) -> bool:
+        """Tell whether a weight has several gradients: XLA all-reduces each by itself, and adds them afterwards."""
+        if not self.apply.layout.data_axes:
+            return False
+        rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
+        shared = self.apply.shared_weights(self.loss_fn, source, model_state, rows)
+        return any(self.apply.layout.by_path[path].trainable for path in shared)
+
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, str | None]:
         """Tell whether the loss is a sum by its type, and what of the model's state differs where the rows do."""
         rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
@@ -183,6 +192,8 @@ class Gradients:
             return list(named.values())
 
         jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
+        if states_sharding(jaxpr, but=f"{SCOPE}."):
+            return is_sum, "the model states shardings of its own"
         num_rows = len(jax.tree.leaves(rows))
         inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
         keys = {name for name, value in model_state.items() if is_key(value)}

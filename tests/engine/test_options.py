@@ -20,17 +20,18 @@ def sharded(mesh, **config):
 @pytest.mark.parametrize("stacked", [True, False])
 def test_collectives_are_combined_up_to_one_layer(stacked):
     _, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2, stacked=stacked)
-    assert unit_bytes(model.layout) == 4 * LAYER_PARAMETERS
+    assert unit_bytes(model.layout) == (4 * LAYER_PARAMETERS, LAYER_PARAMETERS // 2)
     options = compiler_options(model.mesh, model.layout)
     assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 4 * LAYER_PARAMETERS
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == LAYER_PARAMETERS // 2
     assert options["xla_disable_hlo_passes"] == "rematerialization"
 
 
-def test_small_units_leave_the_thresholds_of_xla():
+def test_small_units_leave_the_threshold_of_xla():
     job = find_job("llama-tiny")
     model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(1)), units=job.units)
     options = compiler_options(model.mesh, model.layout)
-    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == COMBINE_BYTES
+    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == COMBINE_BYTES
 
 
 def test_other_platforms_get_no_options():
