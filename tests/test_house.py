@@ -24,6 +24,7 @@ ALLOWED = {
     "checkpoint": ("layout", "train.state", "train.roles"),
     "plan": ("layout", "engine", "train"),
     "launch": ("layout.mesh",),
+    "testing": ("layout", "plan"),
     "cli": ("",),  # everything
 }
 LAZY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tyro", "rich", "numpy")

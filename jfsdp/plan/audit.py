@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ from typing import Any
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.collectives import Collective, find_collectives
-from jfsdp.plan.held import find_held
+from jfsdp.plan.held import find_held, is_matmul
 from jfsdp.plan.hlo import Instruction, Module, Shape, parse_module, walk
-from jfsdp.plan.ledger import Ledger, Part, elements_by_leaf, make_ledger
+from jfsdp.plan.ledger import Ledger, Part, make_ledger
 from jfsdp.plan.theory import GATHER, REDUCE, SCALARS_BYTES, SCATTER, Move, find_moves, hlo_dtype
+from jfsdp.train.gradients import group_only, is_beyond_xla
 
 _ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
-_MATMUL = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|gemm_fusion|__triton(?:_nested)?_gemm|__cutlass")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +180,6 @@ def overlap(module: Module, collectives: Iterable[Collective]) -> float | None:
     return hidden / total if total else None
 
 
-def is_matmul(instruction: Instruction) -> bool:
-    """Tell whether an instruction is a matmul or an attention kernel. Moves no data."""
-    if instruction.opcode in ("dot", "convolution"):
-        return True
-    named = instruction.opcode in ("custom-call", "fusion")
-    return named and bool(_MATMUL.search(instruction.name) or _MATMUL.search(instruction.attributes))
-
-
 def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:
     """Yield the step's arguments that belong to a leaf, with the stage in which they arrive."""
     for instruction in module.entry.instructions:
@@ -260,13 +253,11 @@ class _Check:
     def all_reduces(self) -> Iterator[Finding]:
         """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
         scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
-        wanted = self._expected(REDUCE)
-        parts = [p for p in self.ledger.parts if p.collective.kind == REDUCE and p.path in scattered]
-        total = elements_by_leaf(parts)
-        excess = {part: part.wire_bytes * max(0.0, 1 - wanted.get(part.path, 0) / total[part.path]) for part in parts}
+        excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
         for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
             size = sum(excess[part] for part in chosen) / 2
-            why = "; padded leaves are, in the auto engine" if any(self._is_padded(part) for part in chosen) else ""
+            needs_loss = group_only(self.layout) or is_beyond_xla(self.layout)
+            why = "; this layout needs a loss that is a jfsdp.Loss, else XLA reduces it" if needs_loss else ""
             yield self._finding(
                 "all-reduce",
                 chosen,
@@ -275,23 +266,25 @@ class _Check:
                 f"reduce-scatter would do: {_gb(size)} too many per device and step{why}",
             )
 
-    def _is_padded(self, part: Part) -> bool:
-        return bool(self.layout.by_path[part.path].padding)
+    def _excess(self, kind: str) -> dict[Part, float]:
+        """Return the bytes beyond theory of the leaves' collectives of one kind.
 
-    def _expected(self, kind: str) -> dict[str, float]:
-        """Return the elements per step that theory moves of each leaf by one kind of collective."""
-        sums: dict[str, float] = {}
+        Leaves of one shape are taken together: which of them an array belongs to is not always certain.
+        """
+        wanted: Counter[tuple[int, ...]] = Counter()
+        total: Counter[tuple[int, ...]] = Counter()
         for move in self.moves:
             if move.kind == kind:
-                sums[move.leaf.path] = sums.get(move.leaf.path, 0.0) + move.times * math.prod(move.shape)
-        return sums
+                wanted[_form(move.leaf)] += move.times * math.prod(move.shape)
+        parts = [part for part in self.ledger.parts if part.collective.kind == kind and part.path]
+        forms = {part: _form(self.layout.by_path[part.path]) for part in parts}
+        for part in parts:
+            total[forms[part]] += part.elements  # type: ignore[assignment]
+        return {part: part.wire_bytes * max(0.0, 1 - wanted[forms[part]] / total[forms[part]]) for part in parts}
 
     def gathers(self) -> Iterator[Finding]:
         """Units gathered more often than theory."""
-        wanted = self._expected(GATHER)
-        parts = [p for p in self.ledger.parts if p.collective.kind == GATHER and p.path]
-        total = elements_by_leaf(parts)
-        excess = {part: part.wire_bytes * max(0.0, 1 - wanted.get(part.path, 0) / total[part.path]) for part in parts}
+        excess = self._excess(GATHER)
         is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
         for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
             size = sum(excess[part] for part in chosen)
@@ -333,6 +326,8 @@ class _Check:
         for unit in dict.fromkeys(item.leaf.unit for item in held):
             items = [item for item in held if item.leaf.unit == unit]
             size = sum(item.num_bytes for item in items)
+            if size < 0.01 * self._whole_bytes(unit):  # vectors of one size may be another unit's
+                continue
             largest = max(items, key=lambda item: item.num_bytes)
             message = (
                 f"{_name(unit)}: {len(items)} gathered weights are held from forward to backward, "
@@ -340,6 +335,10 @@ class _Check:
                 "forward; let nothing that depends on weights alone be saved"
             )
             yield Finding("held", message, float(size), largest.leaf.path, largest.source)
+
+    def _whole_bytes(self, unit: str) -> int:
+        leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
+        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.stored_shape).num_bytes for leaf in leaves)
 
     def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
         """Collectives in loops without a matmul to hide behind."""
@@ -387,6 +386,11 @@ def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[t
     for name, parts in groups.items():
         if sum(excess[part] for part in parts) > 0.01 * total:
             yield name, parts
+
+
+def _form(leaf: Leaf) -> tuple[int, ...]:
+    """The dims of one layer of a leaf, in no order."""
+    return tuple(sorted(leaf.stored_shape[leaf.stacked :]))
 
 
 def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:

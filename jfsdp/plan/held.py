@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.layout.table import Layout, Leaf
@@ -12,7 +13,10 @@ from jfsdp.plan.ledger import Part
 from jfsdp.plan.theory import GATHER
 
 _BACKWARD = "transpose("  # in the names that JAX gives to what a derivative runs backward
-_PASSES = ("bitcast", "copy", "get-tuple-element", "reshape", "transpose", "convert", "copy-start", "copy-done")
+_MATMUL = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|gemm_fusion|__triton(?:_nested)?_gemm|__cutlass")
+_WAITS = ("bitcast", "copy", "copy-start", "copy-done", "fusion-done", "async-done")
+_PASSES = (*_WAITS, "get-tuple-element", "reshape", "transpose", "convert")
+_FUSIONS = ("fusion", "fusion-start", "async-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +50,11 @@ def _is_resharded(layout: Layout, leaf: Leaf) -> bool:
 def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[Held]:
     """Yield the stacks of whole weights that a loop writes, one layer per turn."""
     body = module.computations[loop.attribute("body")]
+    left = list(leaves)
     for name, shape in zip(body.root.operands, loop.shapes):
-        leaf = next((leaf for leaf in leaves if _is_stack(leaf, shape)), None)
+        leaf = next((leaf for leaf in left if _is_stack(leaf, shape)), None)
         if leaf is not None and _comes_from_gather(body, name, _layer_elements(leaf)):
+            left.remove(leaf)
             yield Held(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
 
 
@@ -63,20 +69,42 @@ def _layer_elements(leaf: Leaf) -> set[int]:
 def _comes_from_gather(body: Computation, name: str, sizes: set[int]) -> bool:
     """Follow what is written into a stack back to a gather, through arrays of one layer's size.
 
-    A value computed from weights alone, a cast or a transpose, is followed too; what a matmul made is not.
+    A value computed from weights alone, a cast or a transpose, is followed too; what a matmul made is not. What was
+    gathered one turn earlier (pipelining) comes through the loop's state.
     """
-    seen, todo = set(), list(body.by_name[name].operands)
+    written = body.by_name[name]
+    while written.opcode in _WAITS:
+        written = body.by_name[written.operands[0]]
+    seen, todo = set(), list(written.operands)
     while todo:
-        instruction = body.by_name.get(todo.pop())
-        if instruction is None or instruction.name in seen:
+        instruction = body.by_name[todo.pop()]
+        if instruction.name in seen or not any(shape.num_elements in sizes for shape in instruction.shapes):
             continue
         seen.add(instruction.name)
         if instruction.opcode.startswith(GATHER):
             return True
-        is_layer = any(shape.num_elements in sizes for shape in instruction.shapes)
-        if is_layer and (instruction.opcode in _PASSES or instruction.opcode == "fusion"):
+        carried = _carried(body, instruction)
+        if carried:
+            todo.append(carried)
+        elif instruction.opcode in _PASSES or (instruction.opcode in _FUSIONS and not is_matmul(instruction)):
             todo += instruction.operands
     return False
+
+
+def _carried(body: Computation, instruction: Instruction) -> str | None:
+    """Return what a loop's body hands on as the element of its state that an instruction reads."""
+    if instruction.opcode != "get-tuple-element" or body.by_name[instruction.operands[0]].opcode != "parameter":
+        return None
+    place = int(instruction.attribute("index"))
+    return body.root.operands[place] if place < len(body.root.operands) else None
+
+
+def is_matmul(instruction: Instruction) -> bool:
+    """Tell whether an instruction is a matmul or an attention kernel. Moves no data."""
+    if instruction.opcode in ("dot", "convolution"):
+        return True
+    named = instruction.opcode in ("custom-call", *_FUSIONS)
+    return named and bool(_MATMUL.search(instruction.name) or _MATMUL.search(instruction.attributes))
 
 
 def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequence[Part]) -> Iterator[Held]:
@@ -96,8 +124,10 @@ def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequenc
 
 
 def _readers(computation: Computation, done: Instruction, place: int, num_parts: int) -> Iterator[Instruction]:
-    """Yield the instructions that compute with one array of a gather, looking through copies and casts."""
+    """Yield the instructions that take one array of a gather, looking through copies and casts."""
     todo = list(computation.users.get(done.name, ()))
+    while len(todo) == 1 and todo[0].opcode.endswith(("-done", "-update")):  # of a start that waits for itself
+        todo = list(computation.users.get(todo[0].name, ()))
     if num_parts > 1:
         todo = [reader for reader in todo if reader.attribute("index") == str(place)]
     seen = set()
@@ -108,5 +138,5 @@ def _readers(computation: Computation, done: Instruction, place: int, num_parts:
         seen.add(reader.name)
         if reader.opcode in _PASSES:
             todo += computation.users.get(reader.name, ())
-        elif reader.opcode not in ("tuple", "while"):
+        else:
             yield reader

@@ -378,12 +378,3 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
     spans = {name: len(set(place)) for name, place in zip(names, reversed(places), strict=True)}
     axes = tuple(name for name in names if spans[name] > 1)
     return axes if math.prod(spans.values()) == len(set(group)) else ()
-
-
-def elements_by_leaf(parts: Iterable[Part]) -> Counter[str]:
-    """Return how many elements pass for each leaf per step. Moves no data."""
-    sums: Counter[str] = Counter()
-    for part in parts:
-        if part.path:
-            sums[part.path] += part.elements  # type: ignore[assignment]
-    return sums

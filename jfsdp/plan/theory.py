@@ -18,7 +18,7 @@ from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf, Stage
 from jfsdp.plan.collectives import wire_bytes
 from jfsdp.plan.hlo import Shape
-from jfsdp.train.gradients import group_only
+from jfsdp.train.gradients import group_only, is_beyond_xla
 from jfsdp.train.step import StepConfig, reduces_once
 
 GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
@@ -185,14 +185,20 @@ def _reductions(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], times: in
     held = tuple(axis for axis in _split(leaf, "grad") if axis not in deferred)
     now = tuple(axis for axis in layout.data_axes if axis not in deferred)
     at_rest = _split(leaf, leaf.source)
-    # Inside a `shard_map` the derivative sums into the source's layout; one that is whole is summed by microbatch.
-    is_summed_later = bool(deferred) and bool(held) and not at_rest
-    yield from _sum(layout, leaf, hlo_dtype(use), now, held, 1, accumulate if is_summed_later else times)
+    further = tuple(axis for axis in held if axis not in at_rest)
+    if further and (deferred or is_beyond_xla(layout)):
+        # Written out: the derivative sums into the source's layout, each microbatch from there into its accumulator.
+        yield from _sum(layout, leaf, hlo_dtype(use), at_rest, at_rest, 1, times)
+        rest, pieces = tuple(axis for axis in now if axis not in at_rest), layout.num_shards(at_rest)
+        yield from _sum(layout, leaf, hlo_dtype(use), rest, further, pieces, accumulate)
+    else:
+        yield from _sum(layout, leaf, hlo_dtype(use), now, held, 1, times)
     if deferred:
         wanted = layout.policy(leaf.unit).mp_policy.reduce_dtype
         dtype = hlo_dtype(wanted if wanted and is_float(use) else use)
         opt = _split(leaf, "opt")
-        scattered = opt if set(opt) <= set(deferred) and not held else ()
+        last = tuple(axis for axis in opt if axis not in held)
+        scattered = last if opt == (*held, *last) and set(last) <= set(deferred) else ()
         yield from _sum(layout, leaf, dtype, deferred, scattered, layout.num_shards(held), 1)
 
 
@@ -207,7 +213,16 @@ def _sum(
 ) -> Iterator[Move]:
     """Yield a sum over `axes`: a reduce-scatter over those of `split`, an all-reduce over the others."""
     if split:
-        yield Move(leaf, "reduce", SCATTER, dtype, split, layout.num_shards(split), pieces, times)
+        yield Move(
+            leaf,
+            "reduce" if pieces == 1 else "reduce over groups",
+            SCATTER,
+            dtype,
+            split,
+            layout.num_shards(split),
+            pieces,
+            times,
+        )
         pieces *= layout.num_shards(split)
     rest = tuple(axis for axis in axes if axis not in split)
     if rest:
@@ -216,20 +231,12 @@ def _sum(
 
 
 def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:
-    """Yield what brings updated shards to where they rest, if that is split less than the optimizer.
-
-    The shards of `opt` and `source` are numbered along the same dim: where the axes that are gathered are the major
-    ones, neighbouring shards are not on the devices that gather them, and are first exchanged.
-    """
+    """Yield the gather of updated shards, where what is at rest is split less than the optimizer."""
     opt, source = _split(leaf, "opt"), _split(leaf, leaf.source)
     rest = tuple(axis for axis in opt if axis not in source)
-    if not rest:
-        return
-    dtype, pieces = hlo_dtype(leaf.stage(leaf.source).dtype), layout.num_shards(source)
-    yield Move(leaf, "update", GATHER, dtype, rest, layout.num_shards(rest), pieces, 1)
-    if opt[: len(source)] != source:
-        shards = layout.num_shards(opt)
-        yield Move(leaf, "update", PERMUTE, dtype, opt, shards, shards, 1)
+    if rest:
+        dtype = hlo_dtype(leaf.stage(leaf.source).dtype)
+        yield Move(leaf, "update", GATHER, dtype, rest, layout.num_shards(rest), layout.num_shards(source), 1)
 
 
 def _split(leaf: Leaf, stage: str) -> tuple[str, ...]:

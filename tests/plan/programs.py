@@ -11,8 +11,8 @@ SEQ_LEN = 512
 
 @functools.cache
 def job(num_layers=2, **config):
-    narrow = {"dim": 1024, "ffn_dim": 2048, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 4096}
-    return find_job("llama-8b").with_config(num_layers=num_layers, attention="cudnn", **narrow, **config)
+    narrow = {"dim": 1024, "ffn_dim": 2048, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 4096} | config
+    return find_job("llama-8b").with_config(num_layers=num_layers, attention="cudnn", **narrow)
 
 
 def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), **options):
@@ -27,12 +27,12 @@ def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), **op
     )
 
 
-def compile_step(model, *, accumulate=1, loss=None, **step):
+def compile_step(model, *, accumulate=1, state=None, **step):
     task = job()
     tx = task.optimizer(3e-4)
     num_devices = model.mesh.devices.size
-    train_step = model.train_step(loss or task.loss, tx, accumulate=accumulate, max_grad_norm=1.0, **step)
-    return train_step.lower(model.abstract_state(tx), task.batch(num_devices * accumulate, SEQ_LEN)).compile()
+    train_step = model.train_step(task.loss, tx, accumulate=accumulate, max_grad_norm=1.0, **step)
+    return train_step.lower(state or model.abstract_state(tx), task.batch(num_devices * accumulate, SEQ_LEN)).compile()
 
 
 @functools.cache

@@ -67,13 +67,13 @@ def test_rows_say_which_axes_and_whether_nodes_are_crossed():
 
 
 def test_padding_is_a_row_of_its_own():
-    """24 devices: XLA gathers what is padded, but all-reduces gradients before it pads them (docs/log.md)."""
     text, layout = programs.program(hosts=3)
     found = ledger_of(layout, text)
     padding = [row for row in found.rows if row.what == "padding" and row.kind == "all-gather"]
     wanted = [row for row in expected_wire(layout) if row.what == "padding" and row.kind == "all-gather"]
     assert sum(row.measured_bytes for row in padding) == pytest.approx(sum(row.wire_bytes for row in wanted))
     assert sum(row.measured_bytes for row in padding) > 0
+    assert found.wire_ratio == pytest.approx(1, abs=NORMS)
 
 
 def test_a_ledger_is_plain_data():
@@ -142,7 +142,7 @@ def test_a_scope_outweighs_what_theory_expects():
 
 
 def test_combined_arrays_keep_their_own_names():
-    first, second = "jvp(jfsdp.gather.root)/copy", "transpose(jvp(jfsdp.gather.layers))/copy"
+    first, second = "jvp(jfsdp.gather.root:0)/copy", "transpose(jvp(jfsdp.gather.layers))/copy"
     assert split_names(f"jit(_step)/({first}:{second})", 2) == [first, second]
     assert split_names(f"jit(_step)/({first}:{second})", 3) == [f"jit(_step)/({first}:{second})"] * 3
     assert split_names("jit(_step)/while", 2) == ["jit(_step)/while"] * 2
