@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _KINDS = ("png", "svg")
+_WIDTH = 130  # characters of a line under the picture
+_MAX_NAMED = 12  # the fastest of the front
 _FAR = 1.5  # times the GPU's limit: what needs more is drawn at the edge
 
 
@@ -53,41 +56,42 @@ def plot_front(search: Search, path: str | Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    named = search.front[-_MAX_NAMED:]
+    figure, axes = plt.subplots(figsize=(10, 6 + 0.2 * len(named)), layout="constrained")
+    _draw_points(axes, search, planned)
     limit = search.limit_bytes / _GIB
-    _draw_points(axes, search, planned, limit)
-    axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"limit {limit:.0f} GiB", (limit, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right",
-        fontsize="small", color="tab:red",
-    )  # fmt: skip
-    gain = f", {search.gain:.2f}x the default" if search.gain else ""
+    axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1, label=f"limit: {limit:.1f} GiB")
+    for number, one in enumerate(named, 1):
+        where = one.needed_bytes / _GIB, one.item_s * 1e6
+        axes.annotate(str(number), where, xytext=(-3, -15), textcoords="offset points", fontsize="small")
+        axes.plot([], [], " ", label=textwrap.fill(f"{number}: {_short(one)}", _WIDTH, subsequent_indent="    "))
+    gain = f"; the fastest {search.gain:.2f}x as fast as given" if search.gain else ""
     axes.set(
-        title=f"{search.title}: {len(planned)} planned, {len(search.tried) - len(planned)} not{gain}",
+        title=f"{search.title}: {len(planned)} compiled, {len(search.tried) - len(planned)} not{gain}",
         xlabel="memory per GPU (GiB)",
-        ylabel=f"predicted microseconds per {search.item} and GPU",
+        ylabel=f"predicted \u00b5s per {search.item} and GPU",
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="upper right" if search.best is None else "best")
+    figure.legend(fontsize="small", loc="outside lower left", frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _draw_points(axes: Any, search: Search, planned: list[Candidate], limit: float) -> None:
-    def at(points: Iterable[Candidate]) -> tuple[list[float], list[float]]:
-        pairs = [(min(one.needed_bytes / _GIB, _FAR * limit), one.item_s * 1e6) for one in points]
-        return [x for x, _ in pairs], [y for _, y in pairs]
+def _short(one: Candidate) -> str:
+    return one.label.replace("xla_gpu_", "").replace("experimental_", "")
 
-    axes.plot(*at(one for one in planned if one.fits), "o", color="tab:blue", alpha=0.5, label="fits")
-    axes.plot(*at(one for one in planned if not one.fits), "x", color="tab:red", alpha=0.6, label="does not fit")
-    if search.front:
-        axes.plot(*at(search.front), "-", color="tab:green", linewidth=1.5, label="Pareto front")
-    if search.default.is_planned:
-        axes.plot(*at([search.default]), "s", color="black", markersize=8, fillstyle="none", label="as given")
-    if search.best:
-        label = f"fastest that fits: {search.best.label}"
-        axes.plot(*at([search.best]), "*", color="tab:orange", markersize=16, label=label)
-    for number, one in enumerate(search.front, 1):
-        (x,), (y,) = at([one])
-        axes.annotate(str(number), (x, y), xytext=(-4, -12), textcoords="offset points", fontsize="small")
-        axes.plot([], [], " ", label=f"{number}  {one.label}")
+
+def _draw_points(axes: Any, search: Search, planned: list[Candidate]) -> None:
+    far = _FAR * search.limit_bytes
+    lacking = f"does not fit (what needs over {far / _GIB:.0f} GiB is drawn there)"
+
+    def draw(points: Iterable[Candidate], style: str, **look: Any) -> None:
+        pairs = [(min(one.needed_bytes, far) / _GIB, one.item_s * 1e6) for one in points]
+        if pairs:
+            axes.plot(*zip(*pairs, strict=True), style, **look)
+
+    draw((one for one in planned if one.fits), "o", color="tab:blue", alpha=0.5, label="fits")
+    draw((one for one in planned if not one.fits), "x", color="tab:red", alpha=0.6, label=lacking)
+    draw(search.front, "-", color="tab:green", linewidth=1.5, label="Pareto front: the numbers")
+    draw([search.default] * search.default.is_planned, "s", color="black", fillstyle="none", ms=9, label="as given")
+    draw([search.best] if search.best else [], "*", color="tab:orange", ms=16, label="fastest that fits")

@@ -1,8 +1,8 @@
 """Search for the fastest step that fits a cluster: options are changed, compiled and read, and never run.
 
 [Note: how the search goes]
-One kind of option after the other, each from the best few so far: where state is split, what is recomputed, how many
-rows per device; over again while that gains; XLA's options at last. Before a candidate is compiled, what can be said
+One kind of option after the other: where state is split, what the best of these recomputes, how many rows per device
+for the best few; over again while that gains; XLA's options at last. Before a candidate is compiled, what can be said
 without a compiler may rule it out: its state alone does not fit, or computing at the GPU's peak or its bytes on the
 wire alone take longer than the best found (so that the front lacks what would be leaner and that slow). All of it in
 the same order each time, but a budget of seconds cuts it off where the machine's speed says. Seconds are predictions
@@ -103,7 +103,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """What is changed, in the words of the command line."""
+        """What is changed, as NAME=VALUE by the names of the fields."""
         return " ".join(f"{name}={_word(value)}" for name, value in self.changes.items()) or "as given"
 
     def to_dict(self) -> dict[str, Any]:
@@ -304,30 +304,25 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         for lean in leaner(one):
             if not tries.fitting():
                 tries.try_all([lean])
-    before = math.inf
+    before, is_first = math.inf, True
     while tries.least_item_s() < before and not tries.is_cut:
         before = tries.least_item_s()
-        _try_remats(tries, space, names)
-        for one in tries.best_and_leanest(space.beam):
+        for one in tries.best(1):
+            tries.try_all(remats(one, space, names))
+        # Else a remat that wins with one row would hide another that has room for many.
+        roomy = tries.leanest() if is_first else []
+        for one in dict.fromkeys(tries.best(space.beam) + roomy):
             for ladder in batches(one, given, space):
                 tries.climb(ladder)
         for one in tries.best(1):
             tries.try_all(placements(one, cluster, space))
+        is_first = False
     if not tries.fitting():
         return
     tries.share = 1.0
     for choices in xla_choices(given, cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
             tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)
-
-
-def _try_remats(tries: _Tries, space: SearchSpace, names: Sequence[str]) -> None:
-    """Try every remat on the best, and on the next ones those that did best there."""
-    first, *others = tries.best(space.beam)
-    tries.try_all(remats(first, space, names))
-    policies = list(dict.fromkeys(one.remat for one in tries.best(space.beam)))
-    for one in others:
-        tries.try_all(dataclasses.replace(one, remat=policy) for policy in policies)
 
 
 def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -367,10 +362,9 @@ class _Tries:
         ranked = self.fitting() or sorted(planned, key=lambda one: (one.needed_bytes, one.item_s))
         return [one.options for one in ranked[:num]]
 
-    def best_and_leanest(self, num: int) -> list[StepOptions]:
-        """Return the fastest, and the leanest of the front, which has the most room for rows."""
-        leanest = [one.options for one in pareto_front(self.fitting())[:1]]
-        return list(dict.fromkeys(self.best(num) + leanest))
+    def leanest(self) -> list[StepOptions]:
+        """Return what fits with the most room for rows, and is the fastest of those."""
+        return [one.options for one in pareto_front(self.fitting())[:1]]
 
     def try_all(self, options: Iterable[StepOptions]) -> None:
         """Try options in order of promise: what theory says they take at least, then their bytes on the wire."""

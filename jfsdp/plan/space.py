@@ -37,7 +37,7 @@ class SearchSpace:
         accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
       xla: groups of choices for XLA, one group after the other, each choice a tuple of NAME=VALUE; by default
         `xla_choices`.
-      beam: from how many of the best a stage goes on.
+      beam: how many of the best get more rows per device.
     """
 
     strategies: tuple[str, ...] | None = None
