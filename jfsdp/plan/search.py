@@ -1,0 +1,435 @@
+"""Search for the fastest step that fits a cluster: options are changed, compiled and read, and never run.
+
+[Note: how the search goes]
+One kind of option after the other: where state is split, what the best of these recomputes, how many rows per device
+for the best few; over again while that gains; XLA's options at last. Before a candidate is compiled, what can be said
+without a compiler may rule it out: its state alone does not fit, or computing at the GPU's peak or its bytes on the
+wire alone take longer than the best found (so that the front lacks what would be leaner and that slow). All of it in
+the same order each time, but a budget of seconds cuts it off where the machine's speed says. Seconds are predictions
+(plan/plan.py): differences of a few percent are within their error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jfsdp.layout.mesh import AXES
+from jfsdp.plan.hardware import Cluster
+from jfsdp.plan.jobs import find_planned_job, plan_job, shard_planned
+from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.pareto import pareto_front
+from jfsdp.plan.space import SearchSpace, batches, changes, leaner, placements, remats, value_names, xla_choices
+from jfsdp.plan.target import PlanUnavailable
+from jfsdp.plan.theory import expected_wire
+from jfsdp.train.account import account
+from jfsdp.train.options import StepOptions
+
+__all__ = ["Bound", "Candidate", "Outcome", "Search", "SearchSpace", "bound_job", "search_job"]
+
+BUDGET_S = 900.0
+_XLA_SHARE = 0.25  # of the budget is kept for the last stage
+_LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives
+
+
+class Outcome(enum.Enum):
+    """What became of a candidate."""
+
+    PLANNED = "planned"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What can be said of a candidate without a compiler: it needs more, and takes longer.
+
+    Attributes:
+      state_bytes: per device.
+      compute_s: the model's FLOPs at the datasheet's peak; 0 if unknown.
+      wire_s: the strategy's bytes, each at the best bandwidth of its group.
+      items: per device and step.
+    """
+
+    state_bytes: int
+    compute_s: float
+    wire_s: float
+    items: int
+    item: str
+
+    @property
+    def item_s(self) -> float:
+        """The fewest seconds per item."""
+        return max(self.compute_s, self.wire_s) / self.items
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Options that a search considered, and what became of them; numbers are of one device, None where not planned.
+
+    Attributes:
+      changes: the fields that differ from the options that the user gave.
+      reason: why it was not planned.
+      fits, needed_bytes, step_s, items_per_s, exposed_s, mfu, compile_s: as in `Plan`.
+    """
+
+    options: StepOptions
+    changes: dict[str, Any]
+    outcome: Outcome
+    reason: str = ""
+    fits: bool = False
+    needed_bytes: int = 0
+    step_s: float = math.inf
+    items_per_s: float = 0.0
+    exposed_s: float = 0.0
+    mfu: float | None = None
+    compile_s: float = 0.0
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan of it."""
+        return self.outcome is Outcome.PLANNED
+
+    @property
+    def item_s(self) -> float:
+        """Predicted seconds per item and GPU: what the search makes small."""
+        return 1 / self.items_per_s if self.items_per_s else math.inf
+
+    @property
+    def label(self) -> str:
+        """What is changed, as NAME=VALUE by the names of the fields."""
+        return " ".join(f"{name}={_word(value)}" for name, value in self.changes.items()) or "as given"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        plain = {"changes": _plain(self.changes), "outcome": self.outcome.value, "reason": self.reason}
+        if not self.is_planned:
+            return plain
+        names = ("fits", "needed_bytes", "step_s", "items_per_s", "exposed_s", "mfu", "compile_s")
+        return plain | {name: getattr(self, name) for name in names}
+
+
+def _word(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a search found.
+
+    Attributes:
+      tried: every candidate in the order in which it was considered; the first is what the user gave.
+      item: "token" or "image".
+      limit_bytes: what a step may take of a GPU's memory.
+      elapsed_s: seconds that the search took.
+      is_complete: whether it ended by itself and not by its budget.
+      title: the model and the cluster.
+    """
+
+    tried: tuple[Candidate, ...]
+    item: str
+    limit_bytes: int
+    elapsed_s: float
+    is_complete: bool
+    title: str
+
+    @property
+    def default(self) -> Candidate:
+        """The options as the user gave them."""
+        return self.tried[0]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; of equals the leanest. None if nothing fits."""
+        return min((one for one in self.tried if one.fits), key=_rank, default=None)
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """Those that fit, and than which none is both leaner and as fast; the leanest first."""
+        return pareto_front(one for one in self.tried if one.fits)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster per item the best is predicted to be than what was given; None if that does not fit."""
+        return self.default.item_s / self.best.item_s if self.best and self.default.fits else None
+
+    @property
+    def advice(self) -> str:
+        """Where nothing fits: what came nearest, and what would help. Otherwise empty."""
+        if self.best is not None:
+            return ""
+        planned = [one for one in self.tried if one.is_planned]
+        if not planned:
+            reasons = dict.fromkeys(one.reason for one in self.tried)
+            return f"{self.title}: no candidate could be planned: {'; '.join(list(reasons)[:3])}"
+        least = min(planned, key=lambda one: one.needed_bytes)
+        return (
+            f"{self.title}: nothing that was tried fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
+            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); take more nodes, a shorter sequence, a smaller batch "
+            "per device, --remat full, --offload opt_state,params, or GPUs with more memory"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data: bytes per device, seconds per step."""
+        return {
+            "title": self.title,
+            "item": self.item,
+            "limit_bytes": self.limit_bytes,
+            "elapsed_s": self.elapsed_s,
+            "is_complete": self.is_complete,
+            "default": self.default.to_dict(),
+            "best": self.best and self.best.to_dict(),
+            "front": [one.to_dict() for one in self.front],
+            "gain": self.gain,
+            "advice": self.advice,
+            "recipe": self.recipe() if self.best else None,
+            "tried": [one.to_dict() for one in self.tried],
+        }
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults.
+
+        Raises:
+          ValueError: if nothing fits.
+        """
+        if self.best is None:
+            raise ValueError(self.advice)
+        return _plain({"model": self.best.options.model} | changes(self.best.options, StepOptions()))
+
+    def write_recipe(self, path: str | Path) -> None:
+        """Write the best as a file that `--recipe FILE.json` takes.
+
+        Raises:
+          ValueError: if nothing fits, or the file is not named *.json.
+        """
+        if Path(path).suffix != ".json":
+            raise ValueError(f"{path}: a recipe is a file *.json; rename it")
+        Path(path).write_text(json.dumps(self.recipe(), indent=2) + "\n", encoding="utf-8")
+
+
+def _rank(one: Candidate) -> tuple[float, int]:
+    return one.item_s, one.needed_bytes
+
+
+def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
+    """Say of a job what needs no compiler. Moves no data.
+
+    Raises:
+      ValueError: for options that training would refuse.
+    """
+    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
+    layout, config, work = planned.model.layout, planned.step.config, planned.work
+    step = {"accumulate": config.accumulate, "reduce": config.reduce}
+    rows = expected_wire(layout, reshard_after_backward=config.reshard_after_backward, **step)
+    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
+    wire_s = sum(
+        row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
+        for row in rows
+        if row.wire_bytes
+    )
+    compute_s = (work.item_flops or 0) * work.items / cluster.gpu.peak_flops(work.dtype)
+    state = account(planned.model.abstract_state(planned.tx)).total
+    return Bound(state, compute_s, wire_s, work.items, work.item)
+
+
+def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
+    """Return the devices that share every index but those of `axes` with device 0, minor axes first."""
+    group, stride = [0], 1
+    for axis in reversed(AXES):
+        if axis in axes:
+            group = [device + index * stride for index in range(sizes[axis]) for device in group]
+        stride *= sizes[axis]
+    return group
+
+
+def search_job(
+    options: StepOptions,
+    cluster: Cluster,
+    space: SearchSpace | None = None,
+    *,
+    budget_s: float = BUDGET_S,
+    target_config: str | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+    on_progress: Callable[[str], None] = lambda text: None,
+    planner: Callable[..., Any] = plan_job,
+) -> Search:
+    """Find what fits a cluster and is predicted fastest per item; see [Note: how the search goes]. Allocates nothing on
+    any device.
+
+    Args:
+      options: where it starts; tried first, whatever comes of it.
+      space: what to try.
+      budget_s: seconds after which no other candidate is begun; the first one is planned in any case.
+      target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
+      reserve_bytes: GPU memory that the step must leave to others.
+      on_progress: is told what happens next.
+      planner: what plans a candidate, as `plan_job` does.
+
+    Raises:
+      PlanUnavailable: without a compiler for this GPU.
+      ValueError: for options that training would refuse.
+    """
+    tries = _Tries(options, cluster, budget_s, on_progress)
+    tries.plan = lambda one: planner(one, cluster, target_config=target_config, reserve_bytes=reserve_bytes)
+    tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
+    item = bound_job(options, cluster).item
+    tries.begin()
+    _run_stages(tries, space or SearchSpace())
+    return Search(
+        tried=tuple(tries.found.values()),
+        item=item,
+        limit_bytes=tries.limit_bytes,
+        elapsed_s=tries.elapsed_s,
+        is_complete=not tries.is_cut,
+        title=f"{options.model or options.factory} on {cluster.num_devices} {cluster.gpu.name}",
+    )
+
+
+def _run_stages(tries: _Tries, space: SearchSpace) -> None:
+    given, cluster = tries.default, tries.cluster
+    tries.share = 1 - _XLA_SHARE
+    tries.try_all(placements(given, cluster, space))
+    names = value_names(given, cluster) if space.remats is None else ()
+    for one in [] if tries.fitting() else tries.best(1):
+        for lean in leaner(one):
+            if not tries.fitting():
+                tries.try_all([lean])
+    before, is_first = math.inf, True
+    while tries.least_item_s() < before and not tries.is_cut:
+        before = tries.least_item_s()
+        for one in tries.best(1):
+            tries.try_all(remats(one, space, names))
+        # Else a remat that wins with one row would hide another that has room for many.
+        roomy = tries.leanest() if is_first else []
+        for one in dict.fromkeys(tries.best(space.beam) + roomy):
+            for ladder in batches(one, given, space):
+                tries.climb(ladder)
+        for one in tries.best(1):
+            tries.try_all(placements(one, cluster, space))
+        is_first = False
+    if not tries.fitting():
+        return
+    tries.share = 1.0
+    for choices in xla_choices(given, cluster) if space.xla is None else space.xla:
+        for one in tries.best(1):
+            tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)
+
+
+def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    names = {pair.partition("=")[0] for pair in others}
+    return (*(pair for pair in pairs if pair.partition("=")[0] not in names), *others)
+
+
+class _Tries:
+    """What was tried so far, and for how long."""
+
+    plan: Callable[[StepOptions], Any]
+    limit_bytes: int
+
+    def __init__(self, default: StepOptions, cluster: Cluster, budget_s: float, say: Callable[[str], None]):
+        self.default, self.cluster, self.budget_s, self.say = default, cluster, budget_s, say
+        self.found: dict[StepOptions, Candidate] = {}
+        self.share, self.is_cut, self.longest_s = 1.0, False, 0.0
+        self.begin_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.begin_s
+
+    def begin(self) -> None:
+        """Plan what the user gave."""
+        self._record(self._planned(self.default))
+
+    def fitting(self) -> list[Candidate]:
+        return sorted((one for one in self.found.values() if one.fits), key=_rank)
+
+    def least_item_s(self) -> float:
+        return min((one.item_s for one in self.fitting()), default=math.inf)
+
+    def best(self, num: int) -> list[StepOptions]:
+        """Return the fastest that fit; where none does, the leanest."""
+        planned = [one for one in self.found.values() if one.is_planned]
+        ranked = self.fitting() or sorted(planned, key=lambda one: (one.needed_bytes, one.item_s))
+        return [one.options for one in ranked[:num]]
+
+    def leanest(self) -> list[StepOptions]:
+        """Return what fits with the most room for rows, and is the fastest of those."""
+        return [one.options for one in pareto_front(self.fitting())[:1]]
+
+    def try_all(self, options: Iterable[StepOptions]) -> None:
+        """Try options in order of promise: what theory says they take at least, then their bytes on the wire."""
+        fresh = [(one, self._bound(one)) for one in dict.fromkeys(options) if one not in self.found]
+        bounded = [(one, bound) for one, bound in fresh if bound is not None]
+        for one, bound in sorted(bounded, key=lambda pair: (pair[1].item_s, pair[1].wire_s / pair[1].items)):
+            self._try(one, bound)
+
+    def climb(self, ladder: Iterable[StepOptions]) -> None:
+        """Try options one after the other while they fit and each is faster than the one before."""
+        before = math.inf
+        for one in ladder:
+            if one not in self.found and (bound := self._bound(one)) is not None:
+                self._try(one, bound)
+            found = self.found[one]
+            if not found.fits or found.item_s >= before:
+                return
+            before = found.item_s
+
+    def _bound(self, options: StepOptions) -> Bound | None:
+        try:
+            return bound_job(options, self.cluster)
+        except ValueError as error:
+            self._skip(options, Outcome.FAILED, str(error).splitlines()[0])
+            return None
+
+    def _try(self, options: StepOptions, bound: Bound) -> None:
+        if bound.state_bytes > self.limit_bytes:
+            sizes = f"{bound.state_bytes / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f}"
+            return self._skip(options, Outcome.SKIPPED, f"its state alone does not fit: {sizes}")
+        if bound.item_s >= self.least_item_s():
+            what = "wire" if bound.wire_s > bound.compute_s else "matmuls at their peak"
+            reason = f"cannot be faster: its {what} alone takes {bound.item_s / self.least_item_s():.2f}x of the best"
+            return self._skip(options, Outcome.SKIPPED, reason)
+        if self.elapsed_s + self.longest_s > self.share * self.budget_s:
+            self.is_cut = True
+            return self._skip(options, Outcome.SKIPPED, "no time left")
+        return self._record(self._planned(options))
+
+    def _skip(self, options: StepOptions, outcome: Outcome, reason: str) -> None:
+        self._record(Candidate(options, changes(options, self.default), outcome, reason))
+
+    def _planned(self, options: StepOptions) -> Candidate:
+        changed = changes(options, self.default)
+        begin_s = time.perf_counter()
+        self.say(f"compiling {Candidate(options, changed, Outcome.SKIPPED).label}")
+        try:
+            plan = self.plan(options)
+        except PlanUnavailable:
+            raise
+        except Exception as error:  # whatever XLA cannot do with one candidate must not end the search
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return Candidate(options, changed, Outcome.FAILED, reason)
+        finally:
+            self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
+        names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")
+        numbers: dict[str, Any] = {name: getattr(plan, name) for name in names}
+        numbers |= {"exposed_s": plan.timeline.exposed_s, "compile_s": plan.compiled.compile_s}
+        return Candidate(options, changed, Outcome.PLANNED, **numbers)
+
+    def _record(self, one: Candidate) -> None:
+        self.found[one.options] = one
+        if one.is_planned:
+            text = f"{one.step_s:.4f} s, {one.items_per_s:.0f} items/s, {one.needed_bytes / 2**30:.1f} GiB"
+            text += "" if one.fits else " (does not fit)"
+        else:
+            text = f"{one.outcome.value}: {one.reason}"
+        self.say(f"{len(self.found)}. {one.label}: {text} [{self.elapsed_s:.0f} of {self.budget_s:.0f} s]")

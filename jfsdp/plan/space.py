@@ -1,0 +1,180 @@
+"""What a search may change about a training step: values by option, and the step's options with one of them changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jfsdp.engine import dataflow
+from jfsdp.engine.options import unit_bytes
+from jfsdp.layout.mesh import parse_mesh
+from jfsdp.plan.hardware import Cluster
+from jfsdp.plan.jobs import find_planned_job, shard_planned
+from jfsdp.train.options import StepOptions
+
+__all__ = ["SearchSpace", "batches", "changes", "leaner", "placements", "remats", "value_names", "xla_choices"]
+
+_WHOLE_MESH = ("full_shard", "shard_grad_op", "zero2", "zero1", "ddp", "hpz")
+_GROUPS = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp")
+_MAX_SUBSETS = 3  # of so many names or fewer, every subset is tried: 7 of 3
+_MAX_DOUBLINGS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSpace:
+    """The values to try by option; None leaves it to the model and the cluster, () keeps what the options say.
+
+    Attributes:
+      strategies: names of strategies; by default all.
+      group_sizes: devices of a group of the hybrid strategies; by default a node's, and two nodes'; of one node half.
+      remats: as `--remat` takes them; by default full, dots, none, and the names that the model gave to values.
+      batches: rows per device and step; by default powers of two times the given, up while they fit and gain. With
+        accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
+      xla: groups of choices for XLA, one group after the other, each choice a tuple of NAME=VALUE; by default
+        `xla_choices`.
+      beam: how many of the best get more rows per device.
+    """
+
+    strategies: tuple[str, ...] | None = None
+    group_sizes: tuple[int, ...] | None = None
+    remats: tuple[str, ...] | None = None
+    batches: tuple[int, ...] | None = None
+    xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
+    beam: int = 3
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise ValueError(f"beam={self.beam}: a search goes on from at least 1 candidate")
+
+
+def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
+    """Return the fields of options that differ from those of a default, in the order of the fields."""
+    names = [field.name for field in dataclasses.fields(StepOptions)]
+    return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+
+
+def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options under every strategy and mesh. Axes other than the data's keep their sizes."""
+    sizes = parse_mesh(options.mesh)
+    others = {axis: size for axis, size in sizes.items() if axis not in ("replica", "fsdp") and size > 1}
+    inner = math.prod(others.values())
+    num = cluster.num_devices // inner
+    whole = dataclasses.replace(options, mesh=_mesh({"fsdp": -1} | others), sharding_factor=None)
+    names = _WHOLE_MESH + _GROUPS if space.strategies is None else space.strategies
+    domain = max(1, cluster.devices_per_domain // inner)
+    for name in names:
+        if name in _GROUPS:
+            for size in _group_sizes(space, num, domain):
+                mesh = _mesh({"replica": -1, "fsdp": size} | others)
+                yield dataclasses.replace(whole, strategy=name, mesh=mesh)
+        elif name == "zero1" and options.accumulate == 1 and space.strategies is None:
+            continue  # zero2 is the same program then
+        elif name != "hpz":
+            yield dataclasses.replace(whole, strategy=name)
+        elif 1 < domain < num:
+            yield dataclasses.replace(whole, strategy=name, reshard_after_forward=str(domain))
+
+
+def _group_sizes(space: SearchSpace, num: int, domain: int) -> list[int]:
+    usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
+    wanted = usual if space.group_sizes is None else space.group_sizes
+    return [size for size in dict.fromkeys(wanted) if 1 < size < num and num % size == 0]
+
+
+def _mesh(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> Iterator[StepOptions]:
+    """Yield the options with every remat; `names` are those that the model gave to values."""
+    policies = _policies(names) if space.remats is None else space.remats
+    for policy in policies:
+        yield dataclasses.replace(options, remat=policy)
+
+
+def _policies(names: Sequence[str]) -> list[str]:
+    sizes = range(1, len(names) + 1) if len(names) <= _MAX_SUBSETS else {1, len(names)}
+    subsets = [part for size in sizes for part in itertools.combinations(names, size)]
+    return ["full", "none", "dots", *("names:" + ",".join(part) for part in subsets)]
+
+
+def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Iterator[list[StepOptions]]:
+    """Yield ladders of options with other batches per device, each to be climbed while it fits and gains.
+
+    Args:
+      options: those to change.
+      given: those that the user gave.
+    """
+    if space.batches is not None:
+        wanted = [rows for rows in sorted(space.batches) if rows % options.accumulate == 0]
+        yield [dataclasses.replace(options, batch_per_device=rows) for rows in wanted]
+    elif given.accumulate > 1:
+        for count in _divisors(given.batch_per_device):
+            split = dataclasses.replace(options, accumulate=count)
+            yield [split]
+            if count > 1:
+                yield [dataclasses.replace(split, reshard_after_backward=False)]
+    else:
+        rows = [options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS)]
+        yield [dataclasses.replace(options, batch_per_device=count) for count in rows]
+        if options.accumulate == 1:
+            # Gathers and reductions once for two microbatches: what helps where the wire is the limit.
+            twice = dataclasses.replace(options, batch_per_device=rows[1], accumulate=2)
+            yield [dataclasses.replace(twice, reshard_after_backward=False)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def leaner(options: StepOptions) -> Iterator[StepOptions]:
+    """Yield the options with less on the device: for when nothing fits, from what costs little to what costs much."""
+    lean = dataclasses.replace(options, remat="full")
+    yield lean
+    rows = options.batch_per_device
+    cuts = [count for count in _divisors(rows) if count > options.accumulate]
+    for count in dict.fromkeys(cuts[:1] + cuts[-1:]):
+        yield dataclasses.replace(lean, accumulate=count)
+    most = dataclasses.replace(lean, accumulate=max([options.accumulate, *cuts[-1:]]))
+    yield dataclasses.replace(most, offload=("opt_state",))
+    yield dataclasses.replace(most, offload=("params", "opt_state"))
+
+
+def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Return groups of choices for XLA, by the names that they have in this JAX; see `engine/options.py` for the
+    defaults that they replace.
+
+    Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined; XLA's
+    own effort, which turns on passes of its choice.
+    """
+    unit = unit_bytes(shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout)
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    thresholds = [
+        tuple(f"xla_gpu_{kind}_combine_threshold_bytes={size}" for kind in kinds) for size in ("none", 2 * unit)
+    ]
+    if jax.__version_info__ < (0, 11):
+        off, scatter = "xla_gpu_enable_pipelined_all_gather=none", "xla_gpu_enable_pipelined_reduce_scatter=true"
+        effort = "optimization_level=1"
+    else:
+        on = "COLLECTIVE_PIPELINING_MODE_ON"
+        off, scatter = "xla_gpu_pipeline_all_gather=none", f"xla_gpu_pipeline_reduce_scatter={on}"
+        effort = "optimization_level=O1"
+    return ((f"{limit}=1",), (f"{limit}=4",)), ((scatter,), (off,)), tuple(thresholds), ((effort,),)
+
+
+def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:
+    """Return the names that a model gives to values (`checkpoint_name`) as it computes its loss. Moves no data.
+
+    Cost: one trace of the forward.
+    """
+    plain = dataclasses.replace(options, remat="none")
+    planned = shard_planned(plain, find_planned_job(plain), num_devices=cluster.num_devices)
+    trace = jax.make_jaxpr(planned.model.forward(planned.job.loss))
+    closed = trace(planned.model.abstract_state(planned.tx), planned.batch)
+    return tuple(sorted(dataflow.value_names(closed.jaxpr)))

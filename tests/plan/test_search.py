@@ -1,0 +1,279 @@
+"""The search for a fast step that fits; but for one test with a planner made of arithmetic."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jfsdp.plan.hardware import Cluster, find_gpu
+from jfsdp.plan.pareto import pareto_front, plot_front
+from jfsdp.plan.search import Outcome, SearchSpace, bound_job, search_job
+from jfsdp.plan.space import placements, value_names, xla_choices
+from jfsdp.plan.target import PlanUnavailable, topology_devices
+from jfsdp.train.options import StepOptions, parse_xla
+from jfsdp.train.recipes import load_recipe
+from jfsdp.train.run.config import TrainConfig
+
+NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
+TINY = StepOptions(model="llama-tiny", seq_len=64)
+LIMIT = NODE.gpu.memory_bytes - 3 * 2**30
+SMALL = SearchSpace(("full_shard", "hybrid_shard"), (4,), ("full", "none", "dots"), None, ((("a=1",), ("b=2",)),), 2)
+REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
+
+
+def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0):
+    """A step of 1 s and 0.2 s per row, of which a hybrid strategy and the option a=1 save something."""
+    row_s, row_gib = REMATS[options.remat]
+    rows = options.batch_per_device
+    saved_s = 0.3 * (options.strategy == "hybrid_shard") + 0.1 * ("a=1" in options.xla)
+    step_s = 1.0 + 0.2 * row_s * rows + 0.01 * (options.accumulate - 1) - saved_s
+    needed = int((5 + row_gib * rows / options.accumulate) * 2**30)
+    return types.SimpleNamespace(
+        fits=needed <= cluster.gpu.memory_bytes - reserve_bytes,
+        needed_bytes=needed,
+        step_s=step_s,
+        items_per_s=rows * 64 / step_s,
+        mfu=None,
+        timeline=types.SimpleNamespace(exposed_s=0.1),
+        compiled=types.SimpleNamespace(compile_s=0.0),
+    )
+
+
+def search(options=TINY, cluster=NODE, space=SMALL, planner=fake_plan, **more):
+    return search_job(options, cluster, space, planner=planner, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    needed_bytes: int
+    item_s: float
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search()
+
+
+def test_the_front_has_what_none_beats_and_of_equals_the_first():
+    points = [Point(3, 1.0), Point(1, 5.0), Point(2, 6.0), Point(2, 4.0), Point(2, 4.0), Point(4, 1.0), Point(9, 0.5)]
+    assert pareto_front(points) == (Point(1, 5.0), Point(2, 4.0), Point(3, 1.0), Point(9, 0.5))
+    assert pareto_front(points)[1] is points[3]
+    assert pareto_front([]) == ()
+
+
+def test_what_was_given_is_tried_first_and_the_best_combines_every_stage(found):
+    assert found.default.options == TINY and found.default.label == "as given" and not found.default.changes
+    everything = [one for one in found.tried if one.fits]
+    assert found.best is min(everything, key=lambda one: one.item_s)
+    assert found.best.changes == {
+        "mesh": "replica=-1,fsdp=4",
+        "strategy": "hybrid_shard",
+        "remat": "dots",
+        "accumulate": 2,
+        "reshard_after_backward": False,
+        "batch_per_device": 32,
+        "xla": ("a=1",),
+    }
+    assert found.gain == pytest.approx(1.26 / ((1 + 0.01 - 0.4 + 0.22 * 32) / 32))
+    assert found.is_complete
+
+
+def test_a_search_is_repeatable_and_considers_nothing_twice(found):
+    assert [one.options for one in search().tried] == [one.options for one in found.tried]
+    assert len({one.options for one in found.tried}) == len(found.tried)
+
+
+def test_batches_double_until_one_does_not_fit(found):
+    mesh = {"strategy": "hybrid_shard", "mesh": "replica=-1,fsdp=4", "xla": ()}
+    rows = {
+        one.options.batch_per_device: one.fits
+        for one in found.tried
+        if one.options.remat == "dots" and mesh.items() <= dataclasses.asdict(one.options).items()
+        and one.options.accumulate == 1
+    }  # fmt: skip
+    assert rows | {64: False} == {1: True, 2: True, 4: True, 8: True, 16: True, 32: False, 64: False}
+
+
+def test_the_leanest_gets_more_rows_although_others_are_faster_with_one():
+    """With so narrow a beam only the fastest remat, none, would be given more, and it has room for 4 only."""
+    result = search(space=dataclasses.replace(SMALL, beam=1))
+    assert max(one.options.batch_per_device for one in result.tried if one.options.remat == "none" and one.fits) == 4
+    assert result.best and result.best.options.remat != "none" and result.best.options.batch_per_device >= 64
+
+
+def test_the_front_holds_only_what_fits_and_gets_faster_with_memory(found):
+    assert found.best in found.front and all(one.fits for one in found.front)
+    assert [one.needed_bytes for one in found.front] == sorted(one.needed_bytes for one in found.front)
+    assert [one.item_s for one in found.front] == sorted((one.item_s for one in found.front), reverse=True)
+
+
+def test_a_recipe_is_what_training_then_runs(found, tmp_path):
+    path = tmp_path / "winner.json"
+    found.write_recipe(path)
+    config = load_recipe(TrainConfig(), str(path))
+    for field in dataclasses.fields(StepOptions):
+        assert getattr(config, field.name) == getattr(found.best.options, field.name), field.name
+    assert set(found.recipe()) == {"model", "seq_len", *found.best.changes}
+    with pytest.raises(ValueError, match=r"winner.txt: a recipe is a file \*.json"):
+        found.write_recipe(tmp_path / "winner.txt")
+
+
+def test_what_cannot_be_compiled_is_recorded_and_the_search_goes_on():
+    def planner(options, cluster, **more):
+        if options.remat == "none":
+            raise RuntimeError("RESOURCE_EXHAUSTED: too large\nand much more")
+        return fake_plan(options, cluster, **more)
+
+    result = search(planner=planner, space=dataclasses.replace(SMALL, beam=1))
+    failed = [one for one in result.tried if one.outcome is Outcome.FAILED]
+    assert {one.reason for one in failed} == {"RuntimeError: RESOURCE_EXHAUSTED: too large"}
+    assert result.best and result.best.options.remat == "dots"
+
+
+def test_options_that_training_would_refuse_are_recorded_without_a_plan():
+    result = search(space=dataclasses.replace(SMALL, strategies=("full_shard", "nonesuch")))
+    (failed,) = [one for one in result.tried if one.options.strategy == "nonesuch" and one.options.remat == "full"][:1]
+    assert failed.outcome is Outcome.FAILED and "nonesuch" in failed.reason
+
+
+def test_no_compiler_at_all_ends_the_search():
+    def planner(options, cluster, **more):
+        raise PlanUnavailable("install one")
+
+    with pytest.raises(PlanUnavailable, match="install one"):
+        search(planner=planner)
+
+
+def test_without_time_only_what_was_given_is_planned():
+    result = search(budget_s=0)
+    assert [one.is_planned for one in result.tried] == [True] + [False] * (len(result.tried) - 1)
+    assert {one.reason for one in result.tried[1:]} == {"no time left"}
+    assert result.best is result.default and result.gain == 1 and not result.is_complete
+
+
+def test_a_quarter_of_the_time_is_kept_for_the_options_of_xla(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("jfsdp.plan.search.time.perf_counter", lambda: now[0])
+
+    def planner(options, cluster, **more):
+        now[0] += 10.0
+        return fake_plan(options, cluster, **more)
+
+    result = search(planner=planner, budget_s=80)
+    assert sum(one.is_planned for one in result.tried) == 8 and result.elapsed_s == 80
+    assert [one.is_planned for one in result.tried if one.options.xla] == [True, True]
+
+
+def test_state_that_does_not_fit_is_not_compiled():
+    planned = []
+
+    def planner(options, cluster, **more):
+        planned.append(options.strategy)
+        return fake_plan(options, cluster, **more)
+
+    space = SearchSpace(("full_shard", "ddp"), (), (), (), ())
+    result = search(StepOptions(model="llama-8b"), NODE, space, planner)
+    (ddp,) = [one for one in result.tried if one.options.strategy == "ddp"]
+    assert planned == ["full_shard"]
+    assert ddp.outcome is Outcome.SKIPPED and ddp.reason == "its state alone does not fit: 89.7 GiB of 76.1"
+
+
+def test_what_cannot_be_faster_is_not_compiled():
+    def planner(options, cluster, **more):
+        plan = fake_plan(options, cluster, **more)
+        plan.items_per_s = 1e12
+        return plan
+
+    result = search(planner=planner)
+    assert not any(one.is_planned for one in result.tried[1:])
+    assert all(one.reason.startswith("cannot be faster: its ") for one in result.tried[1:])
+
+
+def test_where_nothing_fits_the_least_is_named_and_what_would_help():
+    def planner(options, cluster, **more):
+        plan = fake_plan(options, cluster, **more)
+        plan.needed_bytes, plan.fits = plan.needed_bytes + 2**37 - 2**36 * len(options.offload), False
+        return plan
+
+    result = search(planner=planner, space=SearchSpace(("full_shard",), (), (), (), ()))
+    assert result.best is None and result.gain is None and result.front == ()
+    assert "nothing that was tried fits: the least is 6.0 GiB of 76.1 GiB (offload=params,opt_state)" in result.advice
+    assert "take more nodes" in result.advice
+    with pytest.raises(ValueError, match="take more nodes"):
+        result.recipe()
+    assert result.to_dict()["best"] is None
+
+
+def test_where_what_was_given_does_not_fit_smaller_microbatches_are_tried():
+    given = dataclasses.replace(TINY, remat="none", batch_per_device=128)
+    result = search(given, space=SearchSpace(("full_shard",), (), (), (), ()))
+    assert not result.default.fits and result.gain is None
+    assert result.best and result.best.changes == {"remat": "full", "accumulate": 2}
+    assert len(result.tried) == 3
+
+
+def test_with_accumulation_the_global_batch_stays():
+    given = dataclasses.replace(TINY, batch_per_device=4, accumulate=2)
+    result = search(given)
+    assert {one.options.batch_per_device for one in result.tried} == {4}
+    assert {one.options.accumulate for one in result.tried} == {1, 2, 4}
+    assert False in {one.options.reshard_after_backward for one in result.tried}
+
+
+def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
+    tried = list(placements(TINY, TWO_NODES, SearchSpace()))
+    pairs = {(one.strategy, one.mesh) for one in tried}
+    assert {("full_shard", "fsdp=-1"), ("hybrid_shard", "replica=-1,fsdp=8"), ("ddp", "fsdp=-1")} <= pairs
+    assert [one.reshard_after_forward for one in tried if one.strategy == "hpz"] == ["8"]
+    bound_job(next(one for one in tried if one.strategy == "hpz"), TWO_NODES)
+    tensor = dataclasses.replace(TINY, mesh="fsdp=4,tensor=2")
+    assert {one.mesh for one in placements(tensor, NODE, SMALL)} == {"fsdp=-1,tensor=2"}
+
+
+def test_a_bound_gives_every_group_its_own_link():
+    """Llama-3-8B in two groups of a node each: gathers and scatters stay inside, shards are summed between the two."""
+    given = StepOptions(model="llama-8b", mesh="replica=-1,fsdp=8", strategy="hybrid_shard")
+    parameters, root = 8_030_261_248, 1_050_677_248
+    inside = 7 / 8 * 2 * (2 * parameters - root + parameters) / TWO_NODES.group_bandwidth(range(8), 2**30)
+    between = 2 * parameters / 8 / TWO_NODES.group_bandwidth([0, 8], 2**30)
+    bound = bound_job(given, TWO_NODES)
+    assert bound.wire_s == pytest.approx(inside + between, rel=1e-3)
+    assert bound.compute_s == pytest.approx(0.4795, rel=1e-3) and bound.items == 8192
+
+
+def test_the_names_of_values_are_the_models():
+    assert value_names(TINY, NODE) == ("attended", "mlp_hidden", "qkv")
+
+
+def test_this_xla_knows_every_choice():
+    sharding = jax.sharding.SingleDeviceSharding(topology_devices(NODE)[0])
+    double = jax.jit(lambda x: 2 * x, in_shardings=sharding, out_shardings=sharding)
+    lowered = double.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
+    for choices in xla_choices(TINY, NODE):
+        for pairs in choices:
+            options = {name: value for name, value in parse_xla(pairs).items() if value is not None}
+            lowered.compile(compiler_options=options)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_plot_is_written(found, tmp_path, kind):
+    path = tmp_path / f"front.{kind}"
+    plot_front(found, path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") if kind == "png" else b"</svg>" in content
+    with pytest.raises(ValueError, match=r"front.gif: a plot is a .png or a .svg"):
+        plot_front(found, tmp_path / "front.gif")
+
+
+def test_real_plans_are_no_faster_than_their_bounds():
+    space = SearchSpace((), (), ("none",), (), (), beam=1)
+    told = []
+    result = search_job(TINY, NODE, space, on_progress=told.append)
+    planned = [one for one in result.tried if one.is_planned]
+    assert len(planned) == 2 and result.is_complete and result.best and (result.gain or 0) >= 1
+    for one in planned:
+        bound = bound_job(one.options, NODE)
+        assert one.item_s >= bound.item_s and one.needed_bytes >= bound.state_bytes
+    assert sum(text.startswith("compiling ") for text in told) == len(planned)
