@@ -19,6 +19,7 @@ from jfsdp.train.options import StepOptions
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
+    from jfsdp.plan.search import Search
 
 FITS_NOT = 3
 GB, GIB = 1e9, 2**30
@@ -46,6 +47,14 @@ class PlanJob(StepOptions):
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
     dump_hlo: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
+    search: bool = False
+    """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
+    budget: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 900.0
+    """How long --search may go on."""
+    write_recipe: Annotated[str | None, tyro.conf.arg(metavar="FILE.json|none")] = None
+    """With --search: write the fastest that fits as a recipe for scripts/train.py."""
+    plot: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    """With --search: draw memory against time of all that was tried, as PNG or SVG."""
     analytic: bool = False
     """Do not compile: state, bytes by formula and a roofline only. Works without the compiler for GPUs."""
     json: bool = False
@@ -56,8 +65,12 @@ class PlanJob(StepOptions):
         from jfsdp.plan.target import PlanUnavailable
 
         cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
+        if not self.search and (self.write_recipe or self.plot):
+            raise ValueError("--write-recipe and --plot go with --search")
         if self.analytic:
             return self._estimate(cluster)
+        if self.search:
+            return self._search(cluster)
         with failing_factory(self.factory):
             try:
                 plan = self._plan(cluster)
@@ -75,16 +88,34 @@ class PlanJob(StepOptions):
 
     def _plan(self, cluster: Cluster) -> Plan:
         from jfsdp.plan.jobs import plan_job
-        from jfsdp.plan.target import read_target_config
 
         with progress(quiet=self.json) as tell:
-            return plan_job(
-                self,
-                cluster,
-                target_config=read_target_config(self.target_config) if self.target_config else None,
-                reserve_bytes=int(self.reserve * GIB),
-                on_progress=tell,
+            return plan_job(self, cluster, **self._machine(), on_progress=tell)
+
+    def _search(self, cluster: Cluster) -> int:
+        from jfsdp.plan.pareto import plot_front
+        from jfsdp.plan.search import search_job
+
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
+        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+            search = search_job(
+                StepOptions(**fields), cluster, **self._machine(), budget_s=self.budget, on_progress=tell
             )
+        if search.best and self.write_recipe:
+            search.write_recipe(self.write_recipe)
+        if self.plot:
+            plot_front(search, self.plot)
+        if self.json:
+            print(json.dumps(search.to_dict(), indent=2))
+        else:
+            print_search(search)
+        return 0 if search.best else FITS_NOT
+
+    def _machine(self) -> dict[str, Any]:
+        from jfsdp.plan.target import read_target_config
+
+        text = read_target_config(self.target_config) if self.target_config else None
+        return {"target_config": text, "reserve_bytes": int(self.reserve * GIB)}
 
     def _estimate(self, cluster: Cluster) -> int:
         from jfsdp.plan.jobs import estimate_job
@@ -163,7 +194,7 @@ def print_plan(plan: Plan) -> None:
     console.print(f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate (docs/plan.md)")
 
 
-_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms")
+_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "images/s/GPU", "MFU")
 
 
 def _table(*columns: str) -> Any:
@@ -237,6 +268,30 @@ _CLOCK = {
     "exposed_s": "waiting for communication",
     "host_exposed_s": "waiting for the host's memory",
 }
+
+
+def print_search(search: Search) -> None:
+    """Print what a search tried, the front of memory against time, and the winner."""
+    console = make_console()
+    table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    front = set(map(id, search.front))
+    for one in search.tried:
+        if not one.is_planned:
+            table.add_row(one.label, "", "", "", "", f"{one.outcome.value}: {one.reason}")
+            continue
+        mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "does not fit"
+        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+        table.add_row(
+            one.label, f"{one.needed_bytes / GIB:.1f}", f"{one.items_per_s:,.0f}", mfu, f"{one.step_s * 1e3:.0f}", mark
+        )
+    console.print(search.title)
+    console.print(table)
+    if search.best is None:
+        console.print(search.advice)
+        return
+    gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
+    end = "" if search.is_complete else " (the budget ended it)"
+    console.print(f"best: {search.best.label}: {gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:

@@ -101,6 +101,17 @@ def test_a_failing_factory_shows_its_own_traceback(tmp_path, monkeypatch, capsys
     assert "jfsdp/train/job.py" not in error
 
 
+def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
+    recipe, plot = tmp_path / "best.json", tmp_path / "front.svg"
+    command = ["plan", *TINY, "--search", "--budget", "0", "--write-recipe", str(recipe), "--plot", str(plot)]
+    assert main(command) == 0
+    assert "best: " in capsys.readouterr().out
+    assert plot.read_text().startswith("<?xml")
+    assert main(["plan", "--recipe", str(recipe), "--analytic", "--json"]) == 0
+    assert main(["plan", *TINY, "--plot", str(plot)]) == 2
+    assert "go with --search" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])
 def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, capsys):
     path = tmp_path / "program.txt"
