@@ -152,11 +152,14 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
     Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined; XLA's
     own effort, which turns on passes of its choice.
     """
-    unit = unit_bytes(shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout)
+    unit, shard = unit_bytes(
+        shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout
+    )
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    twice = {"all_gather": 2 * unit, "reduce_scatter": 2 * shard, "all_reduce": 2 * unit}
     thresholds = [
-        tuple(f"xla_gpu_{kind}_combine_threshold_bytes={size}" for kind in kinds) for size in ("none", 2 * unit)
+        tuple(f"xla_gpu_{kind}_combine_threshold_bytes={size}" for kind, size in sizes.items())
+        for sizes in (dict.fromkeys(twice, "none"), twice)
     ]
     if jax.__version_info__ < (0, 11):
         off, scatter = "xla_gpu_enable_pipelined_all_gather=none", "xla_gpu_enable_pipelined_reduce_scatter=true"

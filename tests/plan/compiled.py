@@ -13,7 +13,7 @@ NUM_DEVICES, SEQ_LEN = 64, 1024
 @functools.cache
 def two_layers(strategy, **mesh):
     """Return the scheduled module, read."""
-    job = find_job("llama-8b").with_config(num_layers=2)
+    job = find_job("llama-8b").with_config(num_layers=2, attention="xla")
     model = jfsdp.fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(8), **(mesh or {"fsdp": -1})),

@@ -242,7 +242,7 @@ def test_hybrid_sharding_reduces_over_nodes_what_it_scatters_inside_them():
 def test_every_collective_of_a_compiled_step_names_its_operation_or_its_type():
     for one in find_collectives(two_layers("full_shard"), NUM_DEVICES):
         assert one.start <= one.done
-        assert one.count == (2 if one.in_loop else 1)
+        assert one.count in ((1, 2) if one.in_loop else (1,)), "a pipelined loop is peeled"
         assert one.parts and one.wire_bytes > 0
 
 
