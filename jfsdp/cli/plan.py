@@ -89,6 +89,7 @@ class PlanJob(StepOptions):
     def _plan(self, cluster: Cluster) -> Plan:
         from jfsdp.plan.jobs import plan_job
 
+        load_compiler(cluster)
         with progress(quiet=self.json) as tell:
             return plan_job(self, cluster, **self._machine(), on_progress=tell)
 
@@ -96,6 +97,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.pareto import plot_front
         from jfsdp.plan.search import search_job
 
+        load_compiler(cluster)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             search = search_job(
@@ -127,6 +129,19 @@ class PlanJob(StepOptions):
         else:
             print_estimate(estimate, cluster)
         return 0 if estimate["state_fits"] else FITS_NOT
+
+
+def load_compiler(cluster: Cluster) -> None:
+    """Load the compiler for GPUs without the remarks that it makes where there is none.
+
+    Raises:
+      PlanUnavailable: if it is not there.
+    """
+    from jfsdp.launch.runtime import without_plugin_chatter
+    from jfsdp.plan.target import topology_devices
+
+    with without_plugin_chatter():
+        topology_devices(cluster)
 
 
 class FactoryError(Exception):
@@ -167,10 +182,8 @@ def print_plan(plan: Plan) -> None:
     from jfsdp.layout.report import summary
 
     console, cluster = make_console(), plan.cluster
-    console.print(
-        f"{cluster.num_devices} x {cluster.gpu.full_name} ({cluster.nodes} nodes of {cluster.gpus_per_node}): "
-        f"{summary(plan.layout)}"
-    )
+    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.gpus_per_node}"
+    console.print(f"{cluster.num_devices} x {cluster.gpu.full_name} ({nodes}): {summary(plan.layout)}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
         f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "
@@ -186,12 +199,19 @@ def print_plan(plan: Plan) -> None:
         console.print()
         console.print(table)
     for item_ in plan.ledger.unknown:
-        console.print(f"unknown to theory: {item_.kind} {item_.dtype} {item_.total_bytes / GB:.3f} GB {item_.source}")
+        console.print(
+            f"unknown to theory: {item_.kind} {item_.dtype} {item_.total_bytes / GB:.3f} GB {short(item_.source)}"
+        )
     console.print()
     console.print(
         "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
     )
     console.print(f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate (docs/plan.md)")
+
+
+def short(place: str) -> str:
+    """Cut the working directory off a line of source."""
+    return place.replace(f"{Path.cwd()}/", "")
 
 
 _NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "images/s/GPU", "MFU")
@@ -219,7 +239,7 @@ def _memory(plan: Plan) -> Any:
         if size >= 2**20:
             share = size / plan.needed_bytes
             table.add_row(part, f"{size / GIB:.3f}", f"{share:.1%}", ", ".join(names.get(part, [])[:2]))
-    table.add_row("in all", f"{plan.needed_bytes / GIB:.3f}", "100.0%", memory.moment)
+    table.add_row("in all", f"{plan.needed_bytes / GIB:.3f}", "100.0%", short(memory.moment))
     if memory.host_bytes:
         table.add_row("host memory", f"{memory.host_bytes / GIB:.3f}", "", "pinned, per device")
     return table

@@ -93,6 +93,7 @@ def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int)
     per_row = seq_len if job.data == "tokens" else 1
     flops = job.flops_per_token(seq_len) if job.flops_per_token else None
     dtype = model.layout.mp_policy.param_dtype or "float32"
+    dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
     rows = options.batch_per_device
     return Work(rows * per_row, rows, "token" if job.data == "tokens" else "image", flops, dtype)
 

@@ -24,6 +24,7 @@ def test_collectives_are_combined_up_to_one_layer(stacked):
     options = compiler_options(model.mesh, model.layout)
     assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 4 * LAYER_PARAMETERS
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == LAYER_PARAMETERS // 2
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options["xla_disable_hlo_passes"] == "rematerialization"
 
 
