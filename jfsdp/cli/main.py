@@ -44,7 +44,9 @@ def make_command(args: Sequence[str]) -> Any:
     given: dict[str, Any] = {}
     if name and args and args[0] in ("plan", "audit"):
         others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
-        given[args[0]] = load_recipe(COMMANDS[args[0]](), name, ignore=others)
+        default = load_recipe(COMMANDS[args[0]](), name, ignore=others)
+        replaced = option_value("--factory", args) and not option_value("--model", args)
+        given[args[0]] = dataclasses.replace(default, model=None) if replaced else default
     commands = [
         Annotated[
             kind,

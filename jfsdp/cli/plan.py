@@ -65,19 +65,19 @@ class PlanJob(StepOptions):
         from jfsdp.plan.target import PlanUnavailable
 
         cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
-        if not self.search and (self.write_recipe or self.plot):
-            raise ValueError("--write-recipe and --plot go with --search")
+        self._check_files()
         if self.analytic:
             return self._estimate(cluster)
+        try:
+            load_compiler(cluster)
+        except PlanUnavailable as error:
+            print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
+            self._estimate(cluster)
+            return 1
         if self.search:
             return self._search(cluster)
         with failing_factory(self.factory):
-            try:
-                plan = self._plan(cluster)
-            except PlanUnavailable as error:
-                print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
-                self._estimate(cluster)
-                return 1
+            plan = self._plan(cluster)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.json:
@@ -86,27 +86,44 @@ class PlanJob(StepOptions):
             print_plan(plan)
         return 0 if plan.fits else FITS_NOT
 
+    def _check_files(self) -> None:
+        """Refuse what would be written nowhere, before anything takes time."""
+        if not self.search and (self.write_recipe or self.plot):
+            raise ValueError("--write-recipe and --plot go with --search")
+        if self.dump_hlo and (self.search or self.analytic):
+            raise ValueError("--dump-hlo goes with a plan of one program: without --search and --analytic")
+        if self.search and self.analytic:
+            raise ValueError("--search compiles, and --analytic does not; give one of them")
+        suffixes = {"--write-recipe": (self.write_recipe, (".json",)), "--plot": (self.plot, (".png", ".svg"))}
+        for option, (name, known) in suffixes.items():
+            if name and Path(name).suffix not in known:
+                raise ValueError(f"{option} {name}: must end in {' or '.join(known)}")
+        for name in (self.write_recipe, self.plot, self.dump_hlo):
+            if name and not Path(name).expanduser().parent.is_dir():
+                raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
+
     def _plan(self, cluster: Cluster) -> Plan:
         from jfsdp.plan.jobs import plan_job
 
-        load_compiler(cluster)
         with progress(quiet=self.json) as tell:
             return plan_job(self, cluster, **self._machine(), on_progress=tell)
 
     def _search(self, cluster: Cluster) -> int:
         from jfsdp.plan.pareto import plot_front
         from jfsdp.plan.search import search_job
+        from jfsdp.train.recipes import read_recipe
 
-        load_compiler(cluster)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             search = search_job(
                 StepOptions(**fields), cluster, **self._machine(), budget_s=self.budget, on_progress=tell
             )
+        base = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
+        search = dataclasses.replace(search, base=base)
         if search.best and self.write_recipe:
-            search.write_recipe(self.write_recipe)
-        if self.plot:
-            plot_front(search, self.plot)
+            search.write_recipe(Path(self.write_recipe).expanduser())
+        if self.plot and any(one.is_planned for one in search.tried):
+            plot_front(search, Path(self.plot).expanduser())
         if self.json:
             print(json.dumps(search.to_dict(), indent=2))
         else:
@@ -123,7 +140,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.jobs import estimate_job
 
         with failing_factory(self.factory):
-            estimate = estimate_job(self, cluster)
+            estimate = estimate_job(self, cluster, reserve_bytes=int(self.reserve * GIB))
         if self.json:
             print(json.dumps(estimate, indent=2))
         else:

@@ -79,7 +79,7 @@ def num_readers(jaxpr: Any) -> list[int]:
 def states_sharding(jaxpr: Any, but: str) -> bool:
     """Tell whether an operation states a sharding, unless its name in the program has `but` in it. Moves no data."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint" and but not in str(eqn.source_info.name_stack):
+        if eqn.primitive.name in ("sharding_constraint", "shard_map") and but not in str(eqn.source_info.name_stack):
             return True
         for param in eqn.params.values():
             parts = param if isinstance(param, (tuple, list)) else (param,)

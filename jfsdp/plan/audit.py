@@ -344,7 +344,10 @@ class _Check:
         """Collectives in loops without a matmul to hide behind."""
         if least is None or share is None or share >= least:
             return
-        in_loop = [p for p in self.ledger.parts if p.collective.in_loop]
+        in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
+        if not in_loop:
+            yield Finding("overlap", f"{share:.1%} of the bytes in loops, all unknown to theory, hide", 0.0, "", "")
+            return
         size = (1 - share) * sum(part.wire_bytes for part in in_loop)
         bare = {part: part.wire_bytes for part in in_loop if part.collective.done <= part.collective.start + 1}
         largest = max(bare or {part: part.wire_bytes for part in in_loop}, key=lambda part: part.wire_bytes)

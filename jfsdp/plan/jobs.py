@@ -129,11 +129,11 @@ def plan_job(
     )
 
 
-def estimate_job(options: StepOptions, cluster: Cluster) -> dict[str, Any]:
+def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
     """Say what can be said without a compiler: state, bytes on the wire by formula, and a roofline. Moves no data.
 
     The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides. Seconds
-    are lower bounds: all communication hidden, matmuls at the rate of a large one.
+    are a roofline: all communication hidden, all of it at one bandwidth, matmuls at the datasheet's peak.
 
     Raises:
       ValueError: for options that training would refuse.
@@ -156,7 +156,7 @@ def estimate_job(options: StepOptions, cluster: Cluster) -> dict[str, Any]:
         "analytic": True,
         "state_bytes": count.total,
         "host_state_bytes": count.host_total,
-        "state_fits": count.total <= gpu.memory_bytes - RESERVE_BYTES,
+        "state_fits": count.total <= gpu.memory_bytes - reserve_bytes,
         "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
         "wire_bytes_theory": wire,
         "wire_s": wire_s,

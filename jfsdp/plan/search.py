@@ -16,7 +16,7 @@ import enum
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ class Search:
       elapsed_s: seconds that the search took.
       is_complete: whether it ended by itself and not by its budget.
       title: the model and the cluster.
+      base: the recipe that the options came from, whose other fields the winner's recipe keeps.
     """
 
     tried: tuple[Candidate, ...]
@@ -142,6 +143,7 @@ class Search:
     elapsed_s: float
     is_complete: bool
     title: str
+    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def default(self) -> Candidate:
@@ -204,7 +206,8 @@ class Search:
         """
         if self.best is None:
             raise ValueError(self.advice)
-        return _plain({"model": self.best.options.model} | changes(self.best.options, StepOptions()))
+        found = changes(self.best.options, StepOptions()) | changes(self.best.options, self.default.options)
+        return {**self.base, **_plain({"model": self.best.options.model} | found)}
 
     def write_recipe(self, path: str | Path) -> None:
         """Write the best as a file that `--recipe FILE.json` takes.

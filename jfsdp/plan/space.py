@@ -64,7 +64,10 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
     others = {axis: size for axis, size in sizes.items() if axis not in ("replica", "fsdp") and size > 1}
     inner = math.prod(others.values())
     num = cluster.num_devices // inner
-    whole = dataclasses.replace(options, mesh=_mesh({"fsdp": -1} | others), sharding_factor=None)
+    # How far hpz keeps its units split means nothing to the others.
+    kept = "none" if options.strategy == "hpz" else options.reshard_after_forward
+    mesh = _mesh({"fsdp": -1} | others)
+    whole = dataclasses.replace(options, mesh=mesh, sharding_factor=None, reshard_after_forward=kept)
     names = _WHOLE_MESH + _GROUPS if space.strategies is None else space.strategies
     domain = max(1, cluster.devices_per_domain // inner)
     for name in names:

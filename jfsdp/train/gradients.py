@@ -101,7 +101,7 @@ class Gradients:
     ) -> tuple[jax.Array, tuple[Loss, Arrays]]:
         loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), source, state, rows, is_loss=True)
         if self.is_scaled:
-            scale = scale / positive(loss.weight)
+            scale = scale / positive(sum_over_rows(apply.engine, loss.weight))
         return loss.total * scale, (loss, after)
 
     def _sum(
@@ -120,7 +120,7 @@ class Gradients:
         def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
             grad = jax.grad(lambda w: self._total(apply, source | w, state, rows, scale), has_aux=True)
             grads, (loss, after) = grad(weights)
-            factor = positive(loss.weight) if self.is_scaled else 1.0
+            factor = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
             return {path: add(layout.by_path[path], value) * factor for path, value in grads.items()}, loss, after
 
         def add(leaf: Leaf, grad: jax.Array) -> jax.Array:
@@ -278,6 +278,17 @@ def check_reduce_dtype(layout: Layout, once: bool) -> None:
             'equal, or reduce once per step with reduce="once" (strategies that split parameters also need '
             "reshard_after_backward=False)"
         )
+
+
+def sum_over_rows(engine: Engine, weight: jax.Array) -> jax.Array:
+    """Return the weight of all rows of a microbatch: inside a `shard_map` a loss has seen its device's only.
+
+    Every device must divide by the same number: what is reduced could not be multiplied back otherwise.
+    Cost:    an all-reduce of a scalar, where collectives are written out.
+    """
+    if not isinstance(engine, LocalEngine):
+        return weight
+    return jax.lax.psum(weight, engine.layout.axes_on(engine.mesh, engine.layout.data_axes))
 
 
 def positive(weight: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -131,7 +132,10 @@ class TrainStep:
         self._check_batch(abstract_batch, 1)
         sharding = batch_sharding(self.mesh)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_batch)
-        with jax.default_device(self.mesh.devices.flat[0]):  # lets models choose kernels for devices that are not there
+        # Lets models choose kernels for devices that are not there.
+        device = self.mesh.devices.flat[0]
+        is_there = device.platform == jax.default_backend()
+        with contextlib.nullcontext() if is_there else jax.default_device(device):
             return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
 
     def shard_batch(self, batch: Any) -> Any:

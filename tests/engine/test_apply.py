@@ -77,9 +77,9 @@ def test_dropout_masks_differ_between_steps_rows_and_layers():
 
     def keep(model, x):
         masks = jnp.stack([layer(jnp.ones_like(x)) for layer in model.layers])
-        return jfsdp.Loss(
-            masks.sum() + 0 * model.head(x).sum(), 1.0, {f"m{i}": row.sum() for i, row in enumerate(masks[0])}
-        )
+        total = masks.sum() + 0 * model.head(x).sum()
+        columns = masks.sum(1).reshape(-1)[:16]  # sums over rows: by layer and column
+        return jfsdp.Loss(total, x.shape[0], {f"m{i}": column for i, column in enumerate(columns)})
 
     model = shard(lambda rngs: Net(rngs, Masks), (Masks,))
     step, state = model.train_step(keep, TX), model.init(TX)
