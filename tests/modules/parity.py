@@ -151,14 +151,15 @@ def plain_variables(model):
 
 
 def count_calls(monkeypatch, model, loss, batch):
-    """Trace a step; count the calls of each unit, that is, its gathers forward."""
+    """Trace a loss once; count the calls of each unit, that is, its gathers forward."""
     counts, original = {}, AutoEngine.call_unit
 
-    def counted(self, name, run, shards, rest):
+    def counted(self, name, *args):
         counts[name] = counts.get(name, 0) + 1
-        return original(self, name, run, shards, rest)
+        return original(self, name, *args)
 
     monkeypatch.setattr(AutoEngine, "call_unit", counted)
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    model.train_step(loss, TX).lower(model.abstract_state(TX), shape)
+    state = model.abstract_state(TX)
+    jax.eval_shape(lambda *args: model.apply(loss, *args), state.source, state.model_state, shape)
     return counts
