@@ -11,7 +11,8 @@ model whose state depends on the rows (batch statistics) cannot run there, nor o
 Without accumulation hybrid strategies go there too, hfsdp, layouts with padded leaves, and models with tied embeddings:
 XLA would all-reduce what can be reduce-scattered (`is_beyond_xla`, `_shares_weights`), and put up to twice the bytes on
 the wire. But only if the loss says by its type (`Loss`) that it is a sum over rows: a scalar may be anything, a masked
-mean or a contrast between rows, and is then left to the global batch.
+mean or a contrast between rows, and is then left to the global batch. A model that draws dropout masks does not go
+there for the bytes alone: its masks would be others than those of one device.
 
 [Note: sums in float16]
 A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
@@ -148,7 +149,9 @@ class Gradients:
         axes = layout.data_axes if self.once else group_only(layout)
         if not axes and not is_beyond_xla(layout) and not self._shares_weights(source, model_state, batch):
             return None
-        is_sum, problem = self._survey(source, model_state, batch)
+        is_sum, draws, problem = self._survey(source, model_state, batch)
+        if not axes and draws:
+            return None  # fewer bytes are not worth other dropout masks than those of one device
         if self.once and self.is_asked:
             if problem:
                 raise ValueError(
@@ -174,8 +177,10 @@ class Gradients:
         shared = self.apply.shared_weights(self.loss_fn, source, model_state, rows)
         return any(self.apply.layout.by_path[path].trainable for path in shared)
 
-    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, str | None]:
-        """Tell whether the loss is a sum by its type, and what of the model's state differs where the rows do."""
+    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, bool, str | None]:
+        """Tell whether the loss is a sum by its type, whether it depends on rng keys, and what of the model's state
+        differs where the rows do.
+        """
         rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
         is_sum, names = False, []
 
@@ -187,26 +192,27 @@ class Gradients:
 
         def after(rows: Any, state: Arrays) -> list[Any]:
             nonlocal names
-            named = self.apply(loss_fn, source, state, rows)[1]
+            loss, named = self.apply(loss_fn, source, state, rows)
             names = list(named)
-            return list(named.values())
+            return [*named.values(), loss.total]
 
         jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
-        if states_sharding(jaxpr, but=f"{SCOPE}."):
-            return is_sum, "the model states shardings of its own"
         num_rows = len(jax.tree.leaves(rows))
         inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
         keys = {name for name, value in model_state.items() if is_key(value)}
         by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))])
         by_keys = depends_on(jaxpr, [name in keys for name in inputs])
-        for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, passes_through(jaxpr), strict=True):
+        draws = by_keys[-1]
+        if states_sharding(jaxpr, but=f"{SCOPE}."):
+            return is_sum, draws, "the model states shardings of its own"
+        for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, passes_through(jaxpr), strict=False):
             if rows_reach:
-                return is_sum, f"the model's state {name} depends on the rows of the batch"
+                return is_sum, draws, f"the model's state {name} depends on the rows of the batch"
             if name in keys and (at is None or inputs[at] != name):
-                return is_sum, f"the model changes its rng key {name}"
+                return is_sum, draws, f"the model changes its rng key {name}"
             if keys_reach and name not in keys:
-                return is_sum, f"the model's state {name} depends on its rng keys"
-        return is_sum, None
+                return is_sum, draws, f"the model's state {name} depends on its rng keys"
+        return is_sum, draws, None
 
     def _local(
         self, deferred: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
