@@ -1,6 +1,9 @@
 """Eight simulated CPU devices for every test; must run before JAX starts its backend."""
 
 import os
+import sys
+
+import pytest
 
 NUM_DEVICES = 8
 
@@ -19,3 +22,15 @@ def pytest_sessionstart(session):
     import jax
 
     assert jax.device_count() == NUM_DEVICES, f"tests need {NUM_DEVICES} devices, found {jax.device_count()}"
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """A working directory to write factories into; modules imported from it do not outlive the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]

@@ -1,7 +1,6 @@
 """`jfsdp explain` and the entry point: what is printed, as text and as JSON, and how bad input ends."""
 
 import json
-import sys
 import time
 
 import pytest
@@ -42,13 +41,10 @@ def nothing_matches():
 
 
 @pytest.fixture
-def factory(tmp_path, monkeypatch):
+def factory(workdir):
     """The name of a module with jobs, importable from the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "explained_jobs.py").write_text(FACTORY)
-    yield "explained_jobs"
-    sys.modules.pop("explained_jobs", None)
+    (workdir / "explained_jobs.py").write_text(FACTORY)
+    return "explained_jobs"
 
 
 def run_json(capsys, *args: str) -> dict:

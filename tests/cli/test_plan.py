@@ -90,10 +90,8 @@ def test_bad_arguments_have_status_2_and_one_line(args, message, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_a_failing_factory_shows_its_own_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "broken_jobs.py").write_text(BROKEN_JOB)
+def test_a_failing_factory_shows_its_own_traceback(workdir, capsys):
+    (workdir / "broken_jobs.py").write_text(BROKEN_JOB)
     assert main(["plan", "--factory", "broken_jobs:make"]) == 1
     error = capsys.readouterr().err
     assert "RuntimeError: the user's own mistake" in error

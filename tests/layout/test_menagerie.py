@@ -66,6 +66,7 @@ DIMS: dict[str, dict[int, tuple[int, int | None]]] = {
 }
 
 W, F, A = (), ("fsdp",), ("replica", "fsdp")
+S = ("fsdp", "replica")  # what a group splits first, the groups split further
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
 NODES = {"8": 2, "2x4": 4, "3": 3}  # devices of one host, for hpz
 STRATEGIES = {"full_shard": None, "zero1": "bfloat16", "hybrid_shard": None, "hfsdp": None, "hpz": None}
@@ -83,7 +84,7 @@ STAGES = {
     ("hybrid_shard", "2x4"): (F, None, F, F, F, 4),
     ("hybrid_shard", "3"): (F, None, F, F, F, 3),
     ("hfsdp", "8"): (F, None, F, F, F, 8),
-    ("hfsdp", "2x4"): (F, None, F, A, A, 8),
+    ("hfsdp", "2x4"): (F, None, F, S, S, 8),
     ("hfsdp", "3"): (F, None, F, F, F, 3),
     ("hpz", "8"): (F, None, F, F, F, 8),
     ("hpz", "2x4"): (A, None, F, A, A, 8),
@@ -195,7 +196,7 @@ SPECS = {
     ("zero1", "2x4", "body.vocabulary", "work"): (P(None, None), (50257, 768)),
     ("hybrid_shard", "2x4", "body.bias", "grad"): (P("fsdp"), (12565,)),
     ("hfsdp", "2x4", "pair.table", "param"): (P("fsdp", None), (160, 64)),
-    ("hfsdp", "2x4", "pair.table", "opt"): (P(("replica", "fsdp"), None), (80, 64)),
+    ("hfsdp", "2x4", "pair.table", "opt"): (P(("fsdp", "replica"), None), (80, 64)),
     ("hpz", "2x4", "layers.prime", "kept"): (P(None, "fsdp", None), (6, 8, 37)),
     ("full_shard", "8", "layers.empty", "param"): (P(None, None, None), (6, 0, 64)),
     ("full_shard", "8", "body.scalar", "param"): (P(), ()),

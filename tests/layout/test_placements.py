@@ -15,7 +15,7 @@ from jfsdp.layout.table import Leaf
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
 
-W, F, R, A = (), ("fsdp",), ("replica",), ("replica", "fsdp")
+W, F, R, A, S = (), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "replica")
 LEAVES = {
     "block.w": (64, 64),
     "block.scale": (64,),
@@ -207,11 +207,11 @@ def test_a_placement_changes_its_own_leaf_only(other):
 SPECS = {
     P(): (W, W, A, A, 0),
     P(None, None): (W, W, A, A, 0),
-    P("fsdp"): (F, F, A, A, 0),
-    P(None, "fsdp"): (F, F, A, A, 1),
+    P("fsdp"): (F, F, S, S, 0),
+    P(None, "fsdp"): (F, F, S, S, 1),
     P("replica", None): (R, R, A, A, 0),
     P(None, ("replica", "fsdp")): (A, A, A, A, 1),
-    P(("fsdp",)): (F, F, A, A, 0),
+    P(("fsdp",)): (F, F, S, S, 0),
 }
 
 
@@ -222,7 +222,7 @@ def test_a_partition_spec_says_dim_and_axes_of_param(spec):
     assert axes(leaf) == {"param": param, "work": None, "use": W, "kept": kept, "grad": grad, "opt": opt}
     assert leaf.dim == dim
     assert leaf.reason.endswith("; placed by 'block.w'")
-    assert leaf.spec("opt") == P(*[A if place == dim else None for place in range(2)])
+    assert leaf.spec("opt") == P(*[grad if place == dim else None for place in range(2)])
 
 
 def test_a_partition_spec_under_ddp_splits_the_optimizer_along():

@@ -21,6 +21,7 @@ from jfsdp.modules.nnx import NNXModel
 from tests.models_small import Block, Tower
 
 W, G, A = (), ("fsdp",), ("replica", "fsdp")
+S = ("fsdp", "replica")  # what a group splits first, the groups split further
 
 
 def make_layout(
@@ -55,11 +56,11 @@ MIXED = {
     "shard_grad_op": (A, None, W, A, A),
     "hybrid_shard": (G, None, G, G, G),
     "hybrid_shard_zero2": (G, None, W, G, G),
-    "hfsdp": (A, G, G, A, A),
+    "hfsdp": (S, G, G, S, S),
     "hpz": (A, None, G, A, A),
 }
 # The same in float32 throughout: the strategies that keep a copy beside the master have one set of parameters instead.
-FULL = MIXED | {"zero1": (W, None, W, A, A), "zero2": (W, None, W, A, A), "hfsdp": (G, None, G, A, A)}
+FULL = MIXED | {"zero1": (W, None, W, A, A), "zero2": (W, None, W, A, A), "hfsdp": (G, None, G, S, S)}
 
 
 def test_every_preset_is_in_the_tables():
@@ -142,7 +143,7 @@ def test_a_unit_that_is_not_resharded_is_kept_whole():
 def test_spec_puts_all_axes_of_a_stage_on_the_split_dim():
     leaf = make_layout("hfsdp", param_dtype="bfloat16").by_path["head"]
     assert leaf.dim == 0
-    assert leaf.spec("param") == P(("replica", "fsdp"), None)
+    assert leaf.spec("param") == P(("fsdp", "replica"), None)
     assert leaf.spec("work") == P("fsdp", None)
     assert leaf.spec("use") == P(None, None)
 
@@ -235,7 +236,7 @@ def test_text_has_a_line_for_every_leaf_with_its_reason(strategy):
 def test_stages_are_described_as_shapes_with_the_axes_behind_the_split_dim():
     layout = make_layout("hfsdp", param_dtype="bfloat16")
     leaf = layout.by_path["head"]
-    assert describe_stage(leaf, leaf.stage("param")) == "[64/replica/fsdp 100] float32"
+    assert describe_stage(leaf, leaf.stage("param")) == "[64/fsdp/replica 100] float32"
     assert describe_stage(leaf, leaf.stage("work")) == "[64/fsdp 100] bfloat16"
     assert describe_stage(leaf, leaf.stage("use")) == "whole bfloat16"
     assert describe_stage(leaf, None) == "-"

@@ -1,7 +1,6 @@
 """Jobs: how they are described, found by name or factory, configured, and what is refused."""
 
 import dataclasses
-import sys
 from typing import Any
 
 import pytest
@@ -20,18 +19,6 @@ class Config:
 
 def configurable(**changes: Any) -> dict[str, Any]:
     return {**FIELDS, "config": Config(**changes), "configure": configurable}
-
-
-@pytest.fixture
-def workdir(tmp_path, monkeypatch):
-    """A working directory to write factories into; modules imported from it do not outlive the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def test_a_job_passes_through_unchanged():
