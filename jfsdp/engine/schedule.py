@@ -1,0 +1,139 @@
+"""The order of a manual step as data: which unit's weights are on their way while which unit computes.
+
+A step calls units in an order that its trace shows. `frontiers` says for each call up to which later call weights are
+gathered by then; `steady` finds the iterations of a loop that all look alike, so that one scan can run them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+Ahead = int | Mapping[str, Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """How far gathers run ahead of the compute, forward and backward. Moves no data.
+
+    Attributes:
+      forward: k: while a unit computes, the weights of the next k units are gathered or on their way; 0 gathers each
+        unit when it is called. Or by unit, the units whose gathers start before it computes, in the order in which
+        they are called; a unit that stands nowhere is gathered when it is called. A stack of layers has one name, and
+        follows itself: `{"layers": ["layers"]}`.
+      backward: the same for the backward, which runs through the calls in reverse.
+
+    Source: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` of PyTorch FSDP2.
+    """
+
+    forward: Ahead = 1
+    backward: Ahead = 1
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            ahead = getattr(self, name)
+            if isinstance(ahead, Mapping):
+                wrong = [unit for unit, after in ahead.items() if isinstance(after, str)]
+                if wrong:
+                    raise ValueError(f"prefetch {name}[{wrong[0]!r}]={ahead[wrong[0]]!r}: give a list of units")
+            elif not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+                raise ValueError(
+                    f"prefetch {name}={ahead!r} is neither a number of units, 0 or more, nor lists of units by unit"
+                )
+
+
+def as_prefetch(value: int | Prefetch | None) -> Prefetch:
+    """Read the `prefetch` argument of `fully_shard`; None is depth 1. Moves no data."""
+    if isinstance(value, Prefetch):
+        return value
+    return Prefetch() if value is None else Prefetch(value, value)
+
+
+def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
+    """Return for each call up to which call weights are gathered, or on their way, while it computes. Moves no data.
+
+    Args:
+      order: the names of the units in the order of their calls.
+      direction: "forward" or "backward", for messages.
+
+    Raises:
+      ValueError: for a depth that no step can have, a name that is no unit of the order, or a list that is not what
+        follows its unit.
+    """
+    if isinstance(ahead, int):
+        if ahead > max(len(order), 1):
+            raise ValueError(
+                f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}, so that no more than "
+                f"{max(len(order) - 1, 0)} can be on their way ahead of the compute"
+            )
+        depths = [ahead] * len(order)
+    else:
+        depths = _depths(order, ahead, direction)
+    reached, last = [], -1
+    for place, depth in enumerate(depths):
+        last = min(max(last, place + depth), len(order) - 1)
+        reached.append(last)
+    return reached
+
+
+def _depths(order: Sequence[str], ahead: Mapping[str, Sequence[str]], direction: str) -> list[int]:
+    known = list(dict.fromkeys(order))
+    for unit, after in ahead.items():
+        for name in (unit, *after):
+            if name not in known:
+                raise ValueError(
+                    f"prefetch {direction}[{unit!r}]: {name!r} is no unit that the step gathers {direction}; these "
+                    f"are, in their order: {_listed(known)}"
+                )
+    depths = [_num_matching(order[place + 1 :], ahead.get(unit, ())) for place, unit in enumerate(order)]
+    for unit, after in ahead.items():
+        places = [place for place, name in enumerate(order) if name == unit]
+        if max(depths[place] for place in places) < len(after):
+            follows = order[places[0] + 1 : places[0] + 1 + len(after)]
+            raise ValueError(
+                f"prefetch {direction}[{unit!r}]={list(after)}: after {unit!r} the step calls {_listed(follows)}; "
+                "gathers start in the order of the calls"
+            )
+    return depths
+
+
+def _num_matching(order: Sequence[str], wanted: Sequence[str]) -> int:
+    count = 0
+    while count < min(len(order), len(wanted)) and order[count] == wanted[count]:
+        count += 1
+    return count
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:8])) or "nothing"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def steady(reached: Sequence[int], start: int, num_calls: int, length: int) -> tuple[int, int]:
+    """Return the longest run of iterations of a loop in which weights come and go alike. Moves no data.
+
+    In these, every call leaves as many gathers on their way as it found, all of them for calls of the same loop.
+
+    Args:
+      reached: as `frontiers` gives it, for all calls of the step.
+      start: the place of the loop's first call.
+      num_calls: calls in one iteration.
+      length: iterations.
+    """
+    if num_calls == 0:
+        return 0, length
+
+    def shape(iteration: int) -> tuple[int, ...] | None:
+        first = start + iteration * num_calls
+        found = max(reached[first - 1] - first + 1, 0) if first else 0
+        ahead = [reached[first + place] - (first + place) for place in range(num_calls)]
+        stays = found == ahead[-1] and reached[first + num_calls - 1] < start + num_calls * length
+        return (found, *ahead) if stays else None
+
+    best, begin = (0, 0), 0
+    for iteration in range(length):
+        if shape(iteration) is None or shape(iteration) != shape(begin):
+            begin = iteration
+        if shape(iteration) is not None and iteration + 1 - begin > best[1] - best[0]:
+            best = (begin, iteration + 1)
+    return best
