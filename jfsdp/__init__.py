@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.checkpoint.store import restore, save
+    from jfsdp.engine.schedule import Prefetch
     from jfsdp.layout.build import LeafRules, build_layout
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
     "checkpoint.store": ("restore", "save"),
+    "engine.schedule": ("Prefetch",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),
@@ -62,6 +64,7 @@ __all__ = [
     "LossScale",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Prefetch",
     "SaveNames",
     "ShardedModel",
     "Split",

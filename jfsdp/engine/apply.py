@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jfsdp.engine.dataflow import num_readers, passes_through
-from jfsdp.engine.engine import Engine, cast_floating
+from jfsdp.engine.engine import Engine, Pull, cast_floating
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -41,40 +41,59 @@ class ShardedApply:
         params: Mapping[str, Any],
         state: Mapping[str, Any],
         *inputs: Any,
-        is_loss: bool = False,
     ) -> tuple[Any, Arrays]:
         """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
 
         Layout:  `params` by name in the layout of their `source` stage, anything else as it comes.
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
 
-        Args:
-          is_loss: whether `fn` is what is trained: then names that a remat is to save must be there.
-
         Raises:
-          ValueError: if a unit's weight is read outside its calls, if a call writes parameters, if a unit is called on
-            slices that the layout does not know, or if no value has a name that is to be saved.
+          ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
+            on slices that the layout does not know.
         """
-        root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
-        inner = {path: value for path, value in params.items() if path not in root}
-        run = _RootRun(self.model, fn, self._hooks)
-        rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
-        wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)} if is_loss else set()
-        seen = set() if wanted else None
-        out = self.engine.call_unit(ROOT, run, root, rest, seen)
-        _check_names(wanted, seen or set())
+        run, root, rest = self._root(fn, params, state, inputs)
+        out = self.engine.call_unit(ROOT, run, root, rest)
         self._check_writes(ROOT, run, root, rest)
         return out
+
+    def vjp(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+    ) -> tuple[Any, Arrays, Pull]:
+        """Compute `fn(model, *inputs)`, what is trained, and prepare its derivative; see `Engine.vjp`.
+
+        Args:
+          fn: returns a scalar, and anything else: it is the scalar that is differentiated.
+
+        Returns:
+          What `fn` returns beside the scalar; the model's other state; and the function from the scalar's cotangent to
+          gradients.
+
+        Raises:
+          ValueError: as `__call__`; and if no value has a name that a remat is to save.
+        """
+        run, root, rest = self._root(fn, params, state, inputs)
+        wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)}
+        seen = set() if wanted else None
+        ((_, out), after), pull = self.engine.vjp(run, root, rest, seen)
+        _check_names(wanted, seen or set())
+        self._check_writes(ROOT, run, root, rest)
+        return out, after, pull
+
+    def _root(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any
+    ) -> tuple[_RootRun, Arrays, dict[str, Any]]:
+        """Return the root's call, its weights, and everything else that it reads."""
+        root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
+        inner = {path: value for path, value in params.items() if path not in root}
+        rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
+        return _RootRun(self.model, fn, self._hooks), root, rest
 
     def shared_weights(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
     ) -> list[str]:
         """List the root unit's weights that several operations of `fn` read, such as tied embeddings. Moves no data."""
-        root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
-        inner = {path: value for path, value in params.items() if path not in root}
-        run = _RootRun(self.model, fn, self._hooks)
-        rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
-        full = self.engine.full_shapes(ROOT, root)
+        run, root, rest = self._root(fn, params, state, inputs)
+        full = self.engine.full_shapes(root)
         counts = num_readers(jax.make_jaxpr(run)(full, rest).jaxpr)
         return [path for path, count in zip(sorted(full), counts) if count > 1]
 
@@ -95,7 +114,7 @@ class ShardedApply:
         """
         if not run.may_write:
             return
-        full = self.engine.full_shapes(unit, shards)
+        full = self.engine.full_shapes(shards)
         unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
         before = jax.tree.leaves((_names(full), unnamed | {"params": _names(rest["params"])}))
         closed, after = jax.make_jaxpr(run.params_after, return_shape=True)(full, rest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -78,27 +78,43 @@ def num_readers(jaxpr: Any) -> list[int]:
 
 def states_sharding(jaxpr: Any, but: str) -> bool:
     """Tell whether an operation states a sharding, unless its name in the program has `but` in it. Moves no data."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("sharding_constraint", "shard_map") and but not in str(eqn.source_info.name_stack):
-            return True
-        for param in eqn.params.values():
-            parts = param if isinstance(param, (tuple, list)) else (param,)
-            if any(hasattr(inner, "eqns") and states_sharding(inner, but) for inner in map(_open, parts)):
-                return True
-    return False
+    return any(
+        eqn.primitive.name in ("sharding_constraint", "shard_map") and but not in str(eqn.source_info.name_stack)
+        for eqn in all_eqns(jaxpr)
+    )
 
 
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
-    names: set[str] = set()
+    return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}
+
+
+def all_eqns(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of those within, in calls, loops and branches. Moves no data."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            names.add(eqn.params["name"])
-        for param in eqn.params.values():
-            parts = param if isinstance(param, (tuple, list)) else (param,)
-            for inner in map(_open, parts):
-                names |= value_names(inner) if hasattr(inner, "eqns") else set()
-    return names
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_eqns(inner)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Return the jaxprs among the parameters of an equation. Moves no data."""
+    found = []
+    for param in eqn.params.values():
+        parts = param if isinstance(param, (tuple, list)) else (param,)
+        found += [inner for inner in map(_open, parts) if hasattr(inner, "eqns")]
+    return found
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Return how many constants and carried values a scan has. Moves no data.
+
+    Both have the same type outside and inside the body, xs and ys lose a dim; the equation's own counts are named
+    differently from one JAX version to the next.
+    """
+    body = _open(eqn.params["jaxpr"])
+    num_carry = _num_same(eqn.outvars, body.outvars)
+    return _num_same(eqn.invars, body.invars) - num_carry, num_carry
 
 
 def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
@@ -117,14 +133,9 @@ def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
 
 
 def _scan_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
-    """Follow a scan to a fixed point of its carry.
-
-    Constants and carry have the same type outside and inside the body, xs and ys lose a dim; the equation's own counts
-    are named differently from one JAX version to the next.
-    """
+    """Follow a scan to a fixed point of its carry."""
     body = _open(eqn.params["jaxpr"])
-    num_carry = _num_same(eqn.outvars, body.outvars)
-    num_consts = _num_same(eqn.invars, body.invars) - num_carry
+    num_consts, num_carry = scan_counts(eqn)
     carry = marked[num_consts : num_consts + num_carry]
     while True:
         outs = depends_on(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jfsdp.engine.unit import Arrays, Movement, call_unit
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
+from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
+Pull = Callable[[jax.Array], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
 
 
@@ -70,36 +72,73 @@ class Engine(abc.ABC):
         Raises:
           ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
         """
-        unit, policy = self.layout.unit(name), self.layout.policy(name)
-        leaves = [self.layout.by_path[path] for path in unit.leaves]
-        pairs = [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
+        rest = self.cast_inputs(name, rest)
+        return call_unit(run, shards, rest, self.full_shapes(shards), self.movement(name, shards), seen)
+
+    def vjp(self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None) -> tuple[Any, Pull]:
+        """Run the root unit; return what it returns, and the function from a cotangent to gradients.
+
+        Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
+
+        Args:
+          run: the root's call; the first array of what it returns is the scalar to be differentiated.
+          root: its weights at rest.
+          rest: everything else, the weights of all other units at rest as `rest["params"]`.
+          seen: as in `jfsdp.engine.unit.call_unit`.
+
+        Returns:
+          The output; and `pull(cotangent)`, the gradients of what is trainable by name, which `accumulate` brings into
+          the layout of their accumulator.
+        """
+        params = {**root, **rest["params"]}
+        weights = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
+
+        def scalar(weights: Arrays) -> tuple[Any, Any]:
+            own, inner = ({path: weights.get(path, x) for path, x in old.items()} for old in (root, rest["params"]))
+            out = self.call_unit(ROOT, run, own, {**rest, "params": inner}, seen)
+            return jax.tree.leaves(out)[0], out
+
+        total, pull, out = jax.vjp(scalar, weights, has_aux=True)
+        return out, lambda cotangent: pull(cotangent.astype(total.dtype))[0]
+
+    def cast_inputs(self, name: str, rest: Any) -> Any:
+        """Cast the inputs of a unit's call as its policy says. Moves no data."""
+        policy = self.layout.policy(name).mp_policy
+        if not policy.cast_forward_inputs:
+            return rest
+        return {**rest, "inputs": cast_floating(rest["inputs"], policy.param_dtype)}
+
+    def movement(self, name: str, shards: Mapping[str, Any]) -> Movement:
+        """Say how weights of a unit move that are called as `shards`: whole leaves, or layers of them."""
+        policy = self.layout.policy(name)
+        pairs = self.pairs(shards)
         trained = [(leaf, gone) for leaf, gone in pairs if leaf.trainable]
-        if policy.mp_policy.cast_forward_inputs:
-            rest = {**rest, "inputs": cast_floating(rest["inputs"], policy.mp_policy.param_dtype)}
 
         def keep(full: Arrays) -> Arrays:
-            return self.keep(pairs, _pad_all(pairs, full))
+            return self.keep(pairs, pad_all(pairs, full))
 
-        movement = Movement(
+        def reduce(grads: Arrays) -> Arrays:
+            return _to_source(trained, self.reduce(trained, pad_all(trained, grads)))
+
+        return Movement(
             gather=scoped("gather", name, lambda shards: _unpad_all(pairs, self.to_use(pairs, shards))),
-            reduce=scoped(
-                "reduce", name, lambda grads: _to_source(trained, self.reduce(trained, _pad_all(trained, grads)))
-            ),
+            reduce=scoped("reduce", name, reduce),
             keep=None if policy.reshard_after_forward is True else scoped("keep", name, keep),
             regather=scoped("regather", name, lambda kept: _unpad_all(pairs, self.regather(pairs, kept))),
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
-        return call_unit(run, shards, rest, self.full_shapes(name, shards), movement, seen)
 
-    def full_shapes(self, name: str, shards: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of a unit's weights once they are gathered. Moves no data."""
-        leaves = [self.layout.by_path[path] for path in self.layout.unit(name).leaves]
+    def pairs(self, shards: Mapping[str, Any]) -> list[tuple[Leaf, int]]:
+        """Pair leaves with the number of layer dims that are gone from them."""
+        leaves = [self.layout.by_path[path] for path in shards]
+        return [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
+
+    def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of weights once they are gathered. Moves no data."""
         return {
-            leaf.path: jax.ShapeDtypeStruct(
-                leaf.shape[num_sliced(leaf, shards[leaf.path].ndim) :], leaf.stage("use").dtype
-            )
-            for leaf in leaves
+            leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
+            for leaf, gone in self.pairs(shards)
         }
 
     def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
@@ -140,7 +179,8 @@ def _unpad_all(pairs: Pairs, values: Arrays) -> Arrays:
     return {leaf.path: _unpad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 
 
-def _pad_all(pairs: Pairs, values: Arrays) -> Arrays:
+def pad_all(pairs: Pairs, values: Arrays) -> Arrays:
+    """Bring leaves of logical shape into their stored shape. Moves no data between devices."""
     return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 
 

@@ -30,7 +30,7 @@ NUM_IN_FLIGHT = 8  # fewer than 4 leave a third of the bytes bare
 MEMORY_PERCENT = 120
 
 
-def compiler_options(mesh: Any, layout: Layout | None = None) -> dict[str, Any]:
+def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool = False) -> dict[str, Any]:
     """Return compiler options for a step on this mesh's platform. Moves no data.
 
     GPU: XLA's own rematerialization pass is off. Near the memory limit it recomputes gathers without a word and
@@ -47,10 +47,14 @@ def compiler_options(mesh: Any, layout: Layout | None = None) -> dict[str, Any]:
     if layout is None:
         return options
     whole, shard = unit_bytes(layout)
-    return options | {
+    options |= {
         "xla_gpu_all_gather_combine_threshold_bytes": max(whole, COMBINE_BYTES),
         "xla_gpu_all_reduce_combine_threshold_bytes": max(whole, COMBINE_BYTES),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(shard, COMBINE_SHARD_BYTES),
+    }
+    if is_manual:
+        return options
+    return options | {
         "xla_gpu_experimental_parallel_collective_overlap_limit": NUM_IN_FLIGHT,
         "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
         "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on an H100, and not on an A100

@@ -46,6 +46,38 @@ class Movement:
     remat: Remat
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A unit's call as a program: `outs = program(*flat, *weights)`, all in one list.
+
+    Attributes:
+      jaxpr: without constants; its inputs are `flat`, then the weights by name.
+      tree: of what the call returns.
+      num_flat: how many inputs are no weights.
+    """
+
+    jaxpr: Any
+    tree: Any
+    num_flat: int
+
+    def __call__(self, weights: Arrays, flat: Sequence[Any]) -> list[Any]:
+        """Run on full weights."""
+        return core.eval_jaxpr(self.jaxpr, (), *flat, *(weights[name] for name in sorted(weights)))
+
+
+def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple[Traced, list[Any]]:
+    """Trace a unit's call; return it with what it is to run on besides the weights. Moves no data.
+
+    Args:
+      run, full, rest: as `call_unit` takes them.
+    """
+    closed, out_shape = jax.make_jaxpr(lambda rest, full: run(full, rest), return_shape=True)(rest, full)
+    inner = closed.jaxpr
+    jaxpr = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+    flat = [*closed.consts, *jax.tree.leaves(rest)]
+    return Traced(jaxpr, jax.tree.structure(out_shape), len(flat)), flat
+
+
 def call_unit(
     run: Callable[[Arrays, Any], Any],
     shards: Arrays,
@@ -69,34 +101,41 @@ def call_unit(
       full: shapes and dtypes of the gathered weights.
       seen: takes up the names that values of the unit, and of units in it, have; None where nobody asks.
     """
-    closed, out_shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
+    traced, flat = trace_unit(run, full, rest)
     if seen is not None:
-        seen.update(value_names(closed.jaxpr))
-    flat_rest = [*closed.consts, *jax.tree.leaves(rest)]
-    is_diff = [_is_inexact(value) for value in flat_rest]
-    num_consts = len(closed.consts)
+        seen.update(value_names(traced.jaxpr))
+    return jax.tree.unflatten(traced.tree, call_traced(traced, shards, flat, movement))
+
+
+def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: Movement) -> list[Any]:
+    """Do what `call_unit` does for a call that is traced already."""
+    is_diff = [is_inexact(value) for value in flat]
 
     def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-        values = _weave(is_diff, diff, other)
-        flat = [*values[:num_consts], *jax.tree.leaves(weights), *values[num_consts:]]
-        return core.eval_jaxpr(closed.jaxpr, flat[:num_consts], *flat[num_consts:])
+        return traced(weights, weave(is_diff, diff, other))
 
-    unit = _differentiable(_apply_remat(compute, movement.remat), movement)
-    diff = [value for value, yes in zip(flat_rest, is_diff, strict=True) if yes]
-    other = [value for value, yes in zip(flat_rest, is_diff, strict=True) if not yes]
-    return jax.tree.unflatten(jax.tree.structure(out_shape), unit(shards, diff, other))
+    unit = _differentiable(apply_remat(compute, movement.remat), movement)
+    return unit(shards, *part(is_diff, flat))
 
 
-def _is_inexact(value: Any) -> bool:
+def is_inexact(value: Any) -> bool:
+    """Tell whether a value may have a derivative. Moves no data."""
     return bool(jnp.issubdtype(jnp.result_type(value), jnp.inexact))
 
 
-def _weave(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+def weave(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+    """Put together what `part` has parted."""
     yes_values, no_values = iter(yes), iter(no)
     return [next(yes_values) if flag else next(no_values) for flag in mask]
 
 
-def _apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+def part(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Part values by a mask."""
+    pairs = list(zip(mask, values, strict=True))
+    return [value for flag, value in pairs if flag], [value for flag, value in pairs if not flag]
+
+
+def apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Wrap a function in `jax.checkpoint`; the backward's barrier already prevents common-subexpression elimination."""
     policies = jax.checkpoint_policies
     if remat == "none":
@@ -120,15 +159,99 @@ def _apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
-    """How to rebuild a unit's linearization in its backward: static, it travels as the treedef of the residuals.
+class Linear:
+    """A computation and its derivative, with what stands between them sorted; see [Note: what a unit saves].
 
-    `saved[i]` is whether residual i was kept; the others come out of `weight_only`, a function of the full weights.
+    Attributes:
+      jaxpr: full weights, `diff` and `other` to outputs, then residuals.
+      consts: values of its constants.
+      num_weights: how many of its inputs are weights.
+      num_out: how many of its outputs are no residuals.
+      tree: how residuals make the function that takes cotangents.
+      kinds: of each residual: "saved", "weights" if it depends on weights alone, "fixed" if on fixed inputs alone.
     """
 
+    jaxpr: Any
+    consts: Sequence[Any]
+    num_weights: int
+    num_out: int
     tree: Any
-    saved: tuple[bool, ...]
-    weight_only: Callable[[Arrays], list[Any]]
+    kinds: tuple[str, ...]
+
+    def forward(self, full: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Compute the outputs, and what the derivative is to find saved."""
+        inputs = [*(full[name] for name in sorted(full)), *diff, *other]
+        results = core.eval_jaxpr(self.jaxpr, self.consts, *inputs)
+        residuals = zip(results[self.num_out :], self.kinds, strict=True)
+        return results[: self.num_out], [value for value, kind in residuals if kind == "saved"]
+
+    def fixed(self, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        """Compute the residuals that are the same in every call; inputs that are not fixed may be None."""
+        return self._part("fixed", [None] * self.num_weights + [*diff, *other])
+
+    def backward(
+        self, full: Arrays, saved: Sequence[Any], fixed: Sequence[Any], cotangents: Sequence[Any]
+    ) -> tuple[Arrays, list[Any]]:
+        """Return the gradients of the trainable weights and of `diff`."""
+        num_rest = len(self.jaxpr.invars) - self.num_weights
+        weights = self._part("weights", [*(full[name] for name in sorted(full)), *[None] * num_rest])
+        found = {"saved": iter(saved), "fixed": iter(fixed), "weights": iter(weights)}
+        leaves = [next(found[kind]) for kind in self.kinds]
+        return jax.tree.unflatten(self.tree, leaves)(cotangents)
+
+    def _part(self, kind: str, inputs: Sequence[Any]) -> list[Any]:
+        """Compute the residuals of one kind; nothing that is left reads the inputs that are None."""
+        wanted = [False] * self.num_out + [other == kind for other in self.kinds]
+        pairs = zip(self.jaxpr.invars, inputs, strict=True)
+        values = [_zeros_like(var.aval) if value is None else value for var, value in pairs]
+        return core.eval_jaxpr(keep_outputs(self.jaxpr, wanted), self.consts, *values)
+
+
+def linearize(
+    compute: Callable[..., list[Any]],
+    full: Any,
+    diff: Sequence[Any],
+    other: Sequence[Any],
+    *,
+    trainable: frozenset[str],
+    is_fixed: Sequence[bool] | None = None,
+    is_live: Sequence[bool] | None = None,
+) -> Linear:
+    """Trace a computation and its derivative. Moves no data.
+
+    Args:
+      compute: `f(weights, diff, other) -> outputs`.
+      full, diff, other: arrays, or shapes and dtypes; the derivative is with respect to `diff` and the trainable of
+        `full`.
+      is_fixed: which of `diff` and `other` are the same in every call; None: no calls share anything.
+      is_live: which outputs have cotangents; None: all.
+    """
+    num_out, tree = 0, None
+
+    def forward(full: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        nonlocal num_out, tree
+        weights = {path: value for path, value in full.items() if path in trainable}
+
+        def parted(weights: Arrays, diff: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = compute(full | weights, diff, other)
+            return part([True] * len(out) if is_live is None else is_live, out)
+
+        live, vjp, dead = jax.vjp(parted, weights, list(diff), has_aux=True)
+        out = live if is_live is None else weave(is_live, live, dead)
+        leaves, tree = jax.tree.flatten(vjp)
+        num_out = len(out)
+        return [*out, *leaves]
+
+    closed = jax.make_jaxpr(forward)(full, list(diff), list(other))
+    num_weights, num_rest = len(jax.tree.leaves(full)), len(diff) + len(other)
+    varies = [True] * num_rest if is_fixed is None else [not fixed for fixed in is_fixed]
+    by_rest = depends_on(closed.jaxpr, [False] * num_weights + [True] * num_rest)[num_out:]
+    by_varying = depends_on(closed.jaxpr, [True] * num_weights + varies)[num_out:]
+    kinds = [
+        "weights" if not rest else "saved" if varying else "fixed"
+        for rest, varying in zip(by_rest, by_varying, strict=True)
+    ]
+    return Linear(closed.jaxpr, closed.consts, num_weights, num_out, tree, tuple(kinds))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -136,16 +259,16 @@ class _Plan:
 class _Residuals:
     shards: Arrays
     weights: Arrays | None
-    kept: list[Any]
-    plan: _Plan
+    saved: list[Any]
+    linear: Linear
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.shards, self.weights, self.kept), self.plan
+        return (self.shards, self.weights, self.saved), self.linear
 
     @classmethod
-    def tree_unflatten(cls, plan: _Plan, children: Any) -> _Residuals:
-        shards, weights, kept = children
-        return cls(shards, weights, kept, plan)
+    def tree_unflatten(cls, linear: Linear, children: Any) -> _Residuals:
+        shards, weights, saved = children
+        return cls(shards, weights, saved, linear)
 
 
 def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Callable[..., Any]:
@@ -155,51 +278,18 @@ def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Ca
 
     def forward(shards: Arrays, diff: list[Any], other: list[Any]) -> tuple[list[Any], _Residuals]:
         full = movement.gather(shards)
-        out, kept, plan = _linearize(compute, full, movement.trainable, diff, other)
-        return out, _Residuals(shards, movement.keep and movement.keep(full), kept, plan)
+        linear = linearize(compute, full, diff, other, trainable=movement.trainable)
+        out, saved = linear.forward(full, diff, other)
+        return out, _Residuals(shards, movement.keep and movement.keep(full), saved, linear)
 
     def backward(residuals: _Residuals, cotangents: list[Any]) -> tuple[Any, list[Any], None]:
-        shards, weights, kept = jax.lax.optimization_barrier((residuals.shards, residuals.weights, residuals.kept))
+        shards, weights, saved = jax.lax.optimization_barrier((residuals.shards, residuals.weights, residuals.saved))
         full = movement.gather(shards) if weights is None else movement.regather(weights)
-        plan = residuals.plan
-        leaves = _weave(plan.saved, kept, plan.weight_only(full))
-        grads, grad_diff = jax.tree.unflatten(plan.tree, leaves)(cotangents)
+        grads, grad_diff = residuals.linear.backward(full, saved, (), cotangents)
         return dict.fromkeys(shards) | movement.reduce(grads), grad_diff, None
 
     unit.defvjp(forward, backward)
     return unit
-
-
-def _linearize(
-    compute: Callable[..., list[Any]], full: Arrays, trainable: frozenset[str], diff: list[Any], other: list[Any]
-) -> tuple[list[Any], list[Any], _Plan]:
-    """Run the forward and sort the residuals of its derivative; see [Note: what a unit saves]."""
-    num_out, tree = 0, None
-
-    def forward(full: Arrays, diff: list[Any], other: list[Any]) -> list[Any]:
-        nonlocal num_out, tree
-        weights = {path: value for path, value in full.items() if path in trainable}
-        out, vjp = jax.vjp(lambda w, d: compute(full | w, d, other), weights, diff)
-        leaves, tree = jax.tree.flatten(vjp)
-        num_out = len(out)
-        return [*out, *leaves]
-
-    closed = jax.make_jaxpr(forward)(full, diff, other)
-    weights = jax.tree.leaves(full)
-    inputs = [*weights, *diff, *other]
-    results = core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
-    is_activation = [position >= len(weights) for position in range(len(inputs))]
-    saved = tuple(depends_on(closed.jaxpr, is_activation)[num_out:])
-
-    dropped = keep_outputs(closed.jaxpr, [False] * num_out + [not keep for keep in saved])
-
-    def weight_only(full: Arrays) -> list[Any]:
-        # Nothing that is left reads an activation: zeros stand in for them.
-        zeros = [_zeros_like(var.aval) for var in dropped.invars[len(weights) :]]
-        return core.eval_jaxpr(dropped, closed.consts, *jax.tree.leaves(full), *zeros)
-
-    kept = [value for value, keep in zip(results[num_out:], saved, strict=True) if keep]
-    return results[:num_out], kept, _Plan(tree, saved, weight_only)
 
 
 def _zeros_like(aval: Any) -> Any:

@@ -37,6 +37,8 @@ from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.dataflow import depends_on, passes_through, states_sharding
 from jfsdp.engine.engine import SCOPE, Engine, to_device
 from jfsdp.engine.local import LocalEngine
+from jfsdp.engine.manual import ManualEngine
+from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.precision import is_float
@@ -67,6 +69,7 @@ class Gradients:
       is_asked: whether that was asked for, and is not only what the strategy's table says.
       reshard_after_backward: False gathers all parameters before the first microbatch and keeps them to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
+      prefetch: that of engine "manual"; None leaves the order of gathers to XLA.
     """
 
     apply: ShardedApply
@@ -76,6 +79,7 @@ class Gradients:
     is_asked: bool
     reshard_after_backward: bool
     is_scaled: bool = False
+    prefetch: Prefetch | None = None
 
     def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
         """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
@@ -86,7 +90,8 @@ class Gradients:
         gather = not self.reshard_after_backward
         source = self.apply.engine.gather_all(source) if gather else source
         layout = self.apply.layout.gathered() if gather else self.apply.layout
-        deferred = self._written_out(source, model_state, batch)
+        written_out = self._written_out if self.prefetch is None else self._manual
+        deferred = written_out(source, model_state, batch)
         if deferred is not None:
             return self._local(deferred, layout, source, model_state, batch, scale)
         apply = self.apply if not gather else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
@@ -96,14 +101,6 @@ class Gradients:
 
     def _apply_on(self, engine: Engine) -> ShardedApply:
         return ShardedApply(self.apply.model, engine)
-
-    def _total(
-        self, apply: ShardedApply, source: Arrays, state: Arrays, rows: Any, scale: Any
-    ) -> tuple[jax.Array, tuple[Loss, Arrays]]:
-        loss, after = apply(lambda model, rows: as_loss(self.loss_fn(model, rows)), source, state, rows, is_loss=True)
-        if self.is_scaled:
-            scale = scale / positive(sum_over_rows(apply.engine, loss.weight))
-        return loss.total * scale, (loss, after)
 
     def _sum(
         self,
@@ -116,13 +113,16 @@ class Gradients:
     ) -> Summed:
         """Sum over microbatches, as the layout of `apply` reduces each."""
         layout, engine = apply.layout, apply.engine
-        weights = trainable(layout, source)
+
+        def loss_fn(model: Any, rows: Any) -> tuple[jax.Array, Loss]:
+            loss = as_loss(self.loss_fn(model, rows))
+            return loss.total, loss
 
         def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
-            grad = jax.grad(lambda w: self._total(apply, source | w, state, rows, scale), has_aux=True)
-            grads, (loss, after) = grad(weights)
-            factor = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
-            return {path: add(layout.by_path[path], value) * factor for path, value in grads.items()}, loss, after
+            loss, after, pull = apply.vjp(loss_fn, source, state, rows)
+            weight = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
+            grads = pull(jnp.asarray(scale / weight, jnp.float32))
+            return {path: add(layout.by_path[path], value) * weight for path, value in grads.items()}, loss, after
 
         def add(leaf: Leaf, grad: jax.Array) -> jax.Array:
             return engine.accumulate(leaf, to_device(grad)).astype(leaf.stage("grad").dtype)
@@ -142,6 +142,20 @@ class Gradients:
             return (engine.put(added[0], "grad"), added[1], after), None
 
         return Summed(*jax.lax.scan(body, start, micro)[0])
+
+    def _manual(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...]:
+        """Return the axes that the last microbatch sums over under engine "manual".
+
+        Raises:
+          ValueError: for a model whose state depends on what a single device does not have.
+        """
+        problem = self._survey(source, model_state, batch)[2]
+        if problem:
+            raise ValueError(
+                f'engine="manual": {problem}, and each device would see its own rows only; use engine="auto"'
+            )
+        layout = self.apply.layout
+        return layout.data_axes if self.once and self.accumulate > 1 else group_only(layout)
 
     def _written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...] | None:
         """Tell whether collectives are written out: return the axes that the last microbatch sums over, else None."""
@@ -217,8 +231,11 @@ class Gradients:
     def _local(
         self, deferred: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
-        engine = LocalEngine(layout, self.apply.engine.mesh, deferred)
-        apply, mesh = self._apply_on(engine), engine.mesh
+        mesh = self.apply.engine.mesh
+        engine = LocalEngine(layout, mesh, deferred)
+        if self.prefetch is not None:
+            engine = ManualEngine(layout, mesh, deferred, self.prefetch)
+        apply = self._apply_on(engine)
         data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)
 

@@ -73,7 +73,9 @@ class ShardingOptions:
     offload: Stages = ()
     """What waits in the host's pinned memory while unused: params, grads, opt_state, or several with commas."""
     engine: str = "auto"
-    """auto: XLA inserts the collectives. There is no other yet."""
+    """auto: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says."""
+    prefetch: Number = None
+    """Engine manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
     min_size: Number = None
     """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024."""
 
@@ -149,6 +151,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "reshard_after_forward": parse_reshard(options.reshard_after_forward),
         "remat": parse_remat(options.remat),
         "engine": options.engine,
+        "prefetch": options.prefetch,
         "min_size": DEFAULT_MIN_SIZE if options.min_size is None else options.min_size,
         "frozen": split_commas(options.frozen) or None,
     }
@@ -231,7 +234,17 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
 
 
 # What changes them by rounding only: a run may go on with other values.
-ROUNDING = ("mesh", "strategy", "sharding_factor", "reshard_after_forward", "remat", "offload", "engine", "min_size")
+ROUNDING = (
+    "mesh",
+    "strategy",
+    "sharding_factor",
+    "reshard_after_forward",
+    "remat",
+    "offload",
+    "engine",
+    "prefetch",
+    "min_size",
+)
 ROUNDING += ("reduce", "reshard_after_backward")
 
 

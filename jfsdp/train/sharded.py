@@ -15,6 +15,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
+from jfsdp.engine.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.mesh import DATA_AXES, group_mesh, make_mesh, node_size, num_data_shards, split_mesh
@@ -118,7 +119,8 @@ def fully_shard(
     for warning in advise_memory(layout):
         warnings.warn(warning, LayoutWarning, stacklevel=2)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
-    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None))
+    schedule = as_prefetch(prefetch) if engine == "manual" else None
+    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), schedule)
 
 
 _GROUPED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
@@ -153,12 +155,15 @@ def _check_mesh(mesh: Any) -> None:
             )
 
 
+ENGINES = ("auto", "manual")
+
+
 def _check_available(engine: str, storage: str, prefetch: Any) -> None:
-    if engine != "auto":
-        raise ValueError(f"engine {engine!r} is unknown; the engines are auto")
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
     if storage != "per_parameter":
         raise ValueError(f"storage {storage!r} is unknown; the storage forms are per_parameter")
-    if prefetch is not None:
+    if prefetch is not None and engine == "auto":
         raise ValueError(f"prefetch={prefetch!r}: engine 'auto' leaves the order of gathers to XLA; leave it None")
 
 
@@ -168,9 +173,14 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: FlaxModel, layout: Layout, mesh: Mesh | AbstractMesh, loss_scale: LossScale | None = None
+        self,
+        model: FlaxModel,
+        layout: Layout,
+        mesh: Mesh | AbstractMesh,
+        loss_scale: LossScale | None = None,
+        prefetch: Prefetch | None = None,
     ):
-        self.model, self.layout, self.loss_scale = model, layout, loss_scale
+        self.model, self.layout, self.loss_scale, self.prefetch = model, layout, loss_scale, prefetch
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
         self.engine = AutoEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
@@ -250,7 +260,7 @@ class ShardedModel:
             )
         self._check_optimizer(tx)
         config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
-        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
+        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self.prefetch)
 
     def _check_optimizer(self, tx: optax.GradientTransformation) -> None:
         from jfsdp.train.optimizer import check_optimizer

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, is_on_host, to_device
 from jfsdp.engine.options import compiler_options
+from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
 from jfsdp.layout.report import summary
@@ -80,16 +81,20 @@ class TrainStep:
         tx: optax.GradientTransformation,
         config: StepConfig,
         loss_scale: LossScale | None = None,
+        prefetch: Prefetch | None = None,
     ):
         self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
-        options = compiler_options(self.mesh, self.layout) | dict(config.compiler_options or {})
+        options = compiler_options(self.mesh, self.layout, is_manual=prefetch is not None) | dict(
+            config.compiler_options or {}
+        )
         self.compiler_options = {name: value for name, value in options.items() if value is not None}
-        once = reduces_once(self.layout, config)
-        check_reduce_dtype(self.layout, once=once)
+        once = reduces_once(self.layout, config, is_manual=prefetch is not None)
+        check_reduce_dtype(self.layout, once=once or prefetch is not None)
         keep = config.reshard_after_backward
         is_asked = config.reduce == "once"
-        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, keep, loss_scale is not None)
+        is_scaled = loss_scale is not None
+        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, keep, is_scaled, prefetch)
         self._jitted: Any = None
         self._batch_shape: Any = None
 
@@ -313,7 +318,7 @@ def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
     return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new
 
 
-def reduces_once(layout: Layout, config: StepConfig) -> bool:
+def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) -> bool:
     """Tell whether the microbatches of a step share one reduction.
 
     Raises:
@@ -323,7 +328,7 @@ def reduces_once(layout: Layout, config: StepConfig) -> bool:
     if config.reduce is not None:
         is_once = config.reduce == "once"
     split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes]
-    if is_once and config.reshard_after_backward and (layout.strategy.axes("grad") or split):
+    if is_once and not is_manual and config.reshard_after_backward and (layout.strategy.axes("grad") or split):
         able = ", ".join(name for name, strategy in STRATEGIES.items() if not strategy.axes("grad"))
         what = f"{split[0]} is split at rest" if split else "its gradient accumulator is split"
         raise ValueError(

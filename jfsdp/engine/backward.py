@@ -1,0 +1,228 @@
+"""The backward of a step by schedule; see [Note: a manual step] in engine/manual.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.engine import scoped
+from jfsdp.engine.forward import LoopRecord
+from jfsdp.engine.program import Call, Item, Loop, is_literal
+from jfsdp.engine.unit import Arrays, part
+from jfsdp.engine.weights import Gathers, at, join, put_at
+from jfsdp.layout.units import ROOT
+
+if TYPE_CHECKING:
+    from jfsdp.engine.manual import ManualEngine, Step
+
+Cotangents = dict[Any, Any]
+
+
+class Waiting(NamedTuple):
+    """Gradients of one call that wait to be reduced: of which unit, with how many layer dims gone, and iteration."""
+
+    unit: str
+    gone: dict[str, int]
+    iteration: int
+    grads: Arrays
+
+
+class Sums:
+    """Reduced gradients by name, and those that wait: of at most one call, besides the root's.
+
+    Attributes:
+      waiting: what `flush` is to reduce.
+      reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
+    """
+
+    def __init__(self, engine: ManualEngine):
+        self.engine, self.layout = engine, engine.layout
+        self.waiting: list[Waiting] = []
+        self.reduced: Arrays = {}
+
+    def add(self, unit: str, gone: Mapping[str, int], iteration: int, grads: Arrays) -> None:
+        """Let gradients wait."""
+        if grads:
+            self.waiting.append(Waiting(unit, {path: gone[path] for path in grads}, iteration, grads))
+
+    def flush(self, shift: Any) -> None:
+        """Reduce the gradients that wait; `shift` as in `Gathers`."""
+        for unit, gone, iteration, grads in self.waiting:
+            for path, value in self._reduce(unit, gone, grads).items():
+                index, old = iteration + shift, self.reduced.get(path)
+                if gone[path]:
+                    assert old is not None, path
+                    value = put_at(old, index, at(old, index) + value)
+                elif old is not None:
+                    value = old + value
+                self.reduced[path] = value
+        self.waiting = []
+
+    def _reduce(self, unit: str, gone: Mapping[str, int], grads: Arrays) -> Arrays:
+        pairs = [(self.layout.by_path[path], gone[path]) for path in grads]
+        return scoped("reduce", unit, lambda grads: self.engine.reduce_whole(pairs, grads))(grads)
+
+    def zeros(self, path: str, gone: int, length: int) -> jax.Array:
+        """Return what a gradient starts from."""
+        leaf = self.layout.by_path[path]
+        whole = jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
+        shape = jax.eval_shape(lambda grads: self.engine.reduce_whole([(leaf, gone)], grads), {path: whole})[path]
+        return jnp.zeros((length, *shape.shape) if gone else shape.shape, shape.dtype)
+
+    def make_room(self, loop: Loop) -> list[str]:
+        """Make room for the gradients of a loop's weights; return their names."""
+        trained = {
+            path: gone
+            for call in loop.live_calls
+            for path, gone in call.shards.items()
+            if self.layout.by_path[path].trainable
+        }
+        for path in trained.keys() - self.reduced.keys():
+            self.reduced[path] = self.zeros(path, trained[path], loop.length)
+        return sorted(trained)
+
+
+class Backward:
+    """Runs a program in reverse: at each call the next gathers start, then the call before is reduced."""
+
+    def __init__(self, step: Step, records: Sequence[Any]):
+        self.step, self.weights, self.records = step, step.weights, records
+        self.gathers = Gathers(step.order_back, step.reached_back, step.weights.fetch_back)
+        self.sums = Sums(step.engine)
+
+    def run(self, cotangent: jax.Array) -> Arrays:
+        """Return the gradients by name, of the cotangent of the program's first output."""
+        step, cts = self.step, Cotangents()
+        _push(cts, step.block.outputs[:1], [cotangent.astype(step.block.outputs[0].aval.dtype)])
+        for place in reversed(range(len(step.block.items))):
+            self._item(step.block.items[place], self.records[place], cts)
+            found = {path: cts.pop(step.root_vars[path], None) for path in step.first_use.get(place, [])}
+            grads = {path: x for path, x in found.items() if x is not None and step.derivatives.is_trained(path)}
+            self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
+        self.sums.flush(0)
+        return {path: self._total(path, cts) for path in step.trained}
+
+    def _total(self, path: str, cts: Cotangents) -> jax.Array:
+        """Return a gradient, and what calls outside the schedule add to it."""
+        found, in_place = self.sums.reduced.get(path), cts.get(self.step.shard_vars.get(path))
+        if in_place is not None:
+            rest = self.step.engine.finish_in_place(path, in_place)
+            found = rest if found is None else found + rest
+        return self.sums.zeros(path, 0, 0) if found is None else found
+
+    def _item(self, item: Item, record: Any, cts: Cotangents, iteration: int = 0) -> None:
+        """Run an item's derivative; inside a scan `iteration` is the one that stands for all."""
+        if not item.needs_backward:
+            return
+        given = [_pop(cts, var) for var in part(item.is_live, item.outputs)[0]]
+        if isinstance(item, Loop):
+            self._loop(item, record, given, cts)
+            return
+        # Else XLA finds what the backward computes anew to be what the forward has computed, and keeps it.
+        record, given = jax.lax.optimization_barrier((record, given))
+        full: Arrays = {}
+        if isinstance(item, Call):
+            found = self.gathers.take(given)
+            self.sums.flush(self.gathers.shift)
+            full = self.weights.take(found, item, iteration + self.gathers.shift, given)
+        derivatives = self.step.derivatives
+        grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(id(item), []), given)
+        if isinstance(item, Call):
+            self.sums.add(item.unit, item.shards, iteration, grads)
+        _push(cts, part(item.is_active, item.inputs)[0], grad_diff)
+
+    def _loop(self, loop: Loop, record: LoopRecord, given: list[Any], cts: Cotangents) -> None:
+        run = _Iteration(self, loop)
+        carry, ys = given[: run.num_carry], given[run.num_carry :]
+        names = self.sums.make_room(loop)
+        low, high = self.step.scans[id(loop)]
+        consts, xs, stacked = run.zeros(), {}, None
+        for index in reversed(range(loop.length)):
+            if index == high - 1 and high > low:
+                carry, consts, stacked = self._scan(loop, run, carry, consts, ys, record.stacked, names)
+            if not low <= index < high:
+                here = [at(y, index) for y in ys]
+                carry, consts, xs[index] = run(carry, consts, here, record.single[index], index)
+        run.push(cts, carry, consts, join(xs, stacked, low))
+
+    def _scan(
+        self, loop: Loop, run: _Iteration, carry: Any, consts: Any, ys: list[Any], records: Any, names: list[str]
+    ) -> tuple[Any, Any, Any]:
+        """Run the iterations that all look alike; what is on its way, what waits and what is summed is in the carry."""
+        low, high = self.step.scans[id(loop)]
+        start, gathers, sums = self.gathers.place, self.gathers, self.sums
+        waiting = sums.waiting
+
+        def body(state: Any, slices: Any) -> tuple[Any, Any]:
+            (carry, consts, queue, grads, reduced), (index, record, ys) = state, slices
+            gathers.enter(start, queue, index - (high - 1))
+            sums.waiting = [what._replace(grads=x) for what, x in zip(waiting, grads, strict=True)]
+            sums.reduced |= reduced
+            carry, consts, xs = run(carry, consts, ys, record, high - 1)
+            state = (carry, consts, gathers.queue, [what.grads for what in sums.waiting])
+            return (*state, {path: sums.reduced[path] for path in names}), xs
+
+        state = (carry, consts, gathers.queue, [what.grads for what in waiting])
+        state = (*state, {path: sums.reduced[path] for path in names})
+        slices = (jnp.arange(low, high), records, [y[low:high] for y in ys])
+        (carry, consts, queue, grads, reduced), xs = jax.lax.scan(body, state, slices, reverse=True)
+        gathers.enter(start + len(loop.live_calls) * (high - low), queue, 0)
+        sums.waiting = [what._replace(iteration=low, grads=x) for what, x in zip(waiting, grads, strict=True)]
+        sums.reduced |= reduced
+        return carry, consts, xs
+
+
+class _Iteration:
+    """One iteration of a loop in reverse, between lists of those cotangents that there are.
+
+    Attributes:
+      num_carry: how many values of the carry have cotangents.
+    """
+
+    def __init__(self, backward: Backward, loop: Loop):
+        self.backward, self.loop = backward, loop
+        self.is_live = loop.is_live[: loop.num_carry]
+        self.num_carry = sum(self.is_live)
+        self.outputs = part(loop.is_live, loop.body.outputs)[0]
+        self.receives = loop.split(loop.receives)
+        consts, carry, xs = loop.split(loop.body.inputs)
+        self.consts, self.xs = part(self.receives[0], consts)[0], part(self.receives[2], xs)[0]
+        self.carry = part(self.is_live, carry)[0]
+
+    def zeros(self) -> list[Any]:
+        """Return what cotangents of the loop's constants start from."""
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self.consts]
+
+    def __call__(
+        self, carry: list[Any], consts: list[Any], ys: list[Any], records: Sequence[Any], iteration: int
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the cotangents of the carry before, of the constants so far, and of this iteration's xs."""
+        cts = Cotangents()
+        _push(cts, self.outputs, [*carry, *ys])
+        for item, record in zip(reversed(self.loop.body.items), reversed(records), strict=True):
+            self.backward._item(item, record, cts, iteration)
+        new = [_pop(cts, var) for var in self.carry]
+        consts = [old + _pop(cts, var) for old, var in zip(consts, self.consts, strict=True)]
+        return new, consts, [_pop(cts, var) for var in self.xs]
+
+    def push(self, cts: Cotangents, carry: list[Any], consts: list[Any], xs: list[Any]) -> None:
+        """Give cotangents to the inputs of the loop."""
+        at_consts, at_carry, at_xs = self.loop.split(self.loop.inputs)
+        reaches = part(self.is_live, self.receives[1])[0]
+        _push(cts, part(self.receives[0], at_consts)[0], consts)
+        _push(cts, part(reaches, part(self.is_live, at_carry)[0])[0], part(reaches, carry)[0])
+        _push(cts, part(self.receives[2], at_xs)[0], xs)
+
+
+def _pop(cts: Cotangents, var: Any) -> jax.Array:
+    value = cts.pop(var, None)
+    return jnp.zeros(var.aval.shape, var.aval.dtype) if value is None else value
+
+
+def _push(cts: Cotangents, atoms: Sequence[Any], values: Sequence[Any]) -> None:
+    for atom, value in zip(atoms, values, strict=True):
+        if not is_literal(atom):
+            cts[atom] = cts[atom] + value if atom in cts else value

@@ -1,0 +1,76 @@
+"""The derivative of each item of a program, traced when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import core
+
+from jfsdp.engine.program import Call, Code, Item, is_literal
+from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
+from jfsdp.layout.table import Layout
+from jfsdp.layout.units import ROOT
+
+
+class Derivatives:
+    """Linearizations of items, under the remat policy of their unit; items of a loop share theirs over iterations.
+
+    Attributes:
+      fixed: by item, the residuals that are the same in every iteration of its loop.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.fixed: dict[int, list[Any]] = {}
+        self._linears: dict[int, Linear] = {}
+
+    def is_trained(self, path: str) -> bool:
+        """Tell whether a parameter has a gradient."""
+        return self.layout.by_path[path].trainable
+
+    def full_shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of a call's weights once they are gathered."""
+        leaves = [(self.layout.by_path[path], gone) for path, gone in call.shards.items()]
+        return {leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype) for leaf, gone in leaves}
+
+    def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
+        """Trace an item of a loop, and compute what of its residuals depends on `known` alone, the loop's constants."""
+        self._linears[id(item)] = self._linearize(item, [is_literal(atom) or atom in known for atom in item.inputs])
+        values = [atom.val if is_literal(atom) else known.get(atom) for atom in item.inputs]
+        self.fixed[id(item)] = self._linears[id(item)].fixed(*part(item.is_active, values))
+
+    def of(self, item: Item) -> Linear:
+        """Return the derivative of an item."""
+        if id(item) not in self._linears:
+            self._linears[id(item)] = self._linearize(item, None)
+        return self._linears[id(item)]
+
+    def _linearize(self, item: Item, is_fixed: Sequence[bool] | None) -> Linear:
+        is_call = isinstance(item, Call)
+        full = self.full_shapes(item) if is_call else {}
+        shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in item.inputs]
+        return linearize(
+            apply_remat(_computation(item), self.layout.policy(item.unit if is_call else ROOT).remat),
+            full,
+            *part(item.is_active, shapes),
+            trainable=frozenset(filter(self.is_trained, full)),
+            is_fixed=None if is_fixed is None else [mark for marks in part(item.is_active, is_fixed) for mark in marks],
+            is_live=item.is_live,
+        )
+
+
+def _computation(item: Item) -> Callable[[Arrays, Sequence[Any], Sequence[Any]], list[Any]]:
+    def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        return run_item(item, weights, weave(item.is_active, diff, other))
+
+    return compute
+
+
+def run_item(item: Item, weights: Arrays, values: Sequence[Any]) -> list[Any]:
+    """Compute a call on full weights, or a piece of code."""
+    if isinstance(item, Call):
+        return item.call.traced(weights, values)
+    assert isinstance(item, Code)
+    return core.eval_jaxpr(item.jaxpr, (), *values)

@@ -1,0 +1,134 @@
+"""The forward of a step by schedule; see [Note: a manual step] in engine/manual.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.derivatives import run_item
+from jfsdp.engine.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.unit import part
+from jfsdp.engine.weights import Gathers, after, at, join
+from jfsdp.layout.units import ROOT
+
+if TYPE_CHECKING:
+    from jfsdp.engine.manual import Step
+
+Env = dict[Any, Any]
+
+
+class LoopRecord(NamedTuple):
+    """What the backward of a loop finds: records of single iterations, and of those in its scan, stacked."""
+
+    single: dict[int, Any]
+    stacked: Any
+
+
+class Forward:
+    """Runs a program, with gathers on their way ahead of the compute.
+
+    Attributes:
+      records: what the backward of each item of the program is to find.
+    """
+
+    def __init__(self, step: Step):
+        self.step, self.weights = step, step.weights
+        self.gathers = Gathers(step.order, step.reached, step.weights.fetch)
+        self.records: list[Any] = []
+
+    def run(self, flat: Sequence[Any]) -> list[Any]:
+        """Run the program on its inputs, the weights of the root apart; return its outputs."""
+        block, first_use = self.step.block, self.step.first_use
+        env: Env = dict(zip(block.inputs, flat, strict=False)) | block.consts
+        is_ahead = self.step.engine.prefetch.forward != 0
+        for place, item in enumerate(block.items):
+            self._gather_root(first_use.get(place, []), env, None)
+            due = first_use.get(place + 1, []) if is_ahead and not isinstance(item, Code) else []
+            self.records.append(self._item(item, env, due))
+        return [read(env, atom) for atom in block.outputs]
+
+    def _gather_root(self, paths: Sequence[str], env: Env, tie: Any) -> None:
+        """Gather weights of the root, if they are not here."""
+        variables = {path: self.step.root_vars[path] for path in paths}
+        shards = {path: self.step.root[path] for path, var in variables.items() if var not in env}
+        if shards:
+            full = self.step.engine.movement(ROOT, shards).gather(after(shards, tie))
+            env.update({variables[path]: value for path, value in full.items()})
+
+    def _item(self, item: Item, env: Env, due: Sequence[str], iteration: Any = 0) -> Any:
+        """Run an item; return what its backward is to find. `due` are weights of the root that the next item reads."""
+        values = [read(env, atom) for atom in item.inputs]
+        record: Any = []
+        if isinstance(item, Loop):
+            outs, record = self._loop(item, values, env, due)
+        else:
+            full = {}
+            if isinstance(item, Call):
+                found = self.gathers.take(values)
+                self._gather_root(due, env, values)
+                full = self.weights.take(found, item, iteration, values)
+            if item.needs_backward:
+                outs, record = self.step.derivatives.of(item).forward(full, *part(item.is_active, values))
+            else:
+                outs = run_item(item, full, values)
+            if isinstance(item, Call):
+                self.weights.keep(item, full, iteration)
+        env.update(zip(item.outputs, outs, strict=True))
+        return record
+
+    def _loop(self, loop: Loop, values: list[Any], env: Env, due: Sequence[str]) -> tuple[list[Any], LoopRecord]:
+        consts, carry, xs = loop.split(values)
+        self._prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
+        low, high = self.step.scans[id(loop)]
+
+        def run(carry: list[Any], index: Any) -> tuple[list[Any], list[Any], Any]:
+            inside = dict(zip(loop.body.inputs, [*consts, *carry, *(at(x, index) for x in xs)], strict=True))
+            records, outs = self._body(loop.body, inside, index)
+            return outs[: loop.num_carry], outs[loop.num_carry :], records
+
+        ys, records, stacked = {}, {}, (None, None)
+        for index in range(loop.length):
+            if index == low < high:
+                carry, stacked = self._scan(loop, carry, run)
+            if low <= index < high:
+                continue
+            if index == loop.length - 1:
+                self._gather_root(due, env, carry)
+            carry, ys[index], records[index] = run(carry, index)
+        return [*carry, *join(ys, stacked[0], low)], LoopRecord(records, stacked[1])
+
+    def _prepare(self, loop: Loop, consts: Mapping[Any, Any]) -> None:
+        """Compute what is the same in every iteration, and make room for what is kept of weights."""
+        for item in loop.body.items:
+            if item.needs_backward:
+                self.step.derivatives.prepare(item, consts)
+        self.weights.make_room(loop)
+
+    def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
+        env |= block.consts
+        records = [self._item(item, env, (), iteration) for item in block.items]
+        return records, [read(env, atom) for atom in block.outputs]
+
+    def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
+        """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""
+        low, high = self.step.scans[id(loop)]
+        start, gathers, weights = self.gathers.place, self.gathers, self.weights
+        kept = {id(call): weights.kept[id(call)] for call in loop.calls if id(call) in weights.kept}
+
+        def body(state: Any, index: Any) -> tuple[Any, Any]:
+            carry, queue, kept = state
+            gathers.enter(start, queue, index - low)
+            weights.kept.update(kept)
+            carry, *rest = run(carry, index)
+            return (carry, gathers.queue, {key: weights.kept[key] for key in kept}), rest
+
+        # Python numbers and weak types settle in the types that they have inside the loop.
+        pairs = zip(carry, loop.split(loop.body.inputs)[1], strict=True)
+        carry = [jnp.asarray(value, var.aval.dtype) for value, var in pairs]
+        (carry, queue, kept), stacked = jax.lax.scan(body, (carry, gathers.queue, kept), jnp.arange(low, high))
+        gathers.enter(start + len(loop.calls) * (high - low), queue, 0)
+        weights.kept.update(kept)
+        return carry, stacked

@@ -1,0 +1,194 @@
+"""The manual engine: inside a `shard_map` every gather and every reduction stands where a schedule puts it.
+
+[Note: a manual step]
+The root is traced once, into a program of calls of units (engine/program.py). The forward runs it and keeps gathers on
+their way ahead of the compute, as far as `prefetch` says. The backward runs it in reverse: at each call the next
+gathers start first, then the gradient of the call before is reduced, and then the call's own derivative is computed, so
+that both have its matmuls to hide behind. Layers of a scan run in a scan, whose carry holds the weights that are on
+their way and the gradient that waits; the first and last iterations, where the pattern differs, stand outside it. So no
+gather is wasted at either end, and the program does not grow with depth.
+
+The root's own weights are gathered while the last call before their first use computes, and reduced as soon as the
+backward has passed that use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jfsdp.engine.backward import Backward
+from jfsdp.engine.dataflow import value_names
+from jfsdp.engine.derivatives import Derivatives
+from jfsdp.engine.engine import Pairs, Pull, pad_all
+from jfsdp.engine.forward import Forward
+from jfsdp.engine.local import LocalEngine
+from jfsdp.engine.program import Call, Loop, NamedCall, mark_active, mark_live, read_program
+from jfsdp.engine.schedule import Prefetch, frontiers, steady
+from jfsdp.engine.unit import Arrays, call_traced, trace_unit
+from jfsdp.engine.weights import Weights
+from jfsdp.layout.precision import is_float
+from jfsdp.layout.table import Leaf
+from jfsdp.layout.units import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualEngine(LocalEngine):
+    """Runs a step by a schedule; see [Note: a manual step].
+
+    Attributes:
+      prefetch: how far gathers run ahead.
+      calls: the calls of units in the traces so far, by the name that they have there.
+    """
+
+    prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
+    calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False)
+
+    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any, seen: set[str] | None = None) -> Any:
+        """Put a call of a unit into the trace under a name; left alone, it gathers where it stands."""
+        if name == ROOT:
+            return super().call_unit(name, run, shards, rest, seen)
+        traced, flat = trace_unit(run, self.full_shapes(shards), self.cast_inputs(name, rest))
+        movement = self.movement(name, shards)
+
+        def in_place(flat: list[Any], shards: Arrays) -> list[Any]:
+            return call_traced(traced, shards, flat, movement)
+
+        label = f"jfsdp_unit_{len(self.calls)}"
+        in_place.__name__ = label
+        self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
+        return jax.tree.unflatten(traced.tree, jax.jit(in_place)(flat, shards))
+
+    def vjp(self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None) -> tuple[Any, Pull]:
+        """Run the root by the schedule; return what it returns, and the function from a cotangent to gradients.
+
+        Args:
+          run: the root's call; the first array of what it returns is the scalar to be differentiated.
+          root: its weights at rest.
+          rest: everything else, the weights of all units as `rest["params"]`.
+          seen: as in `jfsdp.engine.unit.call_unit`.
+
+        Returns:
+          The output; and `pull(cotangent)`, the gradients by name in the layout of their accumulator, unreduced over
+          the deferred axes.
+
+        Warns:
+          UserWarning: for units that no schedule reaches, and that gather where they are called.
+        """
+        traced, flat = trace_unit(run, self.full_shapes(root), self.cast_inputs(ROOT, rest))
+        if seen is not None:
+            seen.update(value_names(traced.jaxpr))
+        unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
+        names = jax.tree.leaves(unnamed | {"params": {path: path for path in rest["params"]}})
+        names = [""] * (len(flat) - len(names)) + names
+        shards = {place: path for place, path in enumerate(names) if path}
+        step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, root, rest["params"])
+        if step.in_place and self.prefetch != Prefetch(0, 0):
+            warnings.warn(
+                f"units {', '.join(step.in_place[:4])} are called inside another unit, a condition, a nested loop or a "
+                "remat of the model's own, where no schedule reaches them: they are gathered when they are called, "
+                "without prefetch",
+                stacklevel=2,
+            )
+        forward = Forward(step)
+        outs = forward.run(flat)
+        return jax.tree.unflatten(traced.tree, outs), lambda cotangent: Backward(step, forward.records).run(cotangent)
+
+    def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients as `LocalEngine.reduce` does, in `reduce_dtype`."""
+        return super().reduce(pairs, {leaf.path: self._to_reduce(leaf, grads[leaf.path]) for leaf, _ in pairs})
+
+    def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum whole gradients over the axes that are not deferred, into the layout of their accumulator.
+
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
+        Dtype:   summed in `reduce_dtype`, returned in the accumulator's.
+        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
+        """
+        padded = pad_all(pairs, grads)
+        summed = {}
+        for leaf, gone in pairs:
+            split = self.accumulator_axes(leaf)
+            dim = None if leaf.dim is None else leaf.dim - gone
+            grad = self.sum_over(self._to_reduce(leaf, padded[leaf.path]), self._now, split, dim)
+            summed[leaf.path] = grad.astype(leaf.stage("grad").dtype)
+        return summed
+
+    def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
+        """Leave a gradient as `vjp` gives it. Moves no data."""
+        del leaf
+        return grad
+
+    def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
+        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
+        leaf = self.layout.by_path[path]
+        return super().accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
+
+    def _to_reduce(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
+        use = leaf.stage("use").dtype
+        wanted = self.layout.policy(leaf.unit).mp_policy.reduce_dtype
+        return grad.astype(wanted or use) if is_float(use) else grad
+
+    def moves(self, call: Call, stage: str | None = None) -> bool:
+        """Tell whether a call's weights must be gathered from another device."""
+        leaves = [self.layout.by_path[path] for path in call.shards]
+        return any(leaf.stage(stage or leaf.source).axes for leaf in leaves)
+
+
+class Step:
+    """One run of a program, forward and backward: what both passes share. It lives as long as the trace of a step.
+
+    Attributes:
+      block: the program.
+      in_place: units that are called where no schedule reaches them.
+      order, order_back: the calls of units, forward and backward.
+      reached, reached_back: up to which call weights are on their way at each; see `frontiers`.
+      scans: by loop, the iterations that run in a scan, forward and backward alike.
+      first_use: by item of the program, the weights of the root that no item before it reads.
+      trained: the names of all parameters that have a gradient.
+    """
+
+    def __init__(self, engine: ManualEngine, closed: Any, shards: Mapping[int, str], root: Arrays, inner: Arrays):
+        self.engine, self.root = engine, root
+        self.block, self.in_place = read_program(closed, shards, engine.calls)
+        inputs = self.block.inputs
+        self.root_vars = dict(zip(sorted(root), inputs[len(inputs) - len(root) :], strict=True))
+        self.shard_vars = {path: inputs[place] for place, path in shards.items()}
+        self.derivatives = Derivatives(engine.layout)
+        self.trained = [path for path in (*root, *inner) if self.derivatives.is_trained(path)]
+        variables = self.root_vars | self.shard_vars
+        mark_active(self.block, {variables[path] for path in self.trained}, self.derivatives.is_trained)
+        mark_live(self.block, set(self.block.outputs[:1]))
+        self.order = list(self.block.calls())
+        self.order_back = [entry for entry in reversed(self.order) if entry[0].needs_backward]
+        names, names_back = ([call.unit for call, _, _ in order] for order in (self.order, self.order_back))
+        self.reached = frontiers(names, engine.prefetch.forward, "forward")
+        self.reached_back = frontiers(names_back, engine.prefetch.backward, "backward")
+        self.scans = {id(item): self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
+        self.first_use = self._first_uses()
+        looped = frozenset(id(call) for call, loop, _ in self.order if loop is not None)
+        self.weights = Weights(engine, inner, self.derivatives, looped)
+
+    def _scanned(self, loop: Loop) -> tuple[int, int]:
+        start = next(place for place, entry in enumerate(self.order) if entry[1] is loop)
+        low, high = steady(self.reached, start, len(loop.calls), loop.length)
+        back = [place for place, entry in enumerate(self.order_back) if entry[1] is loop]
+        if back:
+            first, last = steady(self.reached_back, back[0], len(loop.live_calls), loop.length)
+            # The first iteration of the backward finds another unit's gradient waiting.
+            low, high = max(low, loop.length - last), min(high, loop.length - max(first, 1))
+        return (low, high) if high - low > 1 else (0, 0)
+
+    def _first_uses(self) -> dict[int, list[str]]:
+        uses: dict[int, list[str]] = {}
+        for path, var in self.root_vars.items():
+            readers = (place for place, item in enumerate(self.block.items) if any(x is var for x in item.inputs))
+            place = next(readers, None)
+            if place is not None:
+                uses.setdefault(place, []).append(path)
+        return uses

@@ -1,0 +1,137 @@
+"""The weights of a step by schedule: where they rest, which are on their way, what is kept of them for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.derivatives import Derivatives
+from jfsdp.engine.program import Call, Loop
+from jfsdp.engine.unit import Arrays, Movement
+
+if TYPE_CHECKING:
+    from jfsdp.engine.manual import ManualEngine
+
+Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration
+
+
+class Gathers:
+    """A queue of gathers on their way, in the order of the calls.
+
+    Attributes:
+      place: of the next call in the order.
+      queue: the weights of it and of those after it, as far as they are on their way.
+      shift: what to add to iterations of the order: inside a scan, one iteration of the order stands for all.
+    """
+
+    def __init__(self, order: Sequence[Entry], reached: Sequence[int], fetch: Callable[..., Any]):
+        self.order, self.reached, self._fetch = order, reached, fetch
+        self.place, self.shift = 0, 0
+        self.queue: list[Any] = []
+
+    def take(self, tie: Any) -> Any:
+        """Start the gathers that are due at the next call, none before `tie` is computed; return its own weights."""
+        while len(self.queue) <= self.reached[self.place] - self.place:
+            call, _, iteration = self.order[self.place + len(self.queue)]
+            self.queue.append(self._fetch(call, iteration + self.shift, tie))
+        self.place += 1
+        return self.queue.pop(0)
+
+    def enter(self, place: int, queue: list[Any], shift: Any) -> None:
+        """Stand at a place with a queue: that of the scan whose body is traced."""
+        self.place, self.queue, self.shift = place, queue, shift
+
+
+class Weights:
+    """Gathers the weights of calls from where they rest, and from what is kept of them.
+
+    Attributes:
+      kept: by call, what is kept of its weights; inside a loop stacked over iterations.
+    """
+
+    def __init__(self, engine: ManualEngine, inner: Arrays, derivatives: Derivatives, looped: frozenset[int]):
+        self.engine, self.inner, self.derivatives, self._looped = engine, inner, derivatives, looped
+        self.kept: dict[int, Any] = {}
+
+    def movement(self, call: Call) -> Movement:
+        """Return how a call's weights move."""
+        values = {path: self.inner[path] for path in call.shards}
+        shapes = {path: jax.ShapeDtypeStruct(x.shape[call.shards[path] :], x.dtype) for path, x in values.items()}
+        return self.engine.movement(call.unit, shapes)
+
+    def gather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
+        """Gather from shards."""
+        values = {path: self.inner[path] for path in call.shards}
+        shards = {path: at(x, iteration) if call.shards[path] else x for path, x in values.items()}
+        return self.movement(call).gather(after(shards, tie))
+
+    def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
+        """Start a gather for the forward; None where there is nothing to wait for."""
+        return self.gather(call, iteration, tie) if self.engine.moves(call) else None
+
+    def fetch_back(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
+        """Start a gather for the backward; None where there is nothing to wait for."""
+        if id(call) not in self.kept:
+            return self.fetch(call, iteration, tie)
+        return self._regather(call, iteration, tie) if self.engine.moves(call, "kept") else None
+
+    def take(self, found: Arrays | None, call: Call, iteration: Any, tie: Any) -> Arrays:
+        """Return a call's full weights: those found on their way, or those that are here."""
+        if found is not None:
+            return found
+        return self._regather(call, iteration, tie) if id(call) in self.kept else self.gather(call, iteration, tie)
+
+    def _regather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
+        kept = self.kept[id(call)]
+        if id(call) in self._looped:
+            kept = jax.tree.map(lambda x: at(x, iteration), kept)
+        return self.movement(call).regather(after(kept, tie))
+
+    def _keeps(self, call: Call) -> Callable[[Arrays], Arrays] | None:
+        """Return what keeps a call's weights; None where nothing is kept, also of what rests whole."""
+        return self.movement(call).keep if call.needs_backward and self.engine.moves(call) else None
+
+    def make_room(self, loop: Loop) -> None:
+        """Make room for what the iterations of a loop keep."""
+        for call in loop.calls:
+            keep = self._keeps(call)
+            if keep is not None:
+                shapes = jax.eval_shape(keep, self.derivatives.full_shapes(call))
+                self.kept[id(call)] = jax.tree.map(lambda x: jnp.zeros((loop.length, *x.shape), x.dtype), shapes)
+
+    def keep(self, call: Call, full: Arrays, iteration: Any) -> None:
+        """Keep of full weights what the backward is to find."""
+        keep = self._keeps(call)
+        if keep is None:
+            return
+        new = keep(full)
+        if id(call) in self._looped:
+            new = jax.tree.map(lambda all, x: put_at(all, iteration, x), self.kept[id(call)], new)
+        self.kept[id(call)] = new
+
+
+def at(value: jax.Array, index: Any) -> jax.Array:
+    """Take one of a stack. Moves no data between devices."""
+    return jax.lax.dynamic_index_in_dim(value, index, 0, keepdims=False)
+
+
+def put_at(value: jax.Array, index: Any, new: jax.Array) -> jax.Array:
+    """Replace one of a stack. Moves no data between devices."""
+    return jax.lax.dynamic_update_index_in_dim(value, new, index, 0)
+
+
+def after(values: Any, tie: Any) -> Any:
+    """Make values that cannot be computed before `tie` is there. Moves no data."""
+    return jax.lax.optimization_barrier((values, tie))[0] if jax.tree.leaves(tie) else values
+
+
+def join(single: Mapping[int, Sequence[jax.Array]], stacked: Sequence[jax.Array] | None, low: int) -> list[jax.Array]:
+    """Stack lists of arrays of single iterations, and those of iterations from `low` on that a scan has stacked."""
+    parts: dict[int, Any] = {index: [x[None] for x in values] for index, values in single.items()}
+    if stacked is not None:
+        parts[low] = stacked
+    columns = zip(*(parts[index] for index in sorted(parts)), strict=True)
+    return [jnp.concatenate(column) for column in columns]
