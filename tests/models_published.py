@@ -40,11 +40,11 @@ def images(rng, rows):
     return {"images": pixels, "labels": rng.integers(0, CLASSES, rows).astype(np.int32)}
 
 
-def llama(stacked):
+def llama(stacked, num_layers=2):
     config = LlamaConfig(
         vocab_size=VOCAB,
         dim=24,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         ffn_dim=40,
@@ -92,6 +92,8 @@ def vit():
 
 
 MODELS = {"llama": llama(True), "llama-list": llama(False), "gpt2": gpt2(), "vit": vit()}
+PUBLISHED = tuple(MODELS)
+MODELS["llama-deep"] = llama(True, num_layers=6)  # deep enough for loops that prefetch leaves some iterations alike
 
 
 def batches(model, num, rows, seed=0):

@@ -17,7 +17,7 @@ import pytest
 
 import jfsdp
 from tests import reference
-from tests.models_published import MODELS, batches
+from tests.models_published import MODELS, PUBLISHED, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.pairwise import cover
 
@@ -27,7 +27,7 @@ TX = optax.adamw(LEARNING_RATE, eps=1e-4)
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
 COLUMNS = {
     "strategy": list(jfsdp.STRATEGIES),
-    "model": list(MODELS),
+    "model": list(PUBLISHED),
     "mesh": list(MESHES),
     "accumulate": [1, 2],
     "clip": [None, 0.5],

@@ -1,0 +1,83 @@
+"""Engine "manual": five steps under every strategy, model, mesh and prefetch equal the single-device reference.
+
+Limits as in test_parity.py. Between prefetch depths no bit differs: only the order of the gathers does.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import jfsdp
+from tests.engine.test_parity import MODELS, TX, batches, check, impossible, rows, shard
+from tests.pairwise import cover
+
+COLUMNS = {
+    "strategy": list(jfsdp.STRATEGIES),
+    "model": ["llama-deep", "llama-list", "gpt2"],
+    "mesh": ["8", "2x4", "3"],
+    "prefetch": [0, 1, 2],
+    "accumulate": [1, 2],
+}
+
+
+def run(strategy, model, mesh, prefetch, accumulate):
+    options = {"engine": "manual", "prefetch": prefetch}
+    refusal = impossible(strategy, mesh)
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            check(model, mesh, strategy, accumulate, 0.5, options)
+    else:
+        check(model, mesh, strategy, accumulate, 0.5, options)
+
+
+@pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
+def test_five_steps_equal_one_device(strategy, model, mesh, prefetch, accumulate):
+    """Every pair of values of two columns stands in some row."""
+    run(strategy, model, mesh, prefetch, accumulate)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(tuple(COLUMNS), list(itertools.product(*COLUMNS.values())))
+def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, accumulate):
+    run(strategy, model, mesh, prefetch, accumulate)
+
+
+CASES = {
+    "gathered once": ("llama-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
+    "reduced once": ("llama-list", "8", "full_shard", {}, {"reduce": "once"}),
+    "reduced and gathered once": (
+        "gpt2",
+        "2x4",
+        "hybrid_shard",
+        {},
+        {"reduce": "once", "reshard_after_backward": False},
+    ),
+    "hpz": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
+    "hpz over groups, depth 2": ("llama-deep", "2x4", "full_shard", {"reshard_after_forward": 2, "prefetch": 2}, {}),
+    "dots saved": ("llama-deep", "8", "full_shard", {"remat": "dots"}, {}),
+    "nothing recomputed": ("gpt2", "3", "full_shard", {"remat": "none"}, {}),
+    "offloaded": ("llama-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_setting_equals_one_device(case):
+    model, mesh, strategy, options, step_options = CASES[case]
+    check(model, mesh, strategy, 2, 0.5, {"engine": "manual", "prefetch": 1} | options, **step_options)
+
+
+@pytest.mark.parametrize("model", ["llama-deep", "llama-list"])
+def test_the_depth_of_prefetch_changes_no_bit(model):
+    found = [train(model, prefetch) for prefetch in (0, 1, 2, jfsdp.Prefetch(0, 1))]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+def train(model, prefetch):
+    sharded = shard(model, "8", "full_shard", engine="manual", prefetch=prefetch)
+    state, step = sharded.init(TX), sharded.train_step(MODELS[model].loss, TX)
+    for batch in batches(model, 2, rows("8")):
+        state, metrics = step(state, batch)
+    return jax.device_get((state.params, metrics))
