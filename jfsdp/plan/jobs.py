@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
 from jfsdp.layout.precision import item_bytes
 from jfsdp.plan.hardware import Cluster, link_bandwidth
 from jfsdp.plan.memory import RESERVE_BYTES
@@ -51,10 +52,8 @@ def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_de
     Raises:
       ValueError: for a mesh that the devices do not fill, and all that training would refuse.
     """
-    sizes = {"fsdp": 1, **parse_mesh(options.mesh)}
-    count = num_devices if devices is None else len(devices)
-    check_mesh(options.mesh, sizes, count)
-    mesh = make_abstract_mesh(_filled(sizes, count)) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
+    sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
+    mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
     model = shard_job(options, job, mesh)
     # The schedule of the script, so that its count is in the state; the numbers do not matter.
     tx = make_optimizer(options, job, optax.warmup_cosine_decay_schedule(1e-5, 3e-4, 100, 1000, 3e-5))
@@ -63,29 +62,21 @@ def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_de
     return Planned(job, model, tx, step, make_work(options, job, model, seq_len), seq_len)
 
 
-def check_mesh(text: str, sizes: dict[str, int], num_devices: int) -> None:
-    """Refuse a mesh that is not of the cluster's size.
+def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
+    """Return the sizes of the axes that `--mesh` gives to so many devices.
 
     Raises:
-      ValueError: naming both sizes.
+      ValueError: for a mesh of another size than the cluster's, naming both.
     """
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    if -1 in sizes.values() and num_devices % known == 0:
-        return
-    if known != num_devices or -1 in sizes.values():
+    sizes = {"fsdp": 1, **parse_mesh(text)}
+    try:
+        return resolve_sizes(sizes, num_devices)
+    except ValueError as error:
+        known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
             f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
             "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
-        )
-
-
-def _filled(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    return {axis: size if size > 0 else num_devices // known for axis, size in sizes.items()}
+        ) from error
 
 
 def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
