@@ -46,18 +46,15 @@ class AuditProgram(StepOptions):
 
         if not self.program:
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
-        path = Path(self.program).expanduser()
-        module = read_module(path)
+        module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         report = audit(
-            path,
+            module,
             planned.model.layout,
             tolerance=self.tolerance,
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
-            accumulate=self.accumulate,
-            reduce=planned.step.config.reduce,
-            reshard_after_backward=self.reshard_after_backward,
+            **planned.step.config.movement,
         )
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))

@@ -107,7 +107,8 @@ def audit(
     """Compare a compiled training step with the layout it was made for; see [Note: traps]. Moves no data.
 
     Args:
-      compiled: what `step.lower(...).compile()` returns, its text, or the path of a file that holds the text.
+      compiled: what `step.lower(...).compile()` returns, its text, the path of a file that holds the text, or what
+        `read_module` made of one.
       tolerance: the share of theory's bytes that may be on the wire against the layout; of unknown ones a tenth of it.
       min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
@@ -138,11 +139,13 @@ def audit(
 
 
 def read_module(compiled: Any) -> Module:
-    """Parse a compiled program, its text, or a file that holds the text. Moves no data.
+    """Parse a compiled program, its text, or a file that holds the text; a module is what it is. Moves no data.
 
     Raises:
       ValueError: if it is no scheduled HLO module.
     """
+    if isinstance(compiled, Module):
+        return compiled
     text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
     if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
         try:

@@ -18,7 +18,7 @@ from jfsdp.plan.compile import CompiledStep, compile_step
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, largest_buffers
+from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
 from jfsdp.plan.timeline import Rates, Timeline, simulate
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
@@ -61,7 +61,7 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """What a step may take of a GPU's memory."""
-        return self.cluster.gpu.memory_bytes - self.reserve_bytes
+        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into a GPU with the reserve untouched."""
-        return self.needed_bytes <= self.limit_bytes
+        return fits(self.memory, self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def step_s(self) -> float:
@@ -123,7 +123,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes per device, seconds per step."""
-        clock, memory = self.timeline, self.memory
+        clock, peak, ledger = self.timeline, self.memory, self.ledger.to_dict()
         return {
             "fits": self.fits,
             "cluster": {
@@ -134,26 +134,24 @@ class Plan:
             },
             "strategy": self.layout.strategy.name,
             "mesh": dict(self.layout.mesh_sizes),
-            "peak_bytes": memory.peak_bytes,
+            "peak_bytes": peak.peak_bytes,
             "needed_bytes": self.needed_bytes,
             "limit_bytes": self.limit_bytes,
             "reserve_bytes": self.reserve_bytes,
             "memory": {
-                **memory.parts,
-                "fragmentation": memory.fragmentation_bytes,
-                "host": memory.host_bytes,
+                **peak.parts,
+                "fragmentation": peak.fragmentation_bytes,
+                "host": peak.host_bytes,
             },
             "largest_buffers": [
                 {"part": part, "name": name, "count": count, "bytes": size}
-                for part, name, count, size in largest_buffers(memory)
+                for part, name, count, size in largest_buffers(peak)
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
-            "wire_bytes": self.ledger.wire_bytes,
-            "wire_bytes_theory": self.ledger.wire_bytes_theory,
-            "wire_ratio": self.ledger.to_dict()["wire_ratio"],
-            "collectives": self.ledger.to_dict()["rows"],
-            "unknown_collectives": self.ledger.to_dict()["unknown"],
+            **{name: ledger[name] for name in ("wire_bytes", "wire_bytes_theory", "wire_ratio")},
+            "collectives": ledger["rows"],
+            "unknown_collectives": ledger["unknown"],
             "timeline": [_timed(timed) for timed in clock.collectives],
             "overlapped_share": clock.overlapped_share,
             "exposed_s": clock.exposed_s,
@@ -208,13 +206,6 @@ def make_plan(
     on_progress("reading the program")
     module = parse_module(compiled.text)
     collectives = find_collectives(module, cluster.num_devices)
-    config = step.config
-    arguments: dict[str, Any] = {
-        "accumulate": config.accumulate,
-        "reduce": config.reduce,
-        "reshard_after_backward": config.reshard_after_backward,
-        "calls": calls,
-    }
     return Plan(
         cluster=cluster,
         layout=step.layout,
@@ -224,7 +215,9 @@ def make_plan(
         memory=breakdown(
             compiled.live_ranges, compiled.buffers, module, step.layout, compiled.memory_stats, vocab_size=vocab_size
         ),
-        ledger=make_ledger(step.layout, collectives, gpus_per_node=cluster.devices_per_domain, **arguments),
+        ledger=make_ledger(
+            step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.config.movement
+        ),
         timeline=simulate(module, collectives, Rates(cluster)),
         reserve_bytes=reserve_bytes,
     )

@@ -23,7 +23,7 @@ from typing import Any
 from jfsdp.layout.mesh import AXES
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import find_planned_job, plan_job, shard_planned
-from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.pareto import pareto_front
 from jfsdp.plan.space import SearchSpace, batches, changes, leaner, placements, remats, value_names, xla_choices
 from jfsdp.plan.target import PlanUnavailable
@@ -284,7 +284,7 @@ def search_job(
     """
     tries = _Tries(options, cluster, budget_s, on_progress)
     tries.plan = lambda one: planner(one, cluster, target_config=target_config, reserve_bytes=reserve_bytes)
-    tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
+    tries.limit_bytes = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
     item = bound_job(options, cluster).item
     tries.begin()
     _run_stages(tries, space or SearchSpace())

@@ -10,7 +10,7 @@ import jfsdp
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.audit import audit
+from jfsdp.plan.audit import audit, read_module
 from jfsdp.testing import assert_collectives
 from jfsdp.train import step as step_module
 from tests.plan import programs
@@ -211,6 +211,7 @@ def test_a_saved_file_is_read_by_its_path(tmp_path):
     (tmp_path / "step.hlo.txt").write_text(text)
     assert audit(tmp_path / "step.hlo.txt", layout).is_ok
     assert audit(str(tmp_path / "step.hlo.txt"), layout).is_ok
+    assert audit(read_module(text), layout).is_ok, "what is parsed already is not parsed again"
 
 
 def test_a_layout_of_another_mesh_is_refused():
