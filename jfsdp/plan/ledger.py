@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.collectives import Collective, wire_bytes
+from jfsdp.plan.scopes import find_scopes
 from jfsdp.plan.theory import (
     GATHER,
     PERMUTE,
@@ -33,7 +33,6 @@ from jfsdp.plan.theory import (
 )
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
-_SCOPE = re.compile(r"jfsdp\.(?:gather|regather|reduce|keep)\.([^/():]+)")
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
 _MOVES = (GATHER, SCATTER, REDUCE)
 
@@ -204,7 +203,7 @@ class _Attribution:
         found: list[Part] = []
         lost = 0.0
         for shape, name in zip(item.parts, split_names(item.op_name, len(item.parts)), strict=True):
-            units = [self._unit(unit) for unit in _SCOPE.findall(name)]
+            units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
             path = self._find(item, shape.dims, units, taken)
             if path is None:
