@@ -137,7 +137,7 @@ class PlanJob(StepOptions):
         return {"target_config": text, "reserve_bytes": int(self.reserve * GIB)}
 
     def _estimate(self, cluster: Cluster) -> int:
-        from jfsdp.plan.jobs import estimate_job
+        from jfsdp.plan.bounds import estimate_job
 
         with failing_factory(self.factory):
             estimate = estimate_job(self, cluster, reserve_bytes=int(self.reserve * GIB))

@@ -10,13 +10,10 @@ from typing import Any
 import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
-from jfsdp.layout.precision import item_bytes
-from jfsdp.plan.hardware import Cluster, link_bandwidth
+from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
-from jfsdp.plan.theory import expected_wire
-from jfsdp.train.account import account
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
@@ -118,52 +115,3 @@ def plan_job(
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,
     )
-
-
-def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
-    """Say what can be said without a compiler: state, bytes on the wire by formula, and a roofline. Moves no data.
-
-    The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides. Seconds
-    are a roofline: all communication hidden, all of it at one bandwidth, matmuls at the datasheet's peak.
-
-    Raises:
-      ValueError: for options that training would refuse.
-    """
-    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
-    layout, gpu, work = planned.model.layout, cluster.gpu, planned.work
-    config = planned.step.config
-    rows = expected_wire(
-        layout,
-        accumulate=config.accumulate,
-        reduce=config.reduce,
-        reshard_after_backward=config.reshard_after_backward,
-    )
-    wire = sum(row.wire_bytes for row in rows)
-    link = link_bandwidth(gpu, 2**28, cluster.num_domains == 1, members_per_node=cluster.devices_per_domain)
-    count = account(planned.model.abstract_state(planned.tx))
-    compute_s = work.item_flops and work.item_flops * work.items / gpu.peak_flops(work.dtype)
-    wire_s = wire / link
-    return {
-        "analytic": True,
-        "state_bytes": count.total,
-        "host_state_bytes": count.host_total,
-        "state_fits": count.total <= gpu.memory_bytes - reserve_bytes,
-        "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
-        "wire_bytes_theory": wire,
-        "wire_s": wire_s,
-        "compute_s": compute_s,
-        "step_s_at_least": max(wire_s, compute_s or 0.0),
-        "strategy": layout.strategy.name,
-        "mesh": dict(layout.mesh_sizes),
-    }
-
-
-def _unit_bytes(layout: Any, paths: Any) -> int:
-    total = 0
-    for path in paths:
-        leaf = layout.by_path[path]
-        size = item_bytes(leaf.stage("use").dtype)
-        for dim in leaf.stored_shape[leaf.stacked :]:
-            size *= dim
-        total += size
-    return total

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jfsdp.plan.bounds import bound_job, estimate_job
 from jfsdp.plan.hardware import Cluster, find_gpu
 from jfsdp.plan.pareto import pareto_front, plot_front
-from jfsdp.plan.search import Outcome, SearchSpace, bound_job, search_job
+from jfsdp.plan.search import Outcome, SearchSpace, search_job
 from jfsdp.plan.space import placements, value_names, xla_choices
 from jfsdp.plan.target import PlanUnavailable, topology_devices
 from jfsdp.train.options import StepOptions, parse_xla
@@ -241,6 +242,9 @@ def test_a_bound_gives_every_group_its_own_link():
     bound = bound_job(given, TWO_NODES)
     assert bound.wire_s == pytest.approx(inside + between, rel=1e-3)
     assert bound.compute_s == pytest.approx(0.4795, rel=1e-3) and bound.items == 8192
+    estimate = estimate_job(given, TWO_NODES)
+    assert (estimate["wire_s"], estimate["compute_s"]) == (bound.wire_s, bound.compute_s)
+    assert estimate["step_s_at_least"] == bound.compute_s and estimate["state_bytes"] == bound.state_bytes
 
 
 def test_the_names_of_values_are_the_models():
