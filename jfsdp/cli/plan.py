@@ -293,7 +293,8 @@ def _overlap(plan: Plan) -> Any:
     for link, seconds in plan.link_s.items():
         if seconds:
             table.add_row(f"on the wire: {link}", f"{seconds * 1e3:.1f}", "")
-    table.add_row("bytes in loops with a matmul behind them", "", f"{clock.overlapped_share:.1%}")
+    share = "none there" if clock.overlapped_share is None else f"{clock.overlapped_share:.1%}"
+    table.add_row("bytes in loops with a matmul behind them", "", share)
     return table
 
 

@@ -25,10 +25,11 @@ from typing import Any
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.collectives import Collective, find_collectives
-from jfsdp.plan.held import find_held, is_matmul
+from jfsdp.plan.held import find_held
 from jfsdp.plan.hlo import Instruction, Module, Shape, parse_module, walk
 from jfsdp.plan.ledger import Ledger, Part, make_ledger
 from jfsdp.plan.theory import GATHER, REDUCE, SCALARS_BYTES, SCATTER, Move, find_moves, hlo_dtype
+from jfsdp.plan.timeline import overlapped_share
 from jfsdp.train.gradients import group_only, is_beyond_xla
 
 _ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
@@ -124,7 +125,7 @@ def audit(
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
     check = _Check(layout, module, ledger, find_moves(layout, **step), allowed)
     arguments = list(_arguments(module, layout))
-    share = overlap(module, collectives)
+    share = overlapped_share(module, collectives)
     findings = [
         *check.wire_dtypes(),
         *check.arguments(arguments),
@@ -167,20 +168,6 @@ def _check_devices(module: Module, layout: Layout) -> int:
             f"{num_devices}; give the layout of the model that was compiled"
         )
     return num_devices
-
-
-def overlap(module: Module, collectives: Iterable[Collective]) -> float | None:
-    """Return the share of collective bytes in loops with a matmul between start and done; None without such bytes.
-
-    Moves no data.
-    """
-    hidden, total = 0.0, 0.0
-    for item in collectives:
-        if item.in_loop and item.total_bytes > SCALARS_BYTES:
-            between = module.computations[item.computation].instructions[item.start + 1 : item.done]
-            total += item.total_bytes
-            hidden += item.total_bytes * any(map(is_matmul, between))
-    return hidden / total if total else None
 
 
 def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:

@@ -30,6 +30,7 @@ from jfsdp.plan.buffers import LiveRanges, Value
 from jfsdp.plan.flow import Flow, Place, is_collective
 from jfsdp.plan.hlo import Instruction
 from jfsdp.plan.scopes import find_scopes
+from jfsdp.plan.work import is_matmul
 
 PARTS = {
     "parameters": "the masters at rest",
@@ -267,12 +268,14 @@ class Judge:
         return found
 
     def _mark(self, place: Place, found: set[Place]) -> None:
-        """Mark what has as many elements as the gradient it becomes; a matmul is where a gradient begins."""
+        """Mark what has as many elements as the gradient it becomes, back to the matmul or call that makes it."""
         instruction, index = place
         if place in found or instruction.opcode == "parameter":
             return
         found.add(place)
-        if self.flow.is_matmul(instruction) or (index and len(instruction.shapes) <= index[-1]):
+        if instruction.opcode == "custom-call" or is_matmul(self.flow.module, instruction):
+            return
+        if index and len(instruction.shapes) <= index[-1]:
             return
         size = instruction.shapes[index[-1] if index else 0].num_elements
         for operand in instruction.operands:

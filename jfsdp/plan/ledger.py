@@ -18,13 +18,12 @@ from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.collectives import Collective, wire_bytes
+from jfsdp.plan.collectives import SCALARS_BYTES, Collective, wire_bytes
 from jfsdp.plan.scopes import find_scopes
 from jfsdp.plan.theory import (
     GATHER,
     PERMUTE,
     REDUCE,
-    SCALARS_BYTES,
     SCATTER,
     Move,
     find_moves,
