@@ -168,6 +168,8 @@ class FactoryError(Exception):
 @contextlib.contextmanager
 def failing_factory(factory: str | None) -> Iterator[None]:
     """Show the traceback of what a user's own factory raises, from its first line on, and not ours."""
+    from jfsdp.plan.plan import EagerComputation
+
     try:
         yield
     except (ValueError, OSError):
@@ -175,7 +177,8 @@ def failing_factory(factory: str | None) -> Iterator[None]:
     except Exception as error:
         if factory is None:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
+        origin = error.__cause__ if isinstance(error, EagerComputation) and error.__cause__ else error
+        frames = traceback.extract_tb(origin.__traceback__)
         own = [place for place, frame in enumerate(frames) if "/jfsdp/" not in frame.filename]
         shown = traceback.format_list(frames[own[0] :] if own else frames)
         text = "".join([*shown, *traceback.format_exception_only(error)])

@@ -7,9 +7,10 @@ bytes, counts and memory are what the compiler decided.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.layout.table import Layout
@@ -24,6 +25,13 @@ from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import TrainStep
 
+# What JAX (0.10.2, 0.12) says of a computation on devices that are not there.
+_NOT_THERE = ("Executable' object has no attribute 'local_devices'", "not available with compile-only client")
+
+
+class EagerComputation(RuntimeError):
+    """A model computed something while it was traced; the error that it met, with its place, is the cause of this."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -33,7 +41,8 @@ class Work:
       items: tokens or images per device and step.
       rows: sequences or images per device and step.
       item: "token" or "image".
-      item_flops: FLOPs of the model for one item, forward and backward, without recomputation; None if unknown.
+      item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
+        frozen weights; None if unknown.
       dtype: in which it computes, for the peak of the hardware.
     """
 
@@ -169,6 +178,19 @@ class Plan:
         }
 
 
+@contextlib.contextmanager
+def _explaining_eager_computation() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not any(text in str(error) for text in _NOT_THERE):
+            raise
+        raise EagerComputation(
+            "the model or its loss computes with arrays while it is traced (jax.ensure_compile_time_eval, say), and "
+            "the devices of a plan are not there to compute; compute such constants with numpy, or before the trace"
+        ) from error
+
+
 def _timed(timed: Any) -> dict[str, Any]:
     names = ("name", "kind", "dtype", "group_size", "count", "wire_bytes", "in_loop", "op_name", "source")
     fields = ("wire_s", "compute_between_s", "num_matmuls_between", "hidden_s", "exposed_s")
@@ -198,9 +220,11 @@ def make_plan(
 
     Raises:
       ValueError: for options that XLA does not know, and batches that cannot be split.
+      EagerComputation: if the model or its loss computes something while it is traced.
     """
     on_progress("lowering")
-    lowered = step.lower(state, batch)
+    with _explaining_eager_computation():
+        lowered = step.lower(state, batch)
     on_progress("compiling")
     compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")

@@ -5,6 +5,10 @@ import json
 import pytest
 
 from jfsdp.cli import main
+from jfsdp.plan.hardware import Cluster, find_gpu
+from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.plan import EagerComputation
+from jfsdp.train.options import StepOptions
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
@@ -97,6 +101,38 @@ def test_a_failing_factory_shows_its_own_traceback(workdir, capsys):
     assert "RuntimeError: the user's own mistake" in error
     assert 'broken_jobs.py", line 3' in error
     assert "jfsdp/train/job.py" not in error
+
+
+EAGER_JOB = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 64, rngs=rngs)
+    def __call__(self, x):
+        with jax.ensure_compile_time_eval():
+            scale = CONSTANT
+        return self.up(x) * scale.sum()
+
+def make():
+    return dict(
+        model=Net, loss=lambda model, batch: model(batch).mean(), units=[], optimizer=optax.adamw, data="images",
+        batch=lambda rows, seq_len: jax.ShapeDtypeStruct((rows, 64), jnp.float32),
+    )
+"""
+
+
+@pytest.mark.parametrize("constant", ["jnp.arange(4.0)", "jax.device_put([1.0])[0]"])
+def test_a_model_that_computes_while_it_is_traced_is_told_so_at_its_line(constant, workdir, capsys):
+    (workdir / "eager_jobs.py").write_text(EAGER_JOB.replace("CONSTANT", constant))
+    assert main(["plan", "--factory", "eager_jobs:make"]) == 1
+    error = capsys.readouterr().err
+    assert 'eager_jobs.py", line 10, in __call__' in error
+    assert "computes with arrays while it is traced" in error and "with numpy" in error.rstrip().splitlines()[-1]
+    with pytest.raises(EagerComputation) as raised:
+        plan_job(StepOptions(factory="eager_jobs:make"), Cluster(find_gpu("h100")))
+    assert raised.value.__cause__ is not None
 
 
 def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
