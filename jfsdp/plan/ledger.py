@@ -32,6 +32,7 @@ from jfsdp.plan.theory import (
 )
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
+WHATS = ("parameters", "gradients", "replicated", "padding", "scalars")
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
 _MOVES = (GATHER, SCATTER, REDUCE)
 
@@ -65,8 +66,7 @@ class Row:
 
     Attributes:
       unit: the unit's name; "" is the root.
-      what: "parameters" (and their gradients), "padding", "replicated" (gradients of leaves that nothing splits
-        although the strategy would) or "scalars".
+      what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would.
       kind, dtype, axes, group_size: of the collective; `axes` is empty where the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
       count: collectives per step that carry some of it.
@@ -328,7 +328,9 @@ class _Rows:
         if leaf is None:
             unit, what = ROOT, "scalars"
         else:
-            unit, what = leaf.unit, "replicated" if is_replicated(self.layout, leaf) else "parameters"
+            is_sum = key[0] in (SCATTER, REDUCE)
+            unit, what = leaf.unit, "gradients" if is_sum else "parameters"
+            what = "replicated" if is_replicated(self.layout, leaf) else what
         rows = [(unit, what, *key)]
         sums[rows[0]] += size  # type: ignore[assignment]
         if padding:
@@ -343,7 +345,7 @@ class _Rows:
     def finish(self, allowed: float) -> tuple[Row, ...]:
         """Return the rows, units in the layout's order; scalars are expected as they are, up to an allowance."""
         order = [unit.name for unit in self.layout.units]
-        keys = sorted(self.paths, key=lambda key: (key[1] == "scalars", order.index(key[0]), key[1:]))
+        keys = sorted(self.paths, key=lambda key: (key[1] == "scalars", order.index(key[0]), WHATS.index(key[1]), key))
         scalars = [key for key in keys if key[1] == "scalars"]
         for key in scalars:
             self.expected[key] = min(self.measured[key], allowed)  # type: ignore[assignment]
