@@ -11,7 +11,7 @@ from jfsdp.layout.mesh import AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.jobs import Planned, find_planned_job, shard_planned
+from jfsdp.plan.jobs import Planned, find_planned_job, matmul_elements, shard_planned
 from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.theory import expected_wire
 from jfsdp.train.account import StateBytes, account
@@ -26,7 +26,7 @@ class Bound:
 
     Attributes:
       state: bytes of the state per device.
-      compute_s: the model's FLOPs at the datasheet's peak; 0 if unknown.
+      compute_s: the model's FLOPs, with frozen leaves the fewest that may be left, at the datasheet's peak; 0: unknown.
       wire_bytes: what the strategy must send per device.
       wire_s: these, each at the best bandwidth of its group, one after the other.
       items: per device and step.
@@ -101,9 +101,19 @@ def _bound(planned: Planned, cluster: Cluster) -> Bound:
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
         for row in rows
     )
-    compute_s = (work.item_flops or 0) * work.items / cluster.gpu.peak_flops(work.dtype)
+    compute_s = _least_flops(planned) * work.items / cluster.gpu.peak_flops(work.dtype)
     state = account(planned.model.abstract_state(planned.tx))
     return Bound(state, compute_s, sum(row.wire_bytes for row in rows), wire_s, work.items, work.item)
+
+
+def _least_flops(planned: Planned) -> float:
+    """Return the fewest FLOPs of an item: before the first trainable leaf, nothing is differentiated at all."""
+    job, layout, flops = planned.job, planned.model.layout, planned.work.item_flops or 0.0
+    frozen = matmul_elements(job, layout, trainable=False)
+    if not frozen or not flops:
+        return flops
+    forward = (flops + 2 * frozen) / 3
+    return min(flops, forward + 2 * matmul_elements(job, layout, trainable=True))
 
 
 def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:

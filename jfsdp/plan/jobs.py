@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
@@ -79,11 +80,35 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
 def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
     """Return what a step of a job is for; an item is a token, or an image."""
     per_row = seq_len if job.data == "tokens" else 1
-    flops = job.flops_per_token(seq_len) if job.flops_per_token else None
     dtype = model.layout.mp_policy.param_dtype or "float32"
     dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
     rows = options.batch_per_device
-    return Work(rows * per_row, rows, "token" if job.data == "tokens" else "image", flops, dtype)
+    item = "token" if job.data == "tokens" else "image"
+    return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
+
+
+def _item_flops(job: Job, layout: Layout, seq_len: int) -> float | None:
+    """Return the FLOPs of an item; frozen weights need no gradient, so two per element and token less."""
+    frozen = matmul_elements(job, layout, trainable=False)
+    # How often an image meets each weight is the model's own affair.
+    if job.flops_per_token is None or (frozen and job.data != "tokens"):
+        return None
+    return job.flops_per_token(seq_len) - 2 * frozen
+
+
+def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
+    """Count the elements of the trainable, or of the frozen, weights that are multiplied. Moves no data.
+
+    Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
+    is the head too, which is so if it is the only leaf with the vocabulary as a dim.
+    """
+    heads = [leaf.path for leaf in layout.leaves if job.vocab_size in leaf.shape]
+    return sum(
+        math.prod(leaf.shape)
+        for leaf in layout.leaves
+        if leaf.trainable is trainable and len(leaf.shape) - leaf.stacked > 1
+        if leaf.path.rpartition(".")[2] != "embedding" or heads == [leaf.path]
+    )
 
 
 def plan_job(
@@ -102,6 +127,7 @@ def plan_job(
     Raises:
       PlanUnavailable: without a compiler for this GPU.
       ValueError: for options that training would refuse.
+      EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
     planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))
