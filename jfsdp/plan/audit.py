@@ -1,20 +1,21 @@
 """The audit: does a compiled step do what its layout says? Each way in which it may not is a trap with a name.
 
 [Note: traps]
-    wire-dtype       arrays on the wire in a wider dtype than the precision policy's
+    wire-dtype       arrays on the wire in a wider dtype than the precision policy's, or in a narrower one
     replicated       parameters that arrive at the step in larger shards than the layout's
     optimizer-state  the same of optimizer states
     extra-bytes      more bytes on the wire than theory
     repeated-gather  a unit gathered more often than theory; XLA's own rematerialization does that near the memory limit
     all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
     held             gathered weights of a resharded unit that live from its forward to its backward
-    overlap          too few of the bytes in loops have a matmul between start and done
+    overlap          too few of the bytes in loops have a matmul between start and done, or no loop has any bytes
     unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -33,6 +34,22 @@ from jfsdp.plan.timeline import overlapped_share
 from jfsdp.train.gradients import group_only, is_beyond_xla
 
 _ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
+_NARROW = {
+    True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
+    False: "weights are rounded before they move; where the model itself casts what it gathers, XLA may cast before: "
+    "give the layout this param_dtype",
+}
+_REMATERIALIZED = (
+    "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) and give the "
+    "units a remat policy"
+)
+_CALLED = "a unit called several times per step must be declared: calls={unit: times}"
+_KEPT = (
+    "the layout keeps gathered weights until the backward, and this program gathers them there again, as one of a "
+    "strategy that reshards after the forward would"
+)
+# What a program of another strategy, mesh or step than the layout's is found guilty of.
+_OF_ANOTHER = ("extra-bytes", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
 
 
@@ -111,7 +128,8 @@ def audit(
       compiled: what `step.lower(...).compile()` returns, its text, the path of a file that holds the text, or what
         `read_module` made of one.
       tolerance: the share of theory's bytes that may be on the wire against the layout; of unknown ones a tenth of it.
-      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; None: any.
+      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
+        has no such bytes is a finding too, since it shows nothing. None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
       step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
 
@@ -136,7 +154,8 @@ def audit(
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
-    return AuditReport(tuple(findings), ledger, share, tuple(_notes(ledger, arguments, tolerance)))
+    notes = [*_notes(ledger, arguments, tolerance), *_doubts(findings, layout)]
+    return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 
 def read_module(compiled: Any) -> Module:
@@ -191,6 +210,17 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
         )
 
 
+def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:
+    """Say of what a program is found guilty that was compiled for another layout."""
+    traps = [trap for trap in _OF_ANOTHER if trap in {finding.trap for finding in findings}]
+    if traps:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1)
+        yield (
+            f"the layout is {layout.strategy.name!r} on {mesh or 'one device'}; of a program of another strategy, mesh "
+            f"or number of microbatches {' and '.join(traps)} would say only that: give what it was compiled with"
+        )
+
+
 class _Check:
     """The traps, one method each; `allowed` is how many bytes on the wire may be against the layout."""
 
@@ -198,20 +228,15 @@ class _Check:
         self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
 
     def wire_dtypes(self) -> Iterator[Finding]:
-        """Arrays of leaves in a wider dtype than every movement of that kind of that leaf has."""
-        widest: dict[tuple[str, bool], int] = {}
-        for move in self.moves:
-            key = move.leaf.path, move.kind == GATHER
-            widest[key] = max(widest.get(key, 0), _item_bytes(move.dtype))
-        excess: dict[Part, float] = {}
+        """Arrays of leaves in a wider or a narrower dtype than every movement of that kind of that leaf has."""
+        wide, narrow = {}, {}
         for part in self.ledger.parts:
             if part.path:
-                use = self.layout.by_path[part.path].stage("use").dtype
-                is_gather = part.collective.kind not in (SCATTER, REDUCE)
-                item = widest.get((part.path, is_gather)) or _item_bytes(hlo_dtype(use))
-                excess[part] = part.wire_bytes * max(0.0, 1 - item / _item_bytes(part.dtype))
-        for (unit, kind, dtype), parts in _group(excess, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
-            size = sum(excess[part] for part in parts)
+                narrowest, widest = self._item_bytes(part)
+                wide[part] = part.wire_bytes * max(0.0, 1 - widest / _item_bytes(part.dtype))
+                narrow[part] = part.wire_bytes * max(0.0, narrowest / _item_bytes(part.dtype) - 1)
+        for (unit, kind, dtype), parts in _group(wide, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+            size = sum(wide[part] for part in parts)
             yield self._finding(
                 "wire-dtype",
                 parts,
@@ -219,6 +244,24 @@ class _Check:
                 f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {_gb(size)} too many per "
                 "device and step; cast the shard before its gather and state its layout at rest after the cast",
             )
+        for (unit, kind, dtype), parts in _group(narrow, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+            what = f"{_name(unit)}: {kind} in {dtype}, narrower than the precision policy says"
+            yield self._finding("wire-dtype", parts, 0.0, f"{what}: {_NARROW[kind in (SCATTER, REDUCE)]}")
+
+    def _item_bytes(self, part: Part) -> tuple[int, int]:
+        """Return the least and the most bytes of an element that theory expects of an array."""
+        is_sum = part.collective.kind in (SCATTER, REDUCE)
+        expected = [hlo_dtype(self.layout.by_path[part.path].stage("use").dtype)]
+        sizes = [_item_bytes(dtype) for dtype in self._dtypes.get((part.path, is_sum), expected)]
+        return min(sizes), max(sizes)
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[tuple[str, bool], set[str]]:
+        """The dtypes in which theory moves a leaf, by its path and whether that is a sum."""
+        found: dict[tuple[str, bool], set[str]] = {}
+        for move in self.moves:
+            found.setdefault((move.leaf.path, move.kind in (SCATTER, REDUCE)), set()).add(move.dtype)
+        return found
 
     def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
         """Parameters and optimizer states that arrive in larger shards than the layout's."""
@@ -278,19 +321,17 @@ class _Check:
         is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
         for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
             size = sum(excess[part] for part in chosen)
-            why = (
-                "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) "
-                "and give the units a remat policy"
-                if is_remat
-                else "a unit called several times per step must be declared: calls={unit: times}"
-            )
+            why = _REMATERIALIZED if is_remat else _CALLED if self._gathers_again(unit) else _KEPT
             yield self._finding(
                 "repeated-gather",
                 chosen,
                 size,
-                f"{_name(unit)}: gathered more often than the strategy says, {_gb(size)} too many per device and step; "
-                f"{why}",
+                f"{_name(unit)}: gathered more often than strategy {self.layout.strategy.name!r} says, {_gb(size)} too "
+                f"many per device and step; {why}",
             )
+
+    def _gathers_again(self, unit: str) -> bool:
+        return any(move.leaf.unit == unit and move.what == "gather backward" for move in self.moves)
 
     def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
         """More bytes on the wire than theory, all together."""
@@ -305,8 +346,9 @@ class _Check:
         )
         path = rows[0].paths[0] if rows and rows[0].paths else ""
         message = (
-            f"{_gb(ledger.wire_bytes)} per device and step, {_gb(ledger.wire_bytes_theory)} by theory, "
-            f"more than {tolerance:.1%} above it; most of it: {shown or 'unknown collectives'}"
+            f"{_gb(ledger.wire_bytes)} per device and step, {_gb(ledger.wire_bytes_theory)} by theory of strategy "
+            f"{self.layout.strategy.name!r}, more than {tolerance:.1%} above it; most of it: "
+            f"{shown or 'unknown collectives'}"
         )
         yield Finding("extra-bytes", message, size, path, "")
 
@@ -332,7 +374,14 @@ class _Check:
 
     def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
         """Collectives in loops without a matmul to hide behind."""
-        if least is None or share is None or share >= least:
+        if least is None or (share is not None and share >= least):
+            return
+        if share is None:
+            message = (
+                f"no loop of this program has a collective, so nothing shows whether {least:.1%} of their bytes hide; "
+                "audit one with loops (stacked layers, several of them, over several devices), or ask for no share"
+            )
+            yield Finding("overlap", message, 0.0, "", "")
             return
         in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
         if not in_loop:
