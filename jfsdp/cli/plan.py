@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from jfsdp.train.options import StepOptions
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.search import Search
+    from jfsdp.plan.search import Candidate, Search
 
 FITS_NOT = 3
 GB, GIB = 1e9, 2**30
@@ -312,27 +313,48 @@ _CLOCK = {
 
 
 def print_search(search: Search) -> None:
-    """Print what a search tried, the front of memory against time, and the winner."""
+    """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
     console = make_console()
     table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    table.columns[0].max_width = _LABEL_WIDTH
     front = set(map(id, search.front))
     for one in search.tried:
-        if not one.is_planned:
-            table.add_row(one.label, "", "", "", "", f"{one.outcome.value}: {one.reason}")
-            continue
-        mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "does not fit"
-        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-        table.add_row(
-            one.label, f"{one.needed_bytes / GIB:.1f}", f"{one.items_per_s:,.0f}", mfu, f"{one.step_s * 1e3:.0f}", mark
-        )
+        if one.is_planned:
+            mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
+            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+            rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
+            table.add_row(_short_label(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
     console.print(search.title)
     console.print(table)
+    for line in _not_planned(search):
+        console.print(line)
     if search.best is None:
         console.print(search.advice)
         return
     gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
     end = "" if search.is_complete else " (the budget ended it)"
-    console.print(f"best: {search.best.label}: {gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+    console.print(f"best: {search.best.label}")
+    console.print(f"{gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+
+
+_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
+
+
+def _short_label(one: Candidate) -> str:
+    return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
+
+
+def _not_planned(search: Search) -> Iterator[str]:
+    """Yield a line per reason for which candidates were not planned: how many, and the first of them."""
+    groups: dict[str, list[Candidate]] = {}
+    for one in search.tried:
+        if not one.is_planned:
+            is_skipped = one.outcome.value == "skipped"  # their reasons say, after a colon, by how much
+            reason = one.reason.partition(":")[0] if is_skipped else one.reason
+            groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
+    for reason, several in groups.items():
+        first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
+        yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
