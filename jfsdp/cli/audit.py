@@ -36,7 +36,7 @@ class AuditProgram(StepOptions):
     tolerance: float = 0.01
     """The share of theory's bytes by which the program may exceed them."""
     min_overlap: Annotated[float | None, tyro.conf.arg(metavar="SHARE|none")] = None
-    """The least share of the bytes in loops that must have a matmul behind them."""
+    """The least share of the bytes in loops that must have a matmul behind them; without any, none is shown."""
     json: bool = False
     """Print JSON."""
 

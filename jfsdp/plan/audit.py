@@ -216,8 +216,9 @@ def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:
     if traps:
         mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1)
         yield (
-            f"the layout is {layout.strategy.name!r} on {mesh or 'one device'}; of a program of another strategy, mesh "
-            f"or number of microbatches {' and '.join(traps)} would say only that: give what it was compiled with"
+            f"the layout is {layout.strategy.name!r} on {mesh or 'one device'}; if the program was compiled for "
+            f"another strategy, mesh or number of microbatches, {', '.join(traps)} mean that and no more: audit it "
+            "with the options that it was compiled with"
         )
 
 

@@ -183,8 +183,8 @@ def test_a_program_of_another_strategy_is_told_apart_from_a_wrong_one():
     assert "more often than strategy 'shard_grad_op' says" in message
     assert "keeps gathered weights until the backward" in message and "calls=" not in message
     (note,) = report.notes
-    assert note.startswith("the layout is 'shard_grad_op' on fsdp=8; of a program of another strategy")
-    assert "repeated-gather" in note and "give what it was compiled with" in note
+    assert note.startswith("the layout is 'shard_grad_op' on fsdp=8; if the program was compiled for another strategy")
+    assert "repeated-gather" in note and "audit it with the options that it was compiled with" in note
 
 
 def repeat_gathers(text, suffix):
