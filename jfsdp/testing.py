@@ -20,7 +20,7 @@ def assert_collectives(
       step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
 
     Raises:
-      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.audit`.
+      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.traps`.
       ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
     """
     from jfsdp.plan.audit import audit
