@@ -15,11 +15,12 @@ def assert_collectives(
     Args:
       compiled: `step.lower(model.abstract_state(tx), batch).compile()`, or its text.
       tolerance: by how much the bytes on the wire may exceed theory.
-      min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind.
+      min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind; a program
+        without such bytes fails too.
       step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
 
     Raises:
-      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.audit`.
+      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.traps`.
       ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
     """
     from jfsdp.plan.audit import audit

@@ -6,7 +6,6 @@ training (the step is finished and saved; a second signal kills), 2 for a wrong 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from jfsdp.launch.runtime import (
     without_plugin_chatter,
 )
 from jfsdp.train.options import as_options
-from jfsdp.train.recipes import load_recipe, option_value, recipe_names
+from jfsdp.train.recipes import recipe_defaults, recipe_names
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
 
@@ -34,13 +33,10 @@ class UsageError(ValueError):
 def parse(argv: Sequence[str]) -> TrainConfig:
     """Read the command line over the defaults of its recipe."""
     args = _with_bare_resume(argv)
-    name = option_value("--recipe", args) or "none"
     try:
-        default = load_recipe(TrainConfig(), name)
+        default = recipe_defaults(TrainConfig(), args)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if option_value("--factory", args) and not option_value("--model", args):
-        default = dataclasses.replace(default, model=None)
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
     return tyro.cli(TrainConfig, args=args, default=default, prog="train.py", description=description)
 

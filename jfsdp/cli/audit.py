@@ -36,7 +36,7 @@ class AuditProgram(StepOptions):
     tolerance: float = 0.01
     """The share of theory's bytes by which the program may exceed them."""
     min_overlap: Annotated[float | None, tyro.conf.arg(metavar="SHARE|none")] = None
-    """The least share of the bytes in loops that must have a matmul behind them."""
+    """The least share of the bytes in loops that must have a matmul behind them; without any, none is shown."""
     json: bool = False
     """Print JSON."""
 
@@ -46,18 +46,15 @@ class AuditProgram(StepOptions):
 
         if not self.program:
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
-        path = Path(self.program).expanduser()
-        module = read_module(path)
+        module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         report = audit(
-            path,
+            module,
             planned.model.layout,
             tolerance=self.tolerance,
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
-            accumulate=self.accumulate,
-            reduce=planned.step.config.reduce,
-            reshard_after_backward=self.reshard_after_backward,
+            **planned.step.config.movement,
         )
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))

@@ -20,7 +20,7 @@ from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.train.options import as_options
-from jfsdp.train.recipes import load_recipe, option_value
+from jfsdp.train.recipes import recipe_defaults
 from jfsdp.train.run.config import TrainConfig
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
@@ -40,13 +40,10 @@ def make_command(args: Sequence[str]) -> Any:
     Raises:
       ValueError: for a recipe that cannot be had.
     """
-    name = option_value("--recipe", args)
     given: dict[str, Any] = {}
-    if name and args and args[0] in ("plan", "audit"):
+    if args and args[0] in ("plan", "audit"):
         others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
-        default = load_recipe(COMMANDS[args[0]](), name, ignore=others)
-        replaced = option_value("--factory", args) and not option_value("--model", args)
-        given[args[0]] = dataclasses.replace(default, model=None) if replaced else default
+        given[args[0]] = recipe_defaults(COMMANDS[args[0]](), args, ignore=others)
     commands = [
         Annotated[
             kind,

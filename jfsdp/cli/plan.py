@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from jfsdp.train.options import StepOptions
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.search import Search
+    from jfsdp.plan.search import Candidate, Search
 
 FITS_NOT = 3
 GB, GIB = 1e9, 2**30
@@ -137,7 +138,7 @@ class PlanJob(StepOptions):
         return {"target_config": text, "reserve_bytes": int(self.reserve * GIB)}
 
     def _estimate(self, cluster: Cluster) -> int:
-        from jfsdp.plan.jobs import estimate_job
+        from jfsdp.plan.bounds import estimate_job
 
         with failing_factory(self.factory):
             estimate = estimate_job(self, cluster, reserve_bytes=int(self.reserve * GIB))
@@ -168,6 +169,8 @@ class FactoryError(Exception):
 @contextlib.contextmanager
 def failing_factory(factory: str | None) -> Iterator[None]:
     """Show the traceback of what a user's own factory raises, from its first line on, and not ours."""
+    from jfsdp.plan.plan import EagerComputation
+
     try:
         yield
     except (ValueError, OSError):
@@ -175,7 +178,8 @@ def failing_factory(factory: str | None) -> Iterator[None]:
     except Exception as error:
         if factory is None:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
+        origin = error.__cause__ if isinstance(error, EagerComputation) and error.__cause__ else error
+        frames = traceback.extract_tb(origin.__traceback__)
         own = [place for place, frame in enumerate(frames) if "/jfsdp/" not in frame.filename]
         shown = traceback.format_list(frames[own[0] :] if own else frames)
         text = "".join([*shown, *traceback.format_exception_only(error)])
@@ -293,7 +297,8 @@ def _overlap(plan: Plan) -> Any:
     for link, seconds in plan.link_s.items():
         if seconds:
             table.add_row(f"on the wire: {link}", f"{seconds * 1e3:.1f}", "")
-    table.add_row("bytes in loops with a matmul behind them", "", f"{clock.overlapped_share:.1%}")
+    share = "none there" if clock.overlapped_share is None else f"{clock.overlapped_share:.1%}"
+    table.add_row("bytes in loops with a matmul behind them", "", share)
     return table
 
 
@@ -308,27 +313,48 @@ _CLOCK = {
 
 
 def print_search(search: Search) -> None:
-    """Print what a search tried, the front of memory against time, and the winner."""
+    """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
     console = make_console()
     table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    table.columns[0].max_width = _LABEL_WIDTH
     front = set(map(id, search.front))
     for one in search.tried:
-        if not one.is_planned:
-            table.add_row(one.label, "", "", "", "", f"{one.outcome.value}: {one.reason}")
-            continue
-        mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "does not fit"
-        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-        table.add_row(
-            one.label, f"{one.needed_bytes / GIB:.1f}", f"{one.items_per_s:,.0f}", mfu, f"{one.step_s * 1e3:.0f}", mark
-        )
+        if one.is_planned:
+            mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
+            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+            rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
+            table.add_row(_short_label(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
     console.print(search.title)
     console.print(table)
+    for line in _not_planned(search):
+        console.print(line)
     if search.best is None:
         console.print(search.advice)
         return
     gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
     end = "" if search.is_complete else " (the budget ended it)"
-    console.print(f"best: {search.best.label}: {gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+    console.print(f"best: {search.best.label}")
+    console.print(f"{gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+
+
+_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
+
+
+def _short_label(one: Candidate) -> str:
+    return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
+
+
+def _not_planned(search: Search) -> Iterator[str]:
+    """Yield a line per reason for which candidates were not planned: how many, and the first of them."""
+    groups: dict[str, list[Candidate]] = {}
+    for one in search.tried:
+        if not one.is_planned:
+            is_skipped = one.outcome.value == "skipped"  # their reasons say, after a colon, by how much
+            reason = one.reason.partition(":")[0] if is_skipped else one.reason
+            groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
+    for reason, several in groups.items():
+        first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
+        yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:

@@ -1,57 +1,26 @@
-"""The audit: does a compiled step do what its layout says? Each way in which it may not is a trap with a name.
-
-[Note: traps]
-    wire-dtype       arrays on the wire in a wider dtype than the precision policy's
-    replicated       parameters that arrive at the step in larger shards than the layout's
-    optimizer-state  the same of optimizer states
-    extra-bytes      more bytes on the wire than theory
-    repeated-gather  a unit gathered more often than theory; XLA's own rematerialization does that near the memory limit
-    all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
-    held             gathered weights of a resharded unit that live from its forward to its backward
-    overlap          too few of the bytes in loops have a matmul between start and done
-    unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
-"""
+"""The audit: does a compiled step do what its layout says? `traps.py` knows the ways in which it may not."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.layout.units import ROOT
-from jfsdp.plan.collectives import Collective, find_collectives
-from jfsdp.plan.held import find_held, is_matmul
-from jfsdp.plan.hlo import Instruction, Module, Shape, parse_module, walk
-from jfsdp.plan.ledger import Ledger, Part, make_ledger
-from jfsdp.plan.theory import GATHER, REDUCE, SCALARS_BYTES, SCATTER, Move, find_moves, hlo_dtype
-from jfsdp.train.gradients import group_only, is_beyond_xla
+from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.hlo import Instruction, Module, parse_module
+from jfsdp.plan.ledger import Ledger, make_ledger
+from jfsdp.plan.theory import SCALARS_BYTES, find_moves
+from jfsdp.plan.timeline import overlapped_share
+from jfsdp.plan.traps import Check, Finding, gb
 
 _ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
+# What a program of another strategy, mesh or step than the layout's is found guilty of.
+_OF_ANOTHER = ("extra-bytes", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that a program does against its layout.
-
-    Attributes:
-      trap: its name in [Note: traps].
-      message: facts and remedy.
-      bytes: too many on the wire per device and step, or in memory per device; 0 where neither can be said.
-      path: the leaf, the largest of them where there are several; "" where it is about none.
-      source: the line of the source, or else the operation's name in the program; "" where XLA kept neither.
-    """
-
-    trap: str
-    message: str
-    bytes: float
-    path: str
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +57,7 @@ class AuditReport:
     def __str__(self) -> str:
         ledger = self.ledger
         head = (
-            f"{_gb(ledger.wire_bytes)} on the wire per device and step, {_gb(ledger.wire_bytes_theory)} by theory "
+            f"{gb(ledger.wire_bytes)} on the wire per device and step, {gb(ledger.wire_bytes_theory)} by theory "
             f"(ratio {ledger.wire_ratio:.4f}): " + ("ok" if self.is_ok else f"{len(self.findings)} findings")
         )
         lines = [f"{item.trap}: {item.message}{f' ({item.source})' * bool(item.source)}" for item in self.findings]
@@ -107,9 +76,11 @@ def audit(
     """Compare a compiled training step with the layout it was made for; see [Note: traps]. Moves no data.
 
     Args:
-      compiled: what `step.lower(...).compile()` returns, its text, or the path of a file that holds the text.
+      compiled: what `step.lower(...).compile()` returns, its text, the path of a file that holds the text, or what
+        `read_module` made of one.
       tolerance: the share of theory's bytes that may be on the wire against the layout; of unknown ones a tenth of it.
-      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; None: any.
+      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
+        has no such bytes is a finding too, since it shows nothing. None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
       step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, and `calls` of units.
 
@@ -121,9 +92,9 @@ def audit(
     collectives = find_collectives(module, num_devices)
     ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, **step)
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
-    check = _Check(layout, module, ledger, find_moves(layout, **step), allowed)
+    check = Check(layout, module, ledger, find_moves(layout, **step), allowed)
     arguments = list(_arguments(module, layout))
-    share = overlap(module, collectives)
+    share = overlapped_share(module, collectives)
     findings = [
         *check.wire_dtypes(),
         *check.arguments(arguments),
@@ -134,15 +105,18 @@ def audit(
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
-    return AuditReport(tuple(findings), ledger, share, tuple(_notes(ledger, arguments, tolerance)))
+    notes = [*_notes(ledger, arguments, tolerance), *_doubts(findings, layout)]
+    return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 
 def read_module(compiled: Any) -> Module:
-    """Parse a compiled program, its text, or a file that holds the text. Moves no data.
+    """Parse a compiled program, its text, or a file that holds the text; a module is what it is. Moves no data.
 
     Raises:
       ValueError: if it is no scheduled HLO module.
     """
+    if isinstance(compiled, Module):
+        return compiled
     text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
     if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
         try:
@@ -166,20 +140,6 @@ def _check_devices(module: Module, layout: Layout) -> int:
     return num_devices
 
 
-def overlap(module: Module, collectives: Iterable[Collective]) -> float | None:
-    """Return the share of collective bytes in loops with a matmul between start and done; None without such bytes.
-
-    Moves no data.
-    """
-    hidden, total = 0.0, 0.0
-    for item in collectives:
-        if item.in_loop and item.total_bytes > SCALARS_BYTES:
-            between = module.computations[item.computation].instructions[item.start + 1 : item.done]
-            total += item.total_bytes
-            hidden += item.total_bytes * any(map(is_matmul, between))
-    return hidden / total if total else None
-
-
 def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:
     """Yield the step's arguments that belong to a leaf, with the stage in which they arrive."""
     for instruction in module.entry.instructions:
@@ -201,227 +161,13 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
         )
 
 
-class _Check:
-    """The traps, one method each; `allowed` is how many bytes on the wire may be against the layout."""
-
-    def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
-        self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
-
-    def wire_dtypes(self) -> Iterator[Finding]:
-        """Arrays of leaves in a wider dtype than every movement of that kind of that leaf has."""
-        widest: dict[tuple[str, bool], int] = {}
-        for move in self.moves:
-            key = move.leaf.path, move.kind == GATHER
-            widest[key] = max(widest.get(key, 0), _item_bytes(move.dtype))
-        excess: dict[Part, float] = {}
-        for part in self.ledger.parts:
-            if part.path:
-                use = self.layout.by_path[part.path].stage("use").dtype
-                is_gather = part.collective.kind not in (SCATTER, REDUCE)
-                item = widest.get((part.path, is_gather)) or _item_bytes(hlo_dtype(use))
-                excess[part] = part.wire_bytes * max(0.0, 1 - item / _item_bytes(part.dtype))
-        for (unit, kind, dtype), parts in _group(excess, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
-            size = sum(excess[part] for part in parts)
-            yield self._finding(
-                "wire-dtype",
-                parts,
-                size,
-                f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {_gb(size)} too many per "
-                "device and step; cast the shard before its gather and state its layout at rest after the cast",
-            )
-
-    def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
-        """Parameters and optimizer states that arrive in larger shards than the layout's."""
-        found: dict[tuple[str, str], list[tuple[int, Leaf, Instruction]]] = {}
-        for leaf, stage, argument in arguments:
-            size = _excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
-            if size:
-                num_bytes = size * _item_bytes(argument.shapes[0].dtype)
-                trap = "optimizer-state" if stage == "opt" else "replicated"
-                found.setdefault((trap, leaf.unit), []).append((num_bytes, leaf, argument))
-        for (trap, unit), items in found.items():
-            size = sum(item[0] for item in items)
-            _, leaf, argument = max(items, key=lambda item: item[0])
-            kind = "optimizer states" if trap == "optimizer-state" else "parameters"
-            message = (
-                f"{_name(unit)}: {len(items)} {kind} arrive larger than their shards, first {leaf.path} as "
-                f"{argument.shapes[0].dtype}{list(argument.shapes[0].dims)} ({leaf.reason}): {_gb(size)} of memory too "
-                "many per device; give the state the shardings of model.abstract_state(tx)"
-            )
-            yield Finding(trap, message, float(size), leaf.path, _argument_name(argument))
-
-    def all_reduces(self) -> Iterator[Finding]:
-        """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
-        scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
-        excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
-        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
-            size = sum(excess[part] for part in chosen) / 2
-            needs_loss = group_only(self.layout) or is_beyond_xla(self.layout)
-            why = "; this layout needs a loss that is a jfsdp.Loss, else XLA reduces it" if needs_loss else ""
-            yield self._finding(
-                "all-reduce",
-                chosen,
-                size,
-                f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
-                f"reduce-scatter would do: {_gb(size)} too many per device and step{why}",
-            )
-
-    def _excess(self, kind: str) -> dict[Part, float]:
-        """Return the bytes beyond theory of the leaves' collectives of one kind.
-
-        Leaves of one shape are taken together: which of them an array belongs to is not always certain.
-        """
-        wanted: Counter[tuple[int, ...]] = Counter()
-        total: Counter[tuple[int, ...]] = Counter()
-        for move in self.moves:
-            if move.kind == kind:
-                wanted[_form(move.leaf)] += move.times * math.prod(move.shape)
-        parts = [part for part in self.ledger.parts if part.collective.kind == kind and part.path]
-        forms = {part: _form(self.layout.by_path[part.path]) for part in parts}
-        for part in parts:
-            total[forms[part]] += part.elements  # type: ignore[assignment]
-        return {part: part.wire_bytes * max(0.0, 1 - wanted[forms[part]] / total[forms[part]]) for part in parts}
-
-    def gathers(self) -> Iterator[Finding]:
-        """Units gathered more often than theory."""
-        excess = self._excess(GATHER)
-        is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
-        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
-            size = sum(excess[part] for part in chosen)
-            why = (
-                "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) "
-                "and give the units a remat policy"
-                if is_remat
-                else "a unit called several times per step must be declared: calls={unit: times}"
-            )
-            yield self._finding(
-                "repeated-gather",
-                chosen,
-                size,
-                f"{_name(unit)}: gathered more often than the strategy says, {_gb(size)} too many per device and step; "
-                f"{why}",
-            )
-
-    def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
-        """More bytes on the wire than theory, all together."""
-        ledger = self.ledger
-        size = ledger.wire_bytes - ledger.wire_bytes_theory
-        if size <= self.allowed:
-            return
-        rows = sorted(ledger.rows, key=lambda row: row.expected_bytes - row.measured_bytes)[:3]
-        worst = [f"{_name(r.unit)} {r.kind} {r.dtype} {_gb(r.measured_bytes - r.expected_bytes)}" for r in rows]
-        shown = ", ".join(
-            text for text, row in zip(worst, rows, strict=True) if row.measured_bytes > row.expected_bytes
+def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:
+    """Say of what a program is found guilty that was compiled for another layout."""
+    traps = [trap for trap in _OF_ANOTHER if trap in {finding.trap for finding in findings}]
+    if traps:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1)
+        yield (
+            f"the layout is {layout.strategy.name!r} on {mesh or 'one device'}; if the program was compiled for "
+            f"another strategy, mesh or number of microbatches, {', '.join(traps)} mean that and no more: audit it "
+            "with the options that it was compiled with"
         )
-        path = rows[0].paths[0] if rows and rows[0].paths else ""
-        message = (
-            f"{_gb(ledger.wire_bytes)} per device and step, {_gb(ledger.wire_bytes_theory)} by theory, "
-            f"more than {tolerance:.1%} above it; most of it: {shown or 'unknown collectives'}"
-        )
-        yield Finding("extra-bytes", message, size, path, "")
-
-    def held(self) -> Iterator[Finding]:
-        """Gathered weights of resharded units that live from forward to backward."""
-        held = find_held(self.layout, self.module, self.ledger.parts)
-        for unit in dict.fromkeys(item.leaf.unit for item in held):
-            items = [item for item in held if item.leaf.unit == unit]
-            size = sum(item.num_bytes for item in items)
-            if size < 0.01 * self._whole_bytes(unit):  # vectors of one size may be another unit's
-                continue
-            largest = max(items, key=lambda item: item.num_bytes)
-            message = (
-                f"{_name(unit)}: {len(items)} gathered weights are held from forward to backward, "
-                f"{size / 2**30:.3f} GiB per device, first {largest.leaf.path}, and the layout reshards them after the "
-                "forward; let nothing that depends on weights alone be saved"
-            )
-            yield Finding("held", message, float(size), largest.leaf.path, largest.source)
-
-    def _whole_bytes(self, unit: str) -> int:
-        leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
-        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.stored_shape).num_bytes for leaf in leaves)
-
-    def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
-        """Collectives in loops without a matmul to hide behind."""
-        if least is None or share is None or share >= least:
-            return
-        in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
-        if not in_loop:
-            yield Finding("overlap", f"{share:.1%} of the bytes in loops, all unknown to theory, hide", 0.0, "", "")
-            return
-        size = (1 - share) * sum(part.wire_bytes for part in in_loop)
-        bare = {part: part.wire_bytes for part in in_loop if part.collective.done <= part.collective.start + 1}
-        largest = max(bare or {part: part.wire_bytes for part in in_loop}, key=lambda part: part.wire_bytes)
-        message = (
-            f"{share:.1%} of the collective bytes in loops have a matmul between start and done, less than "
-            f"{least:.1%}: {_gb(size)} per device and step wait alone; ask XLA for more (optimization_level='O1', "
-            "combine thresholds of a unit's bytes, a higher overlap limit), and measure at real size"
-        )
-        yield Finding("overlap", message, size, largest.path, _source(largest.collective))
-
-    def unknown(self) -> Iterator[Finding]:
-        """Collectives that belong to no leaf."""
-        if self.ledger.unknown_bytes <= self.allowed / 10:
-            return
-        for kind in dict.fromkeys(item.kind for item in self.ledger.unknown):
-            items = [item for item in self.ledger.unknown if item.kind == kind]
-            size = sum(item.total_bytes for item in items)
-            largest = max(items, key=lambda item: item.total_bytes)
-            shapes = ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in largest.parts[:3])
-            message = (
-                f"{len(items)} of kind {kind} belong to no parameter or gradient, {_gb(size)} per device and step, the "
-                f"largest {largest.name} of {shapes}: activations that move between devices, or an optimizer that "
-                "mixes the elements of a leaf"
-            )
-            yield Finding("unknown", message, size, "", _source(largest))
-
-    def _finding(self, trap: str, parts: Sequence[Part], size: float, message: str) -> Finding:
-        largest = max(parts, key=lambda part: part.wire_bytes)
-        return Finding(trap, message, size, largest.path, _source(largest.collective))
-
-
-def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[tuple[Any, ...], list[Part]]]:
-    """Yield the parts with an excess by key, if all of them together exceed what is allowed; crumbs are left out."""
-    total = sum(excess.values())
-    groups: dict[tuple[Any, ...], list[Part]] = {}
-    for part, size in excess.items():
-        if size and total > allowed:
-            groups.setdefault(key(part), []).append(part)
-    for name, parts in groups.items():
-        if sum(excess[part] for part in parts) > 0.01 * total:
-            yield name, parts
-
-
-def _form(leaf: Leaf) -> tuple[int, ...]:
-    """The dims of one layer of a leaf, in no order."""
-    return tuple(sorted(leaf.stored_shape[leaf.stacked :]))
-
-
-def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
-    """Return by how many elements an argument is larger than its shard; 0 if it has not the form of its leaf."""
-    kind = dict(leaf.stages).get(stage)
-    if kind is None or leaf.dim is None or len(dims) != len(leaf.shape):
-        return 0
-    shard = list(leaf.stored_shape)
-    shard[leaf.dim] //= layout.num_parts(kind)
-    is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim != leaf.dim)
-    return max(0, math.prod(dims) - math.prod(shard)) if is_like else 0
-
-
-def _item_bytes(dtype: str) -> int:
-    return Shape(dtype, ()).num_bytes
-
-
-def _name(unit: str) -> str:
-    return f"unit {unit!r}" if unit != ROOT else "root unit"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size / 1e3:.3f} kB"
-
-
-def _source(item: Collective) -> str:
-    return item.source or item.op_name
-
-
-def _argument_name(argument: Instruction) -> str:
-    return argument.op_name.replace("\\'", "'")

@@ -21,6 +21,8 @@ KINDS = (
     "collective-broadcast",
 )
 
+SCALARS_BYTES = 1024  # per microbatch: the loss, its weight, norms and counters, a few bytes each
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Collective:

@@ -23,7 +23,7 @@ class CompiledStep:
       text: the scheduled HLO.
       live_ranges, buffers: XLA's texts of when each value lives, and where.
       memory_stats: `compiled.memory_analysis()`.
-      compile_s: seconds to lower nothing and compile everything.
+      compile_s: seconds of the compiler, without tracing and lowering.
       options: what it was compiled with.
     """
 

@@ -80,12 +80,6 @@ class Flow:
         for name in instruction.called:
             yield from self.module.computations[name].instructions
 
-    def is_matmul(self, instruction: Instruction) -> bool:
-        """Say whether an instruction is a matmul: a library's call, or a fusion around one."""
-        return instruction.opcode in ("custom-call", "dot", "convolution") or (
-            instruction.opcode == "fusion" and any(inner.opcode == "dot" for inner in self.called(instruction))
-        )
-
     def op_name(self, place: Place) -> str:
         """Return the name of the operation that a value comes from; if a fusion has none, of what it computes last."""
         instruction, index = place

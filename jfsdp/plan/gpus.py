@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 
 _MIB = 2**20
 _DTYPES = {
@@ -285,6 +286,7 @@ GPUS: tuple[Gpu, ...] = (
     ),
 )
 
+_TPU = re.compile(r"(tpu.*|v\d+(e|p|litepod)?|trillium|ironwood)(:[\dx]+|-\d+)?")
 _BY_NAME = {name: gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
 
 
@@ -292,11 +294,17 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name or alias, upper or lower case. Moves no data.
 
     Raises:
-      ValueError: if there is none; lists those there are, the closest first.
+      ValueError: if there is none; lists those there are, the closest first. For a TPU, with what can be done instead.
     """
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key in _BY_NAME:
         return _BY_NAME[key]
+    if _TPU.fullmatch(key):
+        raise ValueError(
+            f"{name!r} is a TPU, and plans are of GPUs: XLA's texts for TPUs are not read. To see whether a step "
+            "compiles for TPUs that are not there, lower it for the devices of "
+            "jfsdp.plan.target.tpu_devices('v5e:4x4'), which takes libtpu: pip install 'jfsdp[tpu]'"
+        )
     close = [_BY_NAME[match].name for match in difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)]
     listed = dict.fromkeys([*close, *(gpu.name for gpu in GPUS)])
     raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, walk
 from jfsdp.plan.ledger import Part
 from jfsdp.plan.theory import GATHER
+from jfsdp.plan.work import is_matmul
 
 _BACKWARD = "transpose("  # in the names that JAX gives to what a derivative runs backward
-_MATMUL = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|gemm_fusion|__triton(?:_nested)?_gemm|__cutlass")
 _WAITS = ("bitcast", "copy", "copy-start", "copy-done", "fusion-done", "async-done")
 _PASSES = (*_WAITS, "get-tuple-element", "reshape", "transpose", "convert")
 _FUSIONS = ("fusion", "fusion-start", "async-start")
@@ -53,7 +52,7 @@ def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterat
     left = list(leaves)
     for name, shape in zip(body.root.operands, loop.shapes):
         leaf = next((leaf for leaf in left if _is_stack(leaf, shape)), None)
-        if leaf is not None and _comes_from_gather(body, name, _layer_elements(leaf)):
+        if leaf is not None and _comes_from_gather(module, body, name, _layer_elements(leaf)):
             left.remove(leaf)
             yield Held(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
 
@@ -66,7 +65,7 @@ def _layer_elements(leaf: Leaf) -> set[int]:
     return {math.prod(shape[leaf.stacked :]) for shape in (leaf.shape, leaf.stored_shape)}
 
 
-def _comes_from_gather(body: Computation, name: str, sizes: set[int]) -> bool:
+def _comes_from_gather(module: Module, body: Computation, name: str, sizes: set[int]) -> bool:
     """Follow what is written into a stack back to a gather, through arrays of one layer's size.
 
     A value computed from weights alone, a cast or a transpose, is followed too; what a matmul made is not. What was
@@ -86,7 +85,7 @@ def _comes_from_gather(body: Computation, name: str, sizes: set[int]) -> bool:
         carried = _carried(body, instruction)
         if carried:
             todo.append(carried)
-        elif instruction.opcode in _PASSES or (instruction.opcode in _FUSIONS and not is_matmul(instruction)):
+        elif instruction.opcode in _PASSES or (instruction.opcode in _FUSIONS and not is_matmul(module, instruction)):
             todo += instruction.operands
     return False
 
@@ -97,14 +96,6 @@ def _carried(body: Computation, instruction: Instruction) -> str | None:
         return None
     place = int(instruction.attribute("index"))
     return body.root.operands[place] if place < len(body.root.operands) else None
-
-
-def is_matmul(instruction: Instruction) -> bool:
-    """Tell whether an instruction is a matmul or an attention kernel. Moves no data."""
-    if instruction.opcode in ("dot", "convolution"):
-        return True
-    named = instruction.opcode in ("custom-call", *_FUSIONS)
-    return named and bool(_MATMUL.search(instruction.name) or _MATMUL.search(instruction.attributes))
 
 
 def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequence[Part]) -> Iterator[Held]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh
-from jfsdp.layout.precision import item_bytes
-from jfsdp.plan.hardware import Cluster, link_bandwidth
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+from jfsdp.layout.table import Layout
+from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
-from jfsdp.plan.theory import expected_wire
-from jfsdp.train.account import account
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
@@ -51,10 +50,8 @@ def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_de
     Raises:
       ValueError: for a mesh that the devices do not fill, and all that training would refuse.
     """
-    sizes = {"fsdp": 1, **parse_mesh(options.mesh)}
-    count = num_devices if devices is None else len(devices)
-    check_mesh(options.mesh, sizes, count)
-    mesh = make_abstract_mesh(_filled(sizes, count)) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
+    sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
+    mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
     model = shard_job(options, job, mesh)
     # The schedule of the script, so that its count is in the state; the numbers do not matter.
     tx = make_optimizer(options, job, optax.warmup_cosine_decay_schedule(1e-5, 3e-4, 100, 1000, 3e-5))
@@ -63,39 +60,55 @@ def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_de
     return Planned(job, model, tx, step, make_work(options, job, model, seq_len), seq_len)
 
 
-def check_mesh(text: str, sizes: dict[str, int], num_devices: int) -> None:
-    """Refuse a mesh that is not of the cluster's size.
+def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
+    """Return the sizes of the axes that `--mesh` gives to so many devices.
 
     Raises:
-      ValueError: naming both sizes.
+      ValueError: for a mesh of another size than the cluster's, naming both.
     """
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    if -1 in sizes.values() and num_devices % known == 0:
-        return
-    if known != num_devices or -1 in sizes.values():
+    sizes = {"fsdp": 1, **parse_mesh(text)}
+    try:
+        return resolve_sizes(sizes, num_devices)
+    except ValueError as error:
+        known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
             f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
             "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
-        )
-
-
-def _filled(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-    known = 1
-    for size in sizes.values():
-        known *= size if size > 0 else 1
-    return {axis: size if size > 0 else num_devices // known for axis, size in sizes.items()}
+        ) from error
 
 
 def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
     """Return what a step of a job is for; an item is a token, or an image."""
     per_row = seq_len if job.data == "tokens" else 1
-    flops = job.flops_per_token(seq_len) if job.flops_per_token else None
     dtype = model.layout.mp_policy.param_dtype or "float32"
     dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
     rows = options.batch_per_device
-    return Work(rows * per_row, rows, "token" if job.data == "tokens" else "image", flops, dtype)
+    item = "token" if job.data == "tokens" else "image"
+    return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
+
+
+def _item_flops(job: Job, layout: Layout, seq_len: int) -> float | None:
+    """Return the FLOPs of an item; frozen weights need no gradient, so two per element and token less."""
+    frozen = matmul_elements(job, layout, trainable=False)
+    # How often an image meets each weight is the model's own affair.
+    if job.flops_per_token is None or (frozen and job.data != "tokens"):
+        return None
+    return job.flops_per_token(seq_len) - 2 * frozen
+
+
+def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
+    """Count the elements of the trainable, or of the frozen, weights that are multiplied. Moves no data.
+
+    Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
+    is the head too, which is so if it is the only leaf with the vocabulary as a dim.
+    """
+    heads = [leaf.path for leaf in layout.leaves if job.vocab_size in leaf.shape]
+    return sum(
+        math.prod(leaf.shape)
+        for leaf in layout.leaves
+        if leaf.trainable is trainable and len(leaf.shape) - leaf.stacked > 1
+        if leaf.path.rpartition(".")[2] != "embedding" or heads == [leaf.path]
+    )
 
 
 def plan_job(
@@ -114,6 +127,7 @@ def plan_job(
     Raises:
       PlanUnavailable: without a compiler for this GPU.
       ValueError: for options that training would refuse.
+      EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
     planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))
@@ -127,52 +141,3 @@ def plan_job(
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,
     )
-
-
-def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
-    """Say what can be said without a compiler: state, bytes on the wire by formula, and a roofline. Moves no data.
-
-    The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides. Seconds
-    are a roofline: all communication hidden, all of it at one bandwidth, matmuls at the datasheet's peak.
-
-    Raises:
-      ValueError: for options that training would refuse.
-    """
-    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
-    layout, gpu, work = planned.model.layout, cluster.gpu, planned.work
-    config = planned.step.config
-    rows = expected_wire(
-        layout,
-        accumulate=config.accumulate,
-        reduce=config.reduce,
-        reshard_after_backward=config.reshard_after_backward,
-    )
-    wire = sum(row.wire_bytes for row in rows)
-    link = link_bandwidth(gpu, 2**28, cluster.num_domains == 1, members_per_node=cluster.devices_per_domain)
-    count = account(planned.model.abstract_state(planned.tx))
-    compute_s = work.item_flops and work.item_flops * work.items / gpu.peak_flops(work.dtype)
-    wire_s = wire / link
-    return {
-        "analytic": True,
-        "state_bytes": count.total,
-        "host_state_bytes": count.host_total,
-        "state_fits": count.total <= gpu.memory_bytes - reserve_bytes,
-        "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
-        "wire_bytes_theory": wire,
-        "wire_s": wire_s,
-        "compute_s": compute_s,
-        "step_s_at_least": max(wire_s, compute_s or 0.0),
-        "strategy": layout.strategy.name,
-        "mesh": dict(layout.mesh_sizes),
-    }
-
-
-def _unit_bytes(layout: Any, paths: Any) -> int:
-    total = 0
-    for path in paths:
-        leaf = layout.by_path[path]
-        size = item_bytes(leaf.stage("use").dtype)
-        for dim in leaf.stored_shape[leaf.stacked :]:
-            size *= dim
-        total += size
-    return total

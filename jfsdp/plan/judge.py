@@ -29,6 +29,8 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.buffers import LiveRanges, Value
 from jfsdp.plan.flow import Flow, Place, is_collective
 from jfsdp.plan.hlo import Instruction
+from jfsdp.plan.scopes import find_scopes
+from jfsdp.plan.work import is_matmul
 
 PARTS = {
     "parameters": "the masters at rest",
@@ -72,8 +74,12 @@ class Buffer:
 
 _PACKAGE = f"{pathlib.Path(__file__).parents[1]}/"
 _ARGUMENT = re.compile(r"^(?:state\.|lent\[')(\w+)(?:'\])?(.*)$")
-_SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|accumulate|clip|update)(?:\.([^/()]+))?")
-_SCOPE_PARTS = {"reduce": "gradients", "accumulate": "gradients", "clip": "update", "update": "update"}
+_SCOPE_PARTS = {"reduce": "gradients", "update": "update"}
+
+
+def _scope(op_name: str) -> tuple[str, str]:
+    """Return the outermost of the engine's scopes as (verb, unit); empty where there is none."""
+    return next(iter(find_scopes(op_name)), ("", ""))
 
 
 def _argument(parameter: Instruction) -> tuple[str, str]:
@@ -163,12 +169,12 @@ class Judge:
     def _part(self, value: Value, place: Place) -> str | None:
         """Return the part by the first evidence; None if there is none but the operation's name."""
         instruction, op_name = place[0], self.flow.op_name(place)
-        scope = _SCOPE.search(op_name)
+        verb, _ = _scope(op_name)
         uses = self.flow.depends_on(place)
         if uses and not uses & ~(self._weights | self.flow.gathered_bit):
             return "gathered" if uses & self.flow.gathered_bit else "copies"
-        if scope and scope[1] in _SCOPE_PARTS:
-            return _SCOPE_PARTS[scope[1]]
+        if verb in _SCOPE_PARTS:
+            return _SCOPE_PARTS[verb]
         if place in self._reduced or is_collective(instruction, "reduce-scatter", self.flow):
             return "gradients"
         if self._is_logits(value):
@@ -186,8 +192,7 @@ class Judge:
     def _name(self, part: str, place: Place, value: Value) -> str:
         """Name a value by leaves where it has the dims of some, else by the line that makes it."""
         op_name = self.flow.op_name(place)
-        scope = _SCOPE.search(op_name)
-        leaves = self._leaves(part, place, value, scope[2] if scope else None)
+        leaves = self._leaves(part, place, value, _scope(op_name)[1])
         if leaves:
             return f"{' | '.join(leaves[:3])}{f' and {len(leaves) - 3} more' if len(leaves) > 3 else ''}"
         rows = self._stacked_rows(place, value)
@@ -208,7 +213,7 @@ class Judge:
                 return before
         return None
 
-    def _leaves(self, part: str, place: Place, value: Value, unit: str | None) -> list[str]:
+    def _leaves(self, part: str, place: Place, value: Value, unit: str) -> list[str]:
         if part in ("gathered", "copies"):
             bits = self.flow.depends_on(place)
             used = [self.flow.parameters[i] for i in self.flow.parameters if bits >> i & 1]
@@ -219,7 +224,7 @@ class Judge:
         if not alike:
             dims = _unordered(value.dims)
             alike = [leaf for leaf in self.layout.leaves if dims in map(_unordered, self._forms(leaf))]
-        return [leaf.path for leaf in alike if unit in (None, leaf.unit or "root")] or [leaf.path for leaf in alike]
+        return [leaf.path for leaf in alike if unit in ("", leaf.unit or "root")] or [leaf.path for leaf in alike]
 
     def _forms(self, leaf: Leaf) -> set[tuple[int, ...]]:
         """The dims of a leaf's gradient: whole or a shard, with and without its layer dims; without ones."""
@@ -257,19 +262,20 @@ class Judge:
         """What flows into a reduction over devices: whole gradients, and what they are cast or added up from."""
         found: set[Place] = set()
         for inst in self.flow.by_name.values():
-            scope = _SCOPE.search(inst.op_name)
-            if is_collective(inst, "reduce-scatter", self.flow) or (scope and scope[1] in ("reduce", "accumulate")):
+            if is_collective(inst, "reduce-scatter", self.flow) or _scope(inst.op_name)[0] == "reduce":
                 for operand in inst.operands:
                     self._mark(self.flow.origin(operand), found)
         return found
 
     def _mark(self, place: Place, found: set[Place]) -> None:
-        """Mark what has as many elements as the gradient it becomes; a matmul is where a gradient begins."""
+        """Mark what has as many elements as the gradient it becomes, back to the matmul or call that makes it."""
         instruction, index = place
         if place in found or instruction.opcode == "parameter":
             return
         found.add(place)
-        if self.flow.is_matmul(instruction) or (index and len(instruction.shapes) <= index[-1]):
+        if instruction.opcode == "custom-call" or is_matmul(self.flow.module, instruction):
+            return
+        if index and len(instruction.shapes) <= index[-1]:
             return
         size = instruction.shapes[index[-1] if index else 0].num_elements
         for operand in instruction.operands:

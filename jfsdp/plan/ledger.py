@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.collectives import Collective, wire_bytes
+from jfsdp.plan.collectives import SCALARS_BYTES, Collective, wire_bytes
+from jfsdp.plan.scopes import find_scopes
 from jfsdp.plan.theory import (
     GATHER,
     PERMUTE,
     REDUCE,
-    SCALARS_BYTES,
     SCATTER,
     Move,
     find_moves,
@@ -33,7 +32,7 @@ from jfsdp.plan.theory import (
 )
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
-_SCOPE = re.compile(r"jfsdp\.(?:gather|regather|reduce|keep)\.([^/():]+)")
+WHATS = ("parameters", "gradients", "replicated", "padding", "scalars")
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
 _MOVES = (GATHER, SCATTER, REDUCE)
 
@@ -67,8 +66,7 @@ class Row:
 
     Attributes:
       unit: the unit's name; "" is the root.
-      what: "parameters" (and their gradients), "padding", "replicated" (gradients of leaves that nothing splits
-        although the strategy would) or "scalars".
+      what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would.
       kind, dtype, axes, group_size: of the collective; `axes` is empty where the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
       count: collectives per step that carry some of it.
@@ -204,7 +202,7 @@ class _Attribution:
         found: list[Part] = []
         lost = 0.0
         for shape, name in zip(item.parts, split_names(item.op_name, len(item.parts)), strict=True):
-            units = [self._unit(unit) for unit in _SCOPE.findall(name)]
+            units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
             path = self._find(item, shape.dims, units, taken)
             if path is None:
@@ -330,7 +328,9 @@ class _Rows:
         if leaf is None:
             unit, what = ROOT, "scalars"
         else:
-            unit, what = leaf.unit, "replicated" if is_replicated(self.layout, leaf) else "parameters"
+            is_sum = key[0] in (SCATTER, REDUCE)
+            unit, what = leaf.unit, "gradients" if is_sum else "parameters"
+            what = "replicated" if is_replicated(self.layout, leaf) else what
         rows = [(unit, what, *key)]
         sums[rows[0]] += size  # type: ignore[assignment]
         if padding:
@@ -345,7 +345,7 @@ class _Rows:
     def finish(self, allowed: float) -> tuple[Row, ...]:
         """Return the rows, units in the layout's order; scalars are expected as they are, up to an allowance."""
         order = [unit.name for unit in self.layout.units]
-        keys = sorted(self.paths, key=lambda key: (key[1] == "scalars", order.index(key[0]), key[1:]))
+        keys = sorted(self.paths, key=lambda key: (key[1] == "scalars", order.index(key[0]), WHATS.index(key[1]), key))
         scalars = [key for key in keys if key[1] == "scalars"]
         for key in scalars:
             self.expected[key] = min(self.measured[key], allowed)  # type: ignore[assignment]

@@ -128,13 +128,18 @@ def largest_buffers(memory: Memory, num: int = 20) -> list[tuple[str, str, int, 
     return sorted(rows, key=lambda row: -row[3])[:num]
 
 
+def limit_bytes(gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
+    """Return what a step may take of a GPU's memory."""
+    return gpu_memory_bytes - reserve_bytes
+
+
 def headroom_bytes(memory: Memory, gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
     """Return what a GPU has left beside a step and the reserve; negative: what it lacks.
 
     JAX itself takes only three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more: that is for the one
     who starts the run to set, and not deducted here.
     """
-    return gpu_memory_bytes - reserve_bytes - memory.allocated_bytes
+    return limit_bytes(gpu_memory_bytes, reserve_bytes) - memory.allocated_bytes
 
 
 def fits(memory: Memory, gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> bool:

@@ -7,9 +7,10 @@ bytes, counts and memory are what the compiler decided.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.layout.table import Layout
@@ -18,11 +19,18 @@ from jfsdp.plan.compile import CompiledStep, compile_step
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, largest_buffers
+from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
 from jfsdp.plan.timeline import Rates, Timeline, simulate
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import TrainStep
+
+# What JAX (0.10.2, 0.12) says of a computation on devices that are not there.
+_NOT_THERE = ("Executable' object has no attribute 'local_devices'", "not available with compile-only client")
+
+
+class EagerComputation(RuntimeError):
+    """A model computed something while it was traced; the error that it met, with its place, is the cause of this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Work:
       items: tokens or images per device and step.
       rows: sequences or images per device and step.
       item: "token" or "image".
-      item_flops: FLOPs of the model for one item, forward and backward, without recomputation; None if unknown.
+      item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
+        frozen weights; None if unknown.
       dtype: in which it computes, for the peak of the hardware.
     """
 
@@ -61,7 +70,7 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """What a step may take of a GPU's memory."""
-        return self.cluster.gpu.memory_bytes - self.reserve_bytes
+        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -71,7 +80,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into a GPU with the reserve untouched."""
-        return self.needed_bytes <= self.limit_bytes
+        return fits(self.memory, self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def step_s(self) -> float:
@@ -123,7 +132,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes per device, seconds per step."""
-        clock, memory = self.timeline, self.memory
+        clock, peak, ledger = self.timeline, self.memory, self.ledger.to_dict()
         return {
             "fits": self.fits,
             "cluster": {
@@ -134,26 +143,24 @@ class Plan:
             },
             "strategy": self.layout.strategy.name,
             "mesh": dict(self.layout.mesh_sizes),
-            "peak_bytes": memory.peak_bytes,
+            "peak_bytes": peak.peak_bytes,
             "needed_bytes": self.needed_bytes,
             "limit_bytes": self.limit_bytes,
             "reserve_bytes": self.reserve_bytes,
             "memory": {
-                **memory.parts,
-                "fragmentation": memory.fragmentation_bytes,
-                "host": memory.host_bytes,
+                **peak.parts,
+                "fragmentation": peak.fragmentation_bytes,
+                "host": peak.host_bytes,
             },
             "largest_buffers": [
                 {"part": part, "name": name, "count": count, "bytes": size}
-                for part, name, count, size in largest_buffers(memory)
+                for part, name, count, size in largest_buffers(peak)
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
-            "wire_bytes": self.ledger.wire_bytes,
-            "wire_bytes_theory": self.ledger.wire_bytes_theory,
-            "wire_ratio": self.ledger.to_dict()["wire_ratio"],
-            "collectives": self.ledger.to_dict()["rows"],
-            "unknown_collectives": self.ledger.to_dict()["unknown"],
+            **{name: ledger[name] for name in ("wire_bytes", "wire_bytes_theory", "wire_ratio")},
+            "collectives": ledger["rows"],
+            "unknown_collectives": ledger["unknown"],
             "timeline": [_timed(timed) for timed in clock.collectives],
             "overlapped_share": clock.overlapped_share,
             "exposed_s": clock.exposed_s,
@@ -169,6 +176,19 @@ class Plan:
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
         }
+
+
+@contextlib.contextmanager
+def _explaining_eager_computation() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not any(text in str(error) for text in _NOT_THERE):
+            raise
+        raise EagerComputation(
+            "the model or its loss computes with arrays while it is traced (jax.ensure_compile_time_eval, say), and "
+            "the devices of a plan are not there to compute; compute such constants with numpy, or before the trace"
+        ) from error
 
 
 def _timed(timed: Any) -> dict[str, Any]:
@@ -200,21 +220,16 @@ def make_plan(
 
     Raises:
       ValueError: for options that XLA does not know, and batches that cannot be split.
+      EagerComputation: if the model or its loss computes something while it is traced.
     """
     on_progress("lowering")
-    lowered = step.lower(state, batch)
+    with _explaining_eager_computation():
+        lowered = step.lower(state, batch)
     on_progress("compiling")
     compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
     module = parse_module(compiled.text)
     collectives = find_collectives(module, cluster.num_devices)
-    config = step.config
-    arguments: dict[str, Any] = {
-        "accumulate": config.accumulate,
-        "reduce": config.reduce,
-        "reshard_after_backward": config.reshard_after_backward,
-        "calls": calls,
-    }
     return Plan(
         cluster=cluster,
         layout=step.layout,
@@ -224,7 +239,9 @@ def make_plan(
         memory=breakdown(
             compiled.live_ranges, compiled.buffers, module, step.layout, compiled.memory_stats, vocab_size=vocab_size
         ),
-        ledger=make_ledger(step.layout, collectives, gpus_per_node=cluster.devices_per_domain, **arguments),
+        ledger=make_ledger(
+            step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.config.movement
+        ),
         timeline=simulate(module, collectives, Rates(cluster)),
         reserve_bytes=reserve_bytes,
     )

@@ -4,6 +4,7 @@ import dataclasses
 
 from jfsdp.plan import hardware
 from jfsdp.plan.collectives import Collective
+from jfsdp.plan.gpus import dtype_name
 from jfsdp.plan.work import Kind, Matmul, Work
 
 # Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets, and what each kernel costs
@@ -14,8 +15,6 @@ KERNEL_S = 3e-6
 # (arXiv 2407.08608) reports for causal attention with heads of 128 on an H100.
 ATTENTION_FORWARD = 0.6
 ATTENTION_BACKWARD = 0.45
-
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Rates:
             compute = sum(self._matmul_s(matmul) for matmul in work.matmuls)
         elif work.kind is Kind.ATTENTION:
             part = ATTENTION_BACKWARD if work.is_backward else ATTENTION_FORWARD
-            compute = work.num_flops / (gpu.peak_flops(_DTYPES.get(work.dtype, work.dtype)) * part)
+            compute = work.num_flops / (gpu.peak_flops(work.dtype) * part)
         return max(compute, work.num_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)) + KERNEL_S
 
     def collective_s(self, collective: Collective) -> float:
@@ -60,7 +59,7 @@ class Rates:
 
     def _matmul_s(self, matmul: Matmul) -> float:
         """Batches are counted as rows: they fill the cores as rows do."""
-        dtype = _DTYPES.get(matmul.dtype, matmul.dtype)
+        dtype = dtype_name(matmul.dtype)
         if dtype not in dict(self.cluster.gpu.peak):
             dtype = "bfloat16" if dtype.startswith(("f8", "s8")) else "float32"
         rows, columns, depth = (max(1, size) for size in (matmul.batch * matmul.m, matmul.n, matmul.k))

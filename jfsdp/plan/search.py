@@ -20,22 +20,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.layout.mesh import AXES
+from jfsdp.plan.bounds import Bound, bound_job
 from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.jobs import find_planned_job, plan_job, shard_planned
-from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.pareto import pareto_front
 from jfsdp.plan.space import SearchSpace, batches, changes, leaner, placements, remats, value_names, xla_choices
 from jfsdp.plan.target import PlanUnavailable
-from jfsdp.plan.theory import expected_wire
-from jfsdp.train.account import account
 from jfsdp.train.options import StepOptions
 
-__all__ = ["Bound", "Candidate", "Outcome", "Search", "SearchSpace", "bound_job", "search_job"]
+__all__ = ["Candidate", "Outcome", "Search", "SearchSpace", "search_job"]
 
 BUDGET_S = 900.0
 _XLA_SHARE = 0.25  # of the budget is kept for the last stage
-_LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives
 
 
 class Outcome(enum.Enum):
@@ -44,29 +41,6 @@ class Outcome(enum.Enum):
     PLANNED = "planned"
     SKIPPED = "skipped"
     FAILED = "failed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """What can be said of a candidate without a compiler: it needs more, and takes longer.
-
-    Attributes:
-      state_bytes: per device.
-      compute_s: the model's FLOPs at the datasheet's peak; 0 if unknown.
-      wire_s: the strategy's bytes, each at the best bandwidth of its group.
-      items: per device and step.
-    """
-
-    state_bytes: int
-    compute_s: float
-    wire_s: float
-    items: int
-    item: str
-
-    @property
-    def item_s(self) -> float:
-        """The fewest seconds per item."""
-        return max(self.compute_s, self.wire_s) / self.items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,37 +198,6 @@ def _rank(one: Candidate) -> tuple[float, int]:
     return one.item_s, one.needed_bytes
 
 
-def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
-    """Say of a job what needs no compiler. Moves no data.
-
-    Raises:
-      ValueError: for options that training would refuse.
-    """
-    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
-    layout, config, work = planned.model.layout, planned.step.config, planned.work
-    step = {"accumulate": config.accumulate, "reduce": config.reduce}
-    rows = expected_wire(layout, reshard_after_backward=config.reshard_after_backward, **step)
-    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
-    wire_s = sum(
-        row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
-        for row in rows
-        if row.wire_bytes
-    )
-    compute_s = (work.item_flops or 0) * work.items / cluster.gpu.peak_flops(work.dtype)
-    state = account(planned.model.abstract_state(planned.tx)).total
-    return Bound(state, compute_s, wire_s, work.items, work.item)
-
-
-def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
-    """Return the devices that share every index but those of `axes` with device 0, minor axes first."""
-    group, stride = [0], 1
-    for axis in reversed(AXES):
-        if axis in axes:
-            group = [device + index * stride for index in range(sizes[axis]) for device in group]
-        stride *= sizes[axis]
-    return group
-
-
 def search_job(
     options: StepOptions,
     cluster: Cluster,
@@ -284,7 +227,7 @@ def search_job(
     """
     tries = _Tries(options, cluster, budget_s, on_progress)
     tries.plan = lambda one: planner(one, cluster, target_config=target_config, reserve_bytes=reserve_bytes)
-    tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
+    tries.limit_bytes = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
     item = bound_job(options, cluster).item
     tries.begin()
     _run_stages(tries, space or SearchSpace())

@@ -16,13 +16,12 @@ from typing import Any
 
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf, Stage
-from jfsdp.plan.collectives import wire_bytes
+from jfsdp.plan.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.hlo import Shape
 from jfsdp.train.gradients import group_only, is_beyond_xla
 from jfsdp.train.step import StepConfig, reduces_once
 
 GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
-SCALARS_BYTES = 1024  # per microbatch: the loss, its weight, norms and counters, a few bytes each
 
 _HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
 _HLO_PREFIXES = {"float": "f", "int": "s", "uint": "u"}

@@ -1,8 +1,9 @@
 """Run a schedule on a clock: what computes, what is on the wire meanwhile, what the GPU waits for.
 
 An estimate by arithmetic: nothing here runs on a device. The instructions of each computation are issued in the order
-of the schedule. Compute runs on one stream, all collectives on a second one after the other (XLA gives them one
-stream, and by default allows one in flight), copies to and from the host's memory on a third. A loop's body is run
+of the schedule. Compute runs on one stream, all collectives on a second one after the other: the schedule may have
+several in flight (`engine/options.py` allows eight), and the links that they share carry one at a time. Copies to and
+from the host's memory run on a third. A loop's body is run
 once and multiplied by its trip count; of a conditional every branch counts. What runs between two iterations at once
 is lost at the seam: XLA waits for every collective within the body that starts it.
 """
@@ -12,10 +13,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from jfsdp.plan.collectives import Collective, find_done
+from jfsdp.plan.collectives import SCALARS_BYTES, Collective, find_done
 from jfsdp.plan.hlo import Computation, Instruction, Module, executions, runs
 from jfsdp.plan.rates import Rates
-from jfsdp.plan.work import Kind, Work, work_of
+from jfsdp.plan.work import Kind, Work, num_matmuls, work_of
 
 __all__ = ["Event", "Rates", "Speeds", "Timed", "Timeline", "overlapped_share", "simulate"]
 
@@ -76,7 +77,7 @@ class Timeline:
       compute_s: at full speed; the sum of the next three.
       wire_s: of all collectives, hidden or not.
       overlapped_share: of the bytes that collectives in loops send, the part with at least one matmul between start and
-        done; 1 where there are none.
+        done; None where there are none.
       matmul_flops, attention_flops: computed, remat and all; causal attention counts half.
       host_s: of copies to and from the host's memory.
     """
@@ -91,7 +92,7 @@ class Timeline:
     exposed_s: float
     host_s: float
     host_exposed_s: float
-    overlapped_share: float
+    overlapped_share: float | None
     matmul_flops: float
     attention_flops: float
     collectives: tuple[Timed, ...]
@@ -117,11 +118,19 @@ def simulate(module: Module, collectives: Iterable[Collective], rates: Speeds) -
     return simulation.timeline(simulation.run(module.entry.name))
 
 
-def overlapped_share(timed: Iterable[Timed]) -> float:
-    """Of the bytes that collectives in loops send, the part with a matmul between start and done; 1 if none is sent."""
-    inside = [one for one in timed if one.collective.in_loop]
-    total = sum(one.collective.total_bytes for one in inside)
-    return sum(one.collective.total_bytes for one in inside if one.num_matmuls_between) / total if total else 1.0
+def overlapped_share(module: Module, collectives: Iterable[Collective]) -> float | None:
+    """Of the bytes that collectives in loops send, return the part with a matmul between start and done. Moves no data.
+
+    None if no loop sends any; scalars do not count. See [Note: what is a matmul].
+    """
+    inside = [one for one in collectives if one.in_loop and one.total_bytes > SCALARS_BYTES]
+    total = sum(one.total_bytes for one in inside)
+    hidden = sum(one.total_bytes for one in inside if num_matmuls(module, _between(module, one)))
+    return hidden / total if total else None
+
+
+def _between(module: Module, collective: Collective) -> tuple[Instruction, ...]:
+    return module.computations[collective.computation].instructions[collective.start + 1 : collective.done]
 
 
 @dataclasses.dataclass(eq=False)
@@ -210,7 +219,6 @@ class _Run:
     slowdown_s: float = 0.0
     host_s: float = 0.0
     host_exposed_s: float = 0.0
-    num_matmuls: int = 0
     kind_s: dict[Kind, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
     kind_flops: dict[Kind, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
 
@@ -222,7 +230,6 @@ class _Run:
         """Add what another run computes; its duration passes on the clock."""
         self.host_s += other.host_s * times
         self.host_exposed_s += other.host_exposed_s * times
-        self.num_matmuls += other.num_matmuls * times
         for kind in other.kind_s:
             self.kind_s[kind] += other.kind_s[kind] * times
             self.kind_flops[kind] += other.kind_flops[kind] * times
@@ -261,7 +268,7 @@ class _Simulation:
             exposed_s=total("exposed_s"),
             host_s=run.host_s,
             host_exposed_s=run.host_exposed_s,
-            overlapped_share=overlapped_share(self.timed),
+            overlapped_share=overlapped_share(self.module, [timed.collective for timed in self.timed]),
             matmul_flops=run.kind_flops[Kind.MATMUL],
             attention_flops=run.kind_flops[Kind.ATTENTION],
             collectives=tuple(self.timed),
@@ -272,10 +279,10 @@ class _Simulation:
         run, clock = _Run(), _Clock(self.rates.overlap_slowdown)
         waits: dict[int, list[tuple[str, _Pending]]] = {}
         issued: list[tuple[Collective, _Pending]] = []
-        marks: list[tuple[float, int]] = []  # compute seconds and matmuls before each instruction
+        before_s: list[float] = []  # compute seconds before each instruction
         copies: list[_Pending] = []
         for instruction in computation.instructions:
-            marks.append((run.compute_s, run.num_matmuls))
+            before_s.append(run.compute_s)
             for lane, pending in waits.pop(instruction.index, ()):
                 clock.wait(lane, pending)
             for lane, pending, done in self._issue(computation, instruction, issued, copies):
@@ -287,7 +294,7 @@ class _Simulation:
         run.seconds, run.free_wire_s, run.slowdown_s = clock.now_s, clock.free_wire_s, clock.slowdown_s
         run.host_s += sum(copy.hidden_s + copy.exposed_s for copy in copies)
         run.host_exposed_s += sum(copy.exposed_s for copy in copies)
-        self.timed += [_timed(collective, pending, marks) for collective, pending in issued]
+        self.timed += [self._timed(collective, pending, before_s) for collective, pending in issued]
         times = self.times[computation.name]
         self.events += [Event(computation.name, times, *bar) for bar in sorted(clock.bars, key=lambda bar: bar[3])]
         return run
@@ -319,20 +326,15 @@ class _Simulation:
             seconds = self.rates.work_s(work)
             run.kind_s[work.kind] += seconds
             run.kind_flops[work.kind] += work.num_flops
-            run.num_matmuls += work.kind is Kind.MATMUL
             clock.compute(instruction.name, work.kind, seconds)
 
-
-def _timed(collective: Collective, pending: _Pending, marks: list[tuple[float, int]]) -> Timed:
-    compute_s, num_matmuls = 0.0, 0
-    if collective.is_async:
-        (before_s, before), (after_s, after) = marks[collective.start + 1], marks[collective.done]
-        compute_s, num_matmuls = after_s - before_s, after - before
-    return Timed(
-        collective=collective,
-        wire_s=pending.hidden_s + pending.exposed_s,
-        compute_between_s=compute_s,
-        num_matmuls_between=num_matmuls,
-        hidden_s=pending.hidden_s,
-        exposed_s=pending.exposed_s,
-    )
+    def _timed(self, collective: Collective, pending: _Pending, before_s: list[float]) -> Timed:
+        between_s = before_s[collective.done] - before_s[collective.start + 1] if collective.is_async else 0.0
+        return Timed(
+            collective=collective,
+            wire_s=pending.hidden_s + pending.exposed_s,
+            compute_between_s=between_s,
+            num_matmuls_between=num_matmuls(self.module, _between(self.module, collective)),
+            hidden_s=pending.hidden_s,
+            exposed_s=pending.exposed_s,
+        )

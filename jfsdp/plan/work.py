@@ -7,10 +7,10 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jfsdp.plan.collectives import collective_kind
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, runs
 
 
 class Kind(enum.Enum):
@@ -53,6 +53,7 @@ class Work:
 
 
 NOTHING = Work(Kind.NONE)
+_LIBRARY = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|__cutlass")
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "add-dependency"),
     *(
@@ -69,6 +70,34 @@ _FREE = {
     ),
 }
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
+
+
+# [Note: what is a matmul] `is_matmul` says what keeps the cores busy: products, convolutions, attention. `work_of` also
+# needs their sizes: attention is a kind of its own there, with another rate, and convolutions, whose calls do not print
+# what is contracted, count as bytes only. Where a gradient begins, `judge.py` also stops at every other library call.
+
+
+def is_matmul(module: Module, instruction: Instruction) -> bool:
+    """Tell whether an instruction multiplies matrices, or holds what does; see [Note: what is a matmul]."""
+    if instruction.opcode == "custom-call":
+        return _LIBRARY.search(instruction.attributes) is not None
+    if instruction.opcode in ("fusion", "fusion-start", "async-start"):
+        return any(is_matmul(module, inner) for name in instruction.called for inner in _lines(module, name))
+    return instruction.opcode in ("dot", "convolution")
+
+
+def num_matmuls(module: Module, instructions: Iterable[Instruction]) -> int:
+    """Count the matmuls that instructions run, those of loops and calls among them included."""
+    total = 0
+    for instruction in instructions:
+        total += is_matmul(module, instruction)
+        if instruction.opcode != "async-start":  # what that wraps counts as it
+            total += sum(times * num_matmuls(module, _lines(module, name)) for name, times in runs(module, instruction))
+    return total
+
+
+def _lines(module: Module, name: str) -> tuple[Instruction, ...]:
+    return module.computations[name].instructions
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
@@ -99,7 +128,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
 def _is_collective(module: Module, instruction: Instruction) -> bool:
     """Whether it is a collective, or a fusion that XLA has made of one."""
     fused = instruction.called if instruction.opcode in ("fusion", "fusion-start") else ()
-    lines = [line for name in fused for line in module.computations[name].instructions]
+    lines = [line for name in fused for line in _lines(module, name)]
     return any(collective_kind(line) for line in (instruction, *lines))
 
 

@@ -69,6 +69,20 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     return dataclasses.replace(options, **given)  # type: ignore[type-var]
 
 
+def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[str] = frozenset()) -> Options:
+    """Return options over which a command line goes: with the fields of the recipe that it names, if it names one.
+
+    A --factory without a --model takes the place of the recipe's model.
+
+    Raises:
+      ValueError: as `load_recipe`.
+    """
+    default = load_recipe(options, option_value("--recipe", args) or NO_RECIPE, ignore=ignore)
+    if option_value("--factory", args) and not option_value("--model", args):
+        return dataclasses.replace(default, model=None)  # type: ignore[type-var]
+    return default
+
+
 def _as_field(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 

@@ -66,6 +66,11 @@ class StepConfig:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive, or None")
 
+    @property
+    def movement(self) -> dict[str, Any]:
+        """What of it decides how often leaves are gathered and reduced, by name."""
+        return {name: getattr(self, name) for name in ("accumulate", "reduce", "reshard_after_backward")}
+
 
 class TrainStep:
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.

@@ -5,6 +5,12 @@ import json
 import pytest
 
 from jfsdp.cli import main
+from jfsdp.cli.plan import print_search
+from jfsdp.plan.hardware import Cluster, find_gpu
+from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.plan import EagerComputation
+from jfsdp.plan.search import Candidate, Outcome, Search
+from jfsdp.train.options import StepOptions
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
@@ -72,6 +78,7 @@ def test_a_recipe_gives_defaults_and_options_override_it(capsys):
     ("args", "message"),
     [
         (("--model", "llama-tiny", "--gpu", "h99"), "no GPU is called 'h99'; there are"),
+        (("--model", "llama-tiny", "--gpu", "v5e"), "'v5e' is a TPU, and plans are of GPUs"),
         (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are"),
         (("--recipe", "nope"), "recipe 'nope' is unknown; the recipes are"),
         ((*TINY, "--mesh", "fsdp=16"), "--mesh fsdp=16: 16 devices do not make the 8 of the cluster"),
@@ -99,6 +106,38 @@ def test_a_failing_factory_shows_its_own_traceback(workdir, capsys):
     assert "jfsdp/train/job.py" not in error
 
 
+EAGER_JOB = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 64, rngs=rngs)
+    def __call__(self, x):
+        with jax.ensure_compile_time_eval():
+            scale = CONSTANT
+        return self.up(x) * scale.sum()
+
+def make():
+    return dict(
+        model=Net, loss=lambda model, batch: model(batch).mean(), units=[], optimizer=optax.adamw, data="images",
+        batch=lambda rows, seq_len: jax.ShapeDtypeStruct((rows, 64), jnp.float32),
+    )
+"""
+
+
+@pytest.mark.parametrize("constant", ["jnp.arange(4.0)", "jax.device_put([1.0])[0]"])
+def test_a_model_that_computes_while_it_is_traced_is_told_so_at_its_line(constant, workdir, capsys):
+    (workdir / "eager_jobs.py").write_text(EAGER_JOB.replace("CONSTANT", constant))
+    assert main(["plan", "--factory", "eager_jobs:make"]) == 1
+    error = capsys.readouterr().err
+    assert 'eager_jobs.py", line 10, in __call__' in error
+    assert "computes with arrays while it is traced" in error and "with numpy" in error.rstrip().splitlines()[-1]
+    with pytest.raises(EagerComputation) as raised:
+        plan_job(StepOptions(factory="eager_jobs:make"), Cluster(find_gpu("h100")))
+    assert raised.value.__cause__ is not None
+
+
 def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
     recipe, plot = tmp_path / "best.json", tmp_path / "front.svg"
     command = ["plan", *TINY, "--search", "--budget", "0", "--write-recipe", str(recipe), "--plot", str(plot)]
@@ -108,6 +147,33 @@ def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
     assert main(["plan", "--recipe", str(recipe), "--analytic", "--json"]) == 0
     assert main(["plan", *TINY, "--plot", str(plot)]) == 2
     assert "go with --search" in capsys.readouterr().err
+
+
+def candidate(outcome, reason="", **changes):
+    return Candidate(StepOptions(**changes), changes, Outcome(outcome), reason, fits=True, items_per_s=1e5, step_s=1.0)
+
+
+def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_per_reason(capsys):
+    names = ("experimental_parallel_collective_overlap_limit", "all_gather_combine_threshold_bytes")
+    long = tuple(f"xla_gpu_{name}=none" for name in names)
+    tried = [
+        candidate("planned"),
+        candidate("planned", mesh="replica=-1,fsdp=8", strategy="hybrid_shard", remat="names:attended,qkv", xla=long),
+        candidate("skipped", "its state alone does not fit: 89.7 GiB of 76.1", strategy="ddp"),
+        candidate("skipped", "cannot be faster: its wire alone takes 1.30x of the best", strategy="zero1"),
+        candidate("skipped", "cannot be faster: its wire alone takes 1.31x of the best", strategy="zero2"),
+        candidate("failed", "RuntimeError: " + "much " * 50, remat="dots"),
+    ]
+    print_search(Search(tuple(tried), "token", 2**36, 60.0, True, "llama-8b on 64 h100"))
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("best: "))]
+    assert max(map(len, map(str.rstrip, table))) <= 100
+    assert [line for line in table if "skipped" in line or "failed" in line] == [
+        "1 skipped: its state alone does not fit: strategy=ddp",
+        "2 skipped: cannot be faster, first: strategy=zero1",
+        next(line for line in table if line.startswith("1 failed: RuntimeError: much") and line.endswith(" ...")),
+    ]
+    assert "xla=experimental_parallel_collective_overlap_limit=" in "\n".join(table)
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])

@@ -15,14 +15,14 @@ def job(num_layers=2, **config):
     return find_job("llama-8b").with_config(num_layers=num_layers, attention="cudnn", **narrow)
 
 
-def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), **options):
+def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):
     task = job(**dict(config))
     return jfsdp.fully_shard(
         task.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **dict(mesh)),
         strategy=strategy,
         units=task.units,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+        mp_policy=jfsdp.MixedPrecisionPolicy(dtype),
         **options,
     )
 

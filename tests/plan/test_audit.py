@@ -10,7 +10,7 @@ import jfsdp
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.audit import audit
+from jfsdp.plan.audit import audit, read_module
 from jfsdp.testing import assert_collectives
 from jfsdp.train import step as step_module
 from tests.plan import programs
@@ -79,6 +79,18 @@ def test_a_wire_in_float32_is_named(monkeypatch):
     assert "all-gather in f32" in finding.message
     with pytest.raises(AssertionError, match=r"wire-dtype: unit 'layers': all-gather in f32"):
         assert_collectives(programs.compile_step(model), model.layout)
+
+
+def test_a_wire_narrower_than_the_policy_is_named():
+    """The program gathers and sums in bfloat16; the layout says float32."""
+    text, _ = clean()
+    layout = programs.build(config=(("num_layers", 4),), dtype="float32").layout
+    report = audit(text, layout)
+    assert traps(report) == {"wire-dtype"}
+    messages = [finding.message for finding in report.findings if "'layers'" in finding.message]
+    assert any("all-gather in bf16, narrower than" in text and "param_dtype" in text for text in messages)
+    assert any("reduce-scatter in bf16, narrower than" in text and "reduce_dtype" in text for text in messages)
+    assert all(finding.bytes == 0 and finding.path for finding in report.findings)
 
 
 LAYERS_GATHERED = ("layers", "all-gather")
@@ -151,6 +163,30 @@ def test_missing_overlap_is_named():
     assert audit(compiled, model.layout).is_ok, "nobody asked for overlap"
 
 
+def test_an_overlap_that_nothing_shows_is_a_finding():
+    """Of two layers pipelining leaves no loop; who asks for overlap is not told that all is well."""
+    text, layout = programs.program(config=(("stacked", False),))
+    report = audit(text, layout, min_overlap=0.5)
+    assert report.overlap is None and traps(report) == {"overlap"}
+    assert "no loop of this program has a collective" in found(report, "overlap").message
+    assert audit(text, layout).is_ok
+    with pytest.raises(AssertionError, match="no loop of this program"):
+        assert_collectives(text, layout, min_overlap=0.0)
+
+
+def test_a_program_of_another_strategy_is_told_apart_from_a_wrong_one():
+    text, _ = clean()
+    layout = programs.build("shard_grad_op", config=(("num_layers", 4),)).layout
+    report = audit(text, layout)
+    assert traps(report) == {"repeated-gather", "extra-bytes"}
+    message = found(report, "repeated-gather").message
+    assert "more often than strategy 'shard_grad_op' says" in message
+    assert "keeps gathered weights until the backward" in message and "calls=" not in message
+    (note,) = report.notes
+    assert note.startswith("the layout is 'shard_grad_op' on fsdp=8; if the program was compiled for another strategy")
+    assert "repeated-gather" in note and "audit it with the options that it was compiled with" in note
+
+
 def repeat_gathers(text, suffix):
     """Write every gather of the layer loops a second time, as XLA's rematerialization does with what it recomputes."""
     lines = []
@@ -211,6 +247,7 @@ def test_a_saved_file_is_read_by_its_path(tmp_path):
     (tmp_path / "step.hlo.txt").write_text(text)
     assert audit(tmp_path / "step.hlo.txt", layout).is_ok
     assert audit(str(tmp_path / "step.hlo.txt"), layout).is_ok
+    assert audit(read_module(text), layout).is_ok, "what is parsed already is not parsed again"
 
 
 def test_a_layout_of_another_mesh_is_refused():

@@ -45,7 +45,7 @@ def test_what_xla_compiles_is_what_theory_says(name):
     assert found.wire_bytes_theory == pytest.approx(expected, rel=1e-4)
     for unit in layout.units:
         rows = [row for row in found.rows if row.unit == unit.name]
-        kinds = {(row.kind, row.axes, row.group_size) for row in rows if row.what == "parameters"}
+        kinds = {(row.kind, row.axes, row.group_size) for row in rows if row.what in ("parameters", "gradients")}
         for kind in kinds:
             same = [row for row in rows if (row.kind, row.axes, row.group_size) == kind]
             measured, wanted = (
@@ -62,8 +62,18 @@ def test_rows_say_which_axes_and_whether_nodes_are_crossed():
     assert {row.axes for row in found.rows} == {("fsdp",)}
     text, layout = programs.program(strategy="hybrid_shard", mesh=GROUPS, accumulate=2)
     rows = ledger_of(layout, text, accumulate=2).rows
-    assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "parameters"} == {("replica",)}
+    assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "gradients"} == {("replica",)}
     assert {row.crosses_nodes for row in rows if row.measured_bytes} == {None}
+
+
+def test_what_is_gathered_are_parameters_and_what_is_reduced_gradients():
+    text, layout = programs.program(strategy="hybrid_shard", mesh=GROUPS, accumulate=2)
+    rows = [row for row in ledger_of(layout, text, accumulate=2).rows if row.what in ("parameters", "gradients")]
+    assert {(row.what, row.kind) for row in rows} == {
+        ("parameters", "all-gather"),
+        ("gradients", "reduce-scatter"),
+        ("gradients", "all-reduce"),
+    }
 
 
 def test_padding_is_a_row_of_its_own():

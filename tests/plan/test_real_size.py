@@ -32,7 +32,7 @@ def test_llama_8b_sends_what_theory_says(strategy, num_devices, param_dtype):
 def test_large_models_hide_their_bytes(model, num_devices):
     found = plan(num_devices, model=model)
     assert round(found.ledger.wire_ratio, 3) == 1
-    assert found.timeline.overlapped_share >= 0.98
+    assert (found.timeline.overlapped_share or 0) >= 0.98
     assert found.memory.parts["unattributed"] <= 0.05 * found.memory.peak_bytes
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jfsdp.plan.bounds import bound_job, estimate_job
 from jfsdp.plan.hardware import Cluster, find_gpu
+from jfsdp.plan.jobs import find_planned_job, matmul_elements, shard_planned
 from jfsdp.plan.pareto import pareto_front, plot_front
-from jfsdp.plan.search import Outcome, SearchSpace, bound_job, search_job
+from jfsdp.plan.search import Outcome, SearchSpace, search_job
 from jfsdp.plan.space import placements, value_names, xla_choices
 from jfsdp.plan.target import PlanUnavailable, topology_devices
 from jfsdp.train.options import StepOptions, parse_xla
@@ -241,6 +243,37 @@ def test_a_bound_gives_every_group_its_own_link():
     bound = bound_job(given, TWO_NODES)
     assert bound.wire_s == pytest.approx(inside + between, rel=1e-3)
     assert bound.compute_s == pytest.approx(0.4795, rel=1e-3) and bound.items == 8192
+    estimate = estimate_job(given, TWO_NODES)
+    assert (estimate["wire_s"], estimate["compute_s"]) == (bound.wire_s, bound.compute_s)
+    assert estimate["step_s_at_least"] == bound.compute_s and estimate["state_bytes"] == bound.state_bytes
+
+
+def test_frozen_weights_need_no_gradient_and_no_reduction():
+    """Two FLOPs less per frozen element and token; the bound knows that it may be more."""
+    given = StepOptions(model="llama-8b")
+    layers, head = 32 * (218_112_000 - 2 * 4096), 128256 * 4096
+
+    def look(*frozen):
+        options = dataclasses.replace(given, frozen=frozen)
+        planned = shard_planned(options, find_planned_job(options), num_devices=8)
+        return planned.work.item_flops or 0.0, bound_job(options, NODE)
+
+    flops, whole = look()
+    part_flops, part = look("layers")
+    assert flops - part_flops == 2 * layers
+    assert look("embed")[0] == flops, "a lookup multiplies nothing"
+    least = (flops / 3 + 2 * head) * 8192 / NODE.gpu.peak_flops("bfloat16")
+    assert part.compute_s == pytest.approx(least) and part.compute_s < whole.compute_s
+    assert look("embed")[1].compute_s == whole.compute_s
+    norms = 65 * 4096
+    reduced = 7 / 8 * 2 * (layers + 64 * 4096)
+    assert whole.wire_bytes - part.wire_bytes == pytest.approx(reduced, rel=norms / layers)
+    tied = StepOptions(model="gpt2", frozen=("wte",))
+    planned = shard_planned(tied, find_planned_job(tied), num_devices=8)
+    assert matmul_elements(planned.job, planned.model.layout, trainable=False) == 50257 * 768
+    images = StepOptions(model="vit-b16", frozen=("blocks",))
+    planned = shard_planned(images, find_planned_job(images), num_devices=8)
+    assert planned.work.item_flops is None and bound_job(images, NODE).compute_s == 0
 
 
 def test_the_names_of_values_are_the_models():

@@ -1,0 +1,311 @@
+"""The traps: each way in which a program may go against its layout has a name, and a check.
+
+[Note: traps]
+    wire-dtype       arrays on the wire in a wider dtype than the precision policy's, or in a narrower one
+    replicated       parameters that arrive at the step in larger shards than the layout's
+    optimizer-state  the same of optimizer states
+    extra-bytes      more bytes on the wire than theory
+    repeated-gather  a unit gathered more often than theory; XLA's own rematerialization does that near the memory limit
+    all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
+    held             gathered weights of a resharded unit that live from its forward to its backward
+    overlap          too few of the bytes in loops have a matmul between start and done, or no loop has any bytes
+    unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.units import ROOT
+from jfsdp.plan.collectives import Collective
+from jfsdp.plan.held import find_held
+from jfsdp.plan.hlo import Instruction, Module, Shape, walk
+from jfsdp.plan.ledger import Ledger, Part
+from jfsdp.plan.theory import GATHER, REDUCE, SCATTER, Move, hlo_dtype
+from jfsdp.train.gradients import group_only, is_beyond_xla
+
+_NARROW = {
+    True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
+    False: "weights are rounded before they move; where the model itself casts what it gathers, XLA may cast before: "
+    "give the layout this param_dtype",
+}
+_REMATERIALIZED = (
+    "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) and give the "
+    "units a remat policy"
+)
+_CALLED = "a unit called several times per step must be declared: calls={unit: times}"
+_KEPT = (
+    "the layout keeps gathered weights until the backward, and this program gathers them there again, as one of a "
+    "strategy that reshards after the forward would"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that a program does against its layout.
+
+    Attributes:
+      trap: its name in [Note: traps].
+      message: facts and remedy.
+      bytes: too many on the wire per device and step, or in memory per device; 0 where neither can be said.
+      path: the leaf, the largest of them where there are several; "" where it is about none.
+      source: the line of the source, or else the operation's name in the program; "" where XLA kept neither.
+    """
+
+    trap: str
+    message: str
+    bytes: float
+    path: str
+    source: str
+
+
+class Check:
+    """The traps, one method each; `allowed` is how many bytes on the wire may be against the layout."""
+
+    def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
+        self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
+
+    def wire_dtypes(self) -> Iterator[Finding]:
+        """Arrays of leaves in a wider or a narrower dtype than every movement of that kind of that leaf has."""
+        wide, narrow = {}, {}
+        for part in self.ledger.parts:
+            if part.path:
+                narrowest, widest = self._item_bytes(part)
+                wide[part] = part.wire_bytes * max(0.0, 1 - widest / _item_bytes(part.dtype))
+                narrow[part] = part.wire_bytes * max(0.0, narrowest / _item_bytes(part.dtype) - 1)
+        for (unit, kind, dtype), parts in _group(wide, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+            size = sum(wide[part] for part in parts)
+            yield self._finding(
+                "wire-dtype",
+                parts,
+                size,
+                f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {gb(size)} too many per "
+                "device and step; cast the shard before its gather and state its layout at rest after the cast",
+            )
+        for (unit, kind, dtype), parts in _group(narrow, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+            what = f"{_name(unit)}: {kind} in {dtype}, narrower than the precision policy says"
+            yield self._finding("wire-dtype", parts, 0.0, f"{what}: {_NARROW[kind in (SCATTER, REDUCE)]}")
+
+    def _item_bytes(self, part: Part) -> tuple[int, int]:
+        """Return the least and the most bytes of an element that theory expects of an array."""
+        is_sum = part.collective.kind in (SCATTER, REDUCE)
+        expected = [hlo_dtype(self.layout.by_path[part.path].stage("use").dtype)]
+        sizes = [_item_bytes(dtype) for dtype in self._dtypes.get((part.path, is_sum), expected)]
+        return min(sizes), max(sizes)
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[tuple[str, bool], set[str]]:
+        """The dtypes in which theory moves a leaf, by its path and whether that is a sum."""
+        found: dict[tuple[str, bool], set[str]] = {}
+        for move in self.moves:
+            found.setdefault((move.leaf.path, move.kind in (SCATTER, REDUCE)), set()).add(move.dtype)
+        return found
+
+    def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
+        """Parameters and optimizer states that arrive in larger shards than the layout's."""
+        found: dict[tuple[str, str], list[tuple[int, Leaf, Instruction]]] = {}
+        for leaf, stage, argument in arguments:
+            size = _excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
+            if size:
+                num_bytes = size * _item_bytes(argument.shapes[0].dtype)
+                trap = "optimizer-state" if stage == "opt" else "replicated"
+                found.setdefault((trap, leaf.unit), []).append((num_bytes, leaf, argument))
+        for (trap, unit), items in found.items():
+            size = sum(item[0] for item in items)
+            _, leaf, argument = max(items, key=lambda item: item[0])
+            kind = "optimizer states" if trap == "optimizer-state" else "parameters"
+            message = (
+                f"{_name(unit)}: {len(items)} {kind} arrive larger than their shards, first {leaf.path} as "
+                f"{argument.shapes[0].dtype}{list(argument.shapes[0].dims)} ({leaf.reason}): {gb(size)} of memory too "
+                "many per device; give the state the shardings of model.abstract_state(tx)"
+            )
+            yield Finding(trap, message, float(size), leaf.path, _argument_name(argument))
+
+    def all_reduces(self) -> Iterator[Finding]:
+        """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
+        scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
+        excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
+        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
+            size = sum(excess[part] for part in chosen) / 2
+            needs_loss = group_only(self.layout) or is_beyond_xla(self.layout)
+            why = "; this layout needs a loss that is a jfsdp.Loss, else XLA reduces it" if needs_loss else ""
+            yield self._finding(
+                "all-reduce",
+                chosen,
+                size,
+                f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
+                f"reduce-scatter would do: {gb(size)} too many per device and step{why}",
+            )
+
+    def _excess(self, kind: str) -> dict[Part, float]:
+        """Return the bytes beyond theory of the leaves' collectives of one kind.
+
+        Leaves of one shape are taken together: which of them an array belongs to is not always certain.
+        """
+        wanted: Counter[tuple[int, ...]] = Counter()
+        total: Counter[tuple[int, ...]] = Counter()
+        for move in self.moves:
+            if move.kind == kind:
+                wanted[_form(move.leaf)] += move.times * math.prod(move.shape)
+        parts = [part for part in self.ledger.parts if part.collective.kind == kind and part.path]
+        forms = {part: _form(self.layout.by_path[part.path]) for part in parts}
+        for part in parts:
+            total[forms[part]] += part.elements  # type: ignore[assignment]
+        return {part: part.wire_bytes * max(0.0, 1 - wanted[forms[part]] / total[forms[part]]) for part in parts}
+
+    def gathers(self) -> Iterator[Finding]:
+        """Units gathered more often than theory."""
+        excess = self._excess(GATHER)
+        is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
+        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
+            size = sum(excess[part] for part in chosen)
+            why = _REMATERIALIZED if is_remat else _CALLED if self._gathers_again(unit) else _KEPT
+            yield self._finding(
+                "repeated-gather",
+                chosen,
+                size,
+                f"{_name(unit)}: gathered more often than strategy {self.layout.strategy.name!r} says, {gb(size)} too "
+                f"many per device and step; {why}",
+            )
+
+    def _gathers_again(self, unit: str) -> bool:
+        return any(move.leaf.unit == unit and move.what == "gather backward" for move in self.moves)
+
+    def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
+        """More bytes on the wire than theory, all together."""
+        ledger = self.ledger
+        size = ledger.wire_bytes - ledger.wire_bytes_theory
+        if size <= self.allowed:
+            return
+        rows = sorted(ledger.rows, key=lambda row: row.expected_bytes - row.measured_bytes)[:3]
+        worst = [f"{_name(r.unit)} {r.kind} {r.dtype} {gb(r.measured_bytes - r.expected_bytes)}" for r in rows]
+        shown = ", ".join(
+            text for text, row in zip(worst, rows, strict=True) if row.measured_bytes > row.expected_bytes
+        )
+        path = rows[0].paths[0] if rows and rows[0].paths else ""
+        message = (
+            f"{gb(ledger.wire_bytes)} per device and step, {gb(ledger.wire_bytes_theory)} by theory of strategy "
+            f"{self.layout.strategy.name!r}, more than {tolerance:.1%} above it; most of it: "
+            f"{shown or 'unknown collectives'}"
+        )
+        yield Finding("extra-bytes", message, size, path, "")
+
+    def held(self) -> Iterator[Finding]:
+        """Gathered weights of resharded units that live from forward to backward."""
+        held = find_held(self.layout, self.module, self.ledger.parts)
+        for unit in dict.fromkeys(item.leaf.unit for item in held):
+            items = [item for item in held if item.leaf.unit == unit]
+            size = sum(item.num_bytes for item in items)
+            if size < 0.01 * self._whole_bytes(unit):  # vectors of one size may be another unit's
+                continue
+            largest = max(items, key=lambda item: item.num_bytes)
+            message = (
+                f"{_name(unit)}: {len(items)} gathered weights are held from forward to backward, "
+                f"{size / 2**30:.3f} GiB per device, first {largest.leaf.path}, and the layout reshards them after the "
+                "forward; let nothing that depends on weights alone be saved"
+            )
+            yield Finding("held", message, float(size), largest.leaf.path, largest.source)
+
+    def _whole_bytes(self, unit: str) -> int:
+        leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
+        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.stored_shape).num_bytes for leaf in leaves)
+
+    def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
+        """Collectives in loops without a matmul to hide behind."""
+        if least is None or (share is not None and share >= least):
+            return
+        if share is None:
+            message = (
+                f"no loop of this program has a collective, so nothing shows whether {least:.1%} of their bytes hide; "
+                "audit one with loops (stacked layers, several of them, over several devices), or ask for no share"
+            )
+            yield Finding("overlap", message, 0.0, "", "")
+            return
+        in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
+        if not in_loop:
+            yield Finding("overlap", f"{share:.1%} of the bytes in loops, all unknown to theory, hide", 0.0, "", "")
+            return
+        size = (1 - share) * sum(part.wire_bytes for part in in_loop)
+        bare = {part: part.wire_bytes for part in in_loop if part.collective.done <= part.collective.start + 1}
+        largest = max(bare or {part: part.wire_bytes for part in in_loop}, key=lambda part: part.wire_bytes)
+        message = (
+            f"{share:.1%} of the collective bytes in loops have a matmul between start and done, less than "
+            f"{least:.1%}: {gb(size)} per device and step wait alone; ask XLA for more (optimization_level='O1', "
+            "combine thresholds of a unit's bytes, a higher overlap limit), and measure at real size"
+        )
+        yield Finding("overlap", message, size, largest.path, _source(largest.collective))
+
+    def unknown(self) -> Iterator[Finding]:
+        """Collectives that belong to no leaf."""
+        if self.ledger.unknown_bytes <= self.allowed / 10:
+            return
+        for kind in dict.fromkeys(item.kind for item in self.ledger.unknown):
+            items = [item for item in self.ledger.unknown if item.kind == kind]
+            size = sum(item.total_bytes for item in items)
+            largest = max(items, key=lambda item: item.total_bytes)
+            shapes = ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in largest.parts[:3])
+            message = (
+                f"{len(items)} of kind {kind} belong to no parameter or gradient, {gb(size)} per device and step, the "
+                f"largest {largest.name} of {shapes}: activations that move between devices, or an optimizer that "
+                "mixes the elements of a leaf"
+            )
+            yield Finding("unknown", message, size, "", _source(largest))
+
+    def _finding(self, trap: str, parts: Sequence[Part], size: float, message: str) -> Finding:
+        largest = max(parts, key=lambda part: part.wire_bytes)
+        return Finding(trap, message, size, largest.path, _source(largest.collective))
+
+
+def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[tuple[Any, ...], list[Part]]]:
+    """Yield the parts with an excess by key, if all of them together exceed what is allowed; crumbs are left out."""
+    total = sum(excess.values())
+    groups: dict[tuple[Any, ...], list[Part]] = {}
+    for part, size in excess.items():
+        if size and total > allowed:
+            groups.setdefault(key(part), []).append(part)
+    for name, parts in groups.items():
+        if sum(excess[part] for part in parts) > 0.01 * total:
+            yield name, parts
+
+
+def _form(leaf: Leaf) -> tuple[int, ...]:
+    """The dims of one layer of a leaf, in no order."""
+    return tuple(sorted(leaf.stored_shape[leaf.stacked :]))
+
+
+def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
+    """Return by how many elements an argument is larger than its shard; 0 if it has not the form of its leaf."""
+    kind = dict(leaf.stages).get(stage)
+    if kind is None or leaf.dim is None or len(dims) != len(leaf.shape):
+        return 0
+    shard = list(leaf.stored_shape)
+    shard[leaf.dim] //= layout.num_parts(kind)
+    is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim != leaf.dim)
+    return max(0, math.prod(dims) - math.prod(shard)) if is_like else 0
+
+
+def _item_bytes(dtype: str) -> int:
+    return Shape(dtype, ()).num_bytes
+
+
+def _name(unit: str) -> str:
+    return f"unit {unit!r}" if unit != ROOT else "root unit"
+
+
+def gb(size: float) -> str:
+    """Return bytes in words."""
+    return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size / 1e3:.3f} kB"
+
+
+def _source(item: Collective) -> str:
+    return item.source or item.op_name
+
+
+def _argument_name(argument: Instruction) -> str:
+    return argument.op_name.replace("\\'", "'")
