@@ -1,7 +1,10 @@
 """Eight simulated CPU devices for every test; must run before JAX starts its backend."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -16,6 +19,15 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
+
+# Most of a test's time is XLA's: compile quickly rather than well, and what another test has compiled only once.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="jfsdp-tests-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_sessionstart(session):
