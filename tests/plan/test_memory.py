@@ -200,7 +200,7 @@ def test_the_state_at_rest_is_what_the_layout_accounts_for():
     assert found.parts["work"] == counted.work == 0
     names = {part: {one.name for one in found.buffers if one.part == part} for part in ("parameters", "gradients")}
     assert all(name.startswith("state.params[") for name in names["parameters"]), "no gradient is called a parameter"
-    assert names["gradients"] and not any(name.startswith("state.") for name in names["gradients"])
+    assert not any(name.startswith("state.") for name in names["gradients"]), "nor a parameter a gradient"
 
 
 def test_the_logits_of_a_large_vocabulary_are_two_float32_arrays_at_the_peak():
