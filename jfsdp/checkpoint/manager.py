@@ -14,7 +14,6 @@ import numpy as np
 from jfsdp.checkpoint.store import check_space, read_manifest, readable_errors, restore, save_args
 from jfsdp.train.state import TrainState
 
-
 _DELETED = "to-delete"
 
 

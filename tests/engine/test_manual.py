@@ -109,7 +109,10 @@ def test_lists_of_units_change_no_bit(prefetch):
     ("prefetch", "message"),
     [
         (4, "prefetch forward=4: a step gathers 3 units forward"),
-        (PREFETCH({"blocks.0": ["blocks.2"]}), r"after 'blocks.0' the step calls 'blocks.1'; gathers start in the order"),
+        (
+            PREFETCH({"blocks.0": ["blocks.2"]}),
+            r"after 'blocks.0' the step calls 'blocks.1'; gathers start in the order",
+        ),
         (PREFETCH(1, {"blocks.0": ["blocks.1"]}), r"backward\['blocks.0'\].*after 'blocks.0' the step calls nothing"),
         (PREFETCH({"block.0": []}), r"'block.0' is no unit that the step gathers forward; these are.*'blocks.0'"),
     ],

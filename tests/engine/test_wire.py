@@ -17,9 +17,7 @@ SHARE = (NUM_DEVICES - 1) / NUM_DEVICES
 
 
 @functools.cache
-def lower(
-    strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), engine="auto", **config
-):
+def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), engine="auto", **config):
     attention = "cudnn" if param_dtype == "bfloat16" else "xla"
     job = find_job("llama-8b").with_config(attention=attention, **config)
     model = jfsdp.fully_shard(
