@@ -30,17 +30,31 @@ class Waiting(NamedTuple):
     grads: Arrays
 
 
+class Landed(NamedTuple):
+    """A reduced gradient that is still to be added to the sums; fields as in `Waiting`."""
+
+    path: str
+    gone: int
+    iteration: int
+    value: jax.Array
+
+
 class Sums:
-    """Reduced gradients by name, and those that wait: of at most one call, besides the root's.
+    """Reduced gradients by name, and those under way.
+
+    What a call leaves is reduced while the next one computes, and added to the sums while the one after that does: so
+    no computation that needs the result keeps XLA (0.12) from hiding the reduction.
 
     Attributes:
-      waiting: what `flush` is to reduce.
+      waiting: of at most one call, besides the root's: what is to be reduced next.
+      landed: what is to be added next.
       reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
     """
 
     def __init__(self, engine: ManualEngine):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
+        self.landed: list[Landed] = []
         self.reduced: Arrays = {}
 
     def add(self, unit: str, gone: Mapping[str, int], iteration: int, grads: Arrays) -> None:
@@ -48,18 +62,24 @@ class Sums:
         if grads:
             self.waiting.append(Waiting(unit, {path: gone[path] for path in grads}, iteration, grads))
 
-    def flush(self, shift: Any) -> None:
-        """Reduce the gradients that wait; `shift` as in `Gathers`."""
+    def turn(self, shift: Any) -> None:
+        """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
+        self.settle(shift)
         for unit, gone, iteration, grads in self.waiting:
-            for path, value in self._reduce(unit, gone, grads).items():
-                index, old = iteration + shift, self.reduced.get(path)
-                if gone[path]:
-                    assert old is not None, path
-                    value = put_at(old, index, at(old, index) + value)
-                elif old is not None:
-                    value = old + value
-                self.reduced[path] = value
+            values = self._reduce(unit, gone, grads)
+            self.landed += [Landed(path, gone[path], iteration, value) for path, value in values.items()]
         self.waiting = []
+
+    def settle(self, shift: Any) -> None:
+        """Add what has landed to the sums."""
+        for path, gone, iteration, value in self.landed:
+            old = self.reduced.get(path)
+            if gone:
+                assert old is not None, path
+                self.reduced[path] = put_at(old, iteration + shift, at(old, iteration + shift) + value)
+            else:
+                self.reduced[path] = value if old is None else old + value
+        self.landed = []
 
     def _reduce(self, unit: str, gone: Mapping[str, int], grads: Arrays) -> Arrays:
         pairs = [(self.layout.by_path[path], gone[path]) for path in grads]
@@ -74,15 +94,23 @@ class Sums:
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
-        trained = {
-            path: gone
-            for call in loop.live_calls
-            for path, gone in call.shards.items()
-            if self.layout.by_path[path].trainable
-        }
+        trained = {path: gone for call in loop.live_calls for path, gone in self._trained(call).items()}
         for path in trained.keys() - self.reduced.keys():
             self.reduced[path] = self.zeros(path, trained[path], loop.length)
         return sorted(trained)
+
+    def enter(self, loop: Loop, iteration: int) -> None:
+        """Settle, and let zeros land where the scan of a loop finds what its iteration before has reduced."""
+        self.settle(0)
+        calls = loop.live_calls
+        last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
+        self.landed = [
+            Landed(path, gone, before, self.zeros(path, gone, 1)[0] if gone else self.zeros(path, 0, 0))
+            for path, gone in sorted(self._trained(last).items())
+        ]
+
+    def _trained(self, call: Call) -> dict[str, int]:
+        return {path: gone for path, gone in call.shards.items() if self.layout.by_path[path].trainable}
 
 
 class Backward:
@@ -102,7 +130,8 @@ class Backward:
             found = {path: cts.pop(step.root_vars[path], None) for path in step.first_use.get(place, [])}
             grads = {path: x for path, x in found.items() if x is not None and step.derivatives.is_trained(path)}
             self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
-        self.sums.flush(0)
+        self.sums.turn(0)
+        self.sums.settle(0)
         return {path: self._total(path, cts) for path in step.trained}
 
     def _total(self, path: str, cts: Cotangents) -> jax.Array:
@@ -126,7 +155,7 @@ class Backward:
         full: Arrays = {}
         if isinstance(item, Call):
             found = self.gathers.take(given)
-            self.sums.flush(self.gathers.shift)
+            self.sums.turn(self.gathers.shift)
             full = self.weights.take(found, item, iteration + self.gathers.shift, given)
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(id(item), []), given)
@@ -154,24 +183,35 @@ class Backward:
         """Run the iterations that all look alike; what is on its way, what waits and what is summed is in the carry."""
         low, high = self.step.scans[id(loop)]
         start, gathers, sums = self.gathers.place, self.gathers, self.sums
-        waiting = sums.waiting
+        sums.enter(loop, high)
+        waiting, landed = sums.waiting, sums.landed
 
         def body(state: Any, slices: Any) -> tuple[Any, Any]:
-            (carry, consts, queue, grads, reduced), (index, record, ys) = state, slices
+            (carry, consts, queue, under_way, reduced), (index, record, ys) = state, slices
             gathers.enter(start, queue, index - (high - 1))
-            sums.waiting = [what._replace(grads=x) for what, x in zip(waiting, grads, strict=True)]
-            sums.reduced |= reduced
+            put(under_way, reduced)
             carry, consts, xs = run(carry, consts, ys, record, high - 1)
-            state = (carry, consts, gathers.queue, [what.grads for what in sums.waiting])
-            return (*state, {path: sums.reduced[path] for path in names}), xs
+            return (carry, consts, gathers.queue, *take()), xs
 
-        state = (carry, consts, gathers.queue, [what.grads for what in waiting])
-        state = (*state, {path: sums.reduced[path] for path in names})
+        def take() -> tuple[Any, Arrays]:
+            under_way = [what.grads for what in sums.waiting], {what.path: what.value for what in sums.landed}
+            return under_way, {path: sums.reduced[path] for path in names}
+
+        def put(under_way: Any, reduced: Arrays, moved: int = 0) -> None:
+            sums.waiting = [
+                what._replace(grads=grads, iteration=what.iteration - moved)
+                for what, grads in zip(waiting, under_way[0], strict=True)
+            ]
+            sums.landed = [
+                what._replace(value=under_way[1][what.path], iteration=what.iteration - moved) for what in landed
+            ]
+            sums.reduced |= reduced
+
+        state = (carry, consts, gathers.queue, *take())
         slices = (jnp.arange(low, high), records, [y[low:high] for y in ys])
-        (carry, consts, queue, grads, reduced), xs = jax.lax.scan(body, state, slices, reverse=True)
+        (carry, consts, queue, *left), xs = jax.lax.scan(body, state, slices, reverse=True)
         gathers.enter(start + len(loop.live_calls) * (high - low), queue, 0)
-        sums.waiting = [what._replace(iteration=low, grads=x) for what, x in zip(waiting, grads, strict=True)]
-        sums.reduced |= reduced
+        put(*left, moved=high - low)
         return carry, consts, xs
 
 
