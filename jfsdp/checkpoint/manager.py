@@ -14,13 +14,15 @@ import numpy as np
 from jfsdp.checkpoint.store import check_space, read_manifest, readable_errors, restore, save_args
 from jfsdp.train.state import TrainState
 
+_DELETED = "to-delete"
+
 
 class Checkpointer:
     """Checkpoints in `directory/<step>`, written in the background.
 
     A save copies this process's shards to host memory and returns; the files appear under a temporary name and are
     renamed once complete, so a listed step is a whole one. Older steps are deleted only after a newer one is
-    complete.
+    complete, and moved aside first: a process that is killed in between leaves no half of a step.
 
     Args:
       directory: where steps stand; made if it is missing.
@@ -38,7 +40,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         with readable_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DELETED)
             self._is_writer = False
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -87,7 +89,7 @@ class Checkpointer:
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left half written. Only a writer may: a reader may be looking at a live run."""
         if not self._is_writer and jax.process_index() == 0:
-            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            for path in [*self.directory.glob("*.orbax-checkpoint-tmp*"), self.directory / _DELETED]:
                 shutil.rmtree(path, ignore_errors=True)
         self._is_writer = True
 
@@ -110,6 +112,8 @@ class Checkpointer:
         """Wait until the last save is complete; raises what went wrong with it."""
         with readable_errors(self.directory):
             self._manager.wait_until_finished()
+        if self._is_writer and jax.process_index() == 0:
+            shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
         """Wait for the last save and stop the writing threads."""

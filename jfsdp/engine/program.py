@@ -281,7 +281,7 @@ def _read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCa
 def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str]:
     def within(jaxpr: Any) -> Iterator[str]:
         for eqn in jaxpr.eqns:
-            call = _named(eqn, calls)
+            call = calls.get(str(eqn.params.get("name", "")))  # whatever JAX has made of it
             if call is not None:
                 yield call.unit
             for inner in inner_jaxprs(eqn):

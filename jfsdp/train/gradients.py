@@ -149,7 +149,16 @@ class Gradients:
         Raises:
           ValueError: for a model whose state depends on what a single device does not have.
         """
-        problem = self._survey(source, model_state, batch)[2]
+        try:
+            problem = self._survey(source, model_state, batch)[2]
+        except NameError as error:
+            axis = next((axis for axis in self.apply.engine.mesh.axis_names if axis in str(error)), None)
+            if axis is None:
+                raise
+            raise ValueError(
+                f"the loss or the model names mesh axis {axis!r} in a collective of its own; under jfsdp a loss sees "
+                "its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
+            ) from error
         if problem:
             raise ValueError(
                 f'engine="manual": {problem}, and each device would see its own rows only; use engine="auto"'
@@ -187,15 +196,19 @@ class Gradients:
         """Tell whether a weight has several gradients: XLA all-reduces each by itself, and adds them afterwards."""
         if not self.apply.layout.data_axes:
             return False
-        rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
+        rows = self._first_rows(batch)
         shared = self.apply.shared_weights(self.loss_fn, source, model_state, rows)
         return any(self.apply.layout.by_path[path].trainable for path in shared)
+
+    def _first_rows(self, batch: Any) -> Any:
+        """Cut as many rows as a microbatch has, to trace what holds for all."""
+        return jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, bool, str | None]:
         """Tell whether the loss is a sum by its type, whether it depends on rng keys, and what of the model's state
         differs where the rows do.
         """
-        rows = jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
+        rows = self._first_rows(batch)
         is_sum, names = False, []
 
         def loss_fn(model: Any, rows: Any) -> Loss:

@@ -45,7 +45,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     remat: Remat = "full",
     engine: str = "auto",
-    prefetch: None = None,
+    prefetch: int | Prefetch | None = None,
     storage: str = "per_parameter",
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: ShardDim | None = None,
@@ -80,7 +80,11 @@ def fully_shard(
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root).
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
-      engine, storage, prefetch: only "auto", "per_parameter" and None are available.
+      engine: "auto" leaves collectives and their order to XLA; "manual" writes them out, inside a `shard_map`, where
+        each device sees its own rows.
+      prefetch: for engine "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
+        None is 1.
+      storage: only "per_parameter" is available.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.

@@ -313,6 +313,19 @@ def test_kill_in_the_middle_of_saves_leaves_only_steps_that_restore(delay_s, tmp
     assert not unfinished(directory), "what the interruption left is cleaned up before the next save"
 
 
+def test_old_steps_are_moved_aside_before_they_are_deleted(tmp_path, checkpoints, monkeypatch):
+    """Deleting takes many calls: a process killed between them must not leave a step that is listed and not whole."""
+    run = checkpoints()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        save_steps(run, 1, 2, 3, 4)
+        assert run.steps() == [2, 3, 4]
+        assert unfinished(tmp_path / "run") == ["to-delete"]
+    save_steps(run, 5)
+    assert run.steps() == [3, 4, 5]
+    assert not unfinished(tmp_path / "run")
+
+
 def test_an_unfinished_step_is_not_listed_and_makes_way_for_a_whole_one(tmp_path, checkpoints):
     """What a kill leaves, made by hand: the temporary directory of a step, with a part of its files."""
     save_steps(checkpoints(), 1, 2)

@@ -133,6 +133,7 @@ def make():
 """
 
 
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.parametrize("constant", ["jnp.arange(4.0)", "jax.device_put([1.0])[0]"])
 def test_a_model_that_computes_while_it_is_traced_is_told_so_at_its_line(constant, workdir, capsys):
     (workdir / "eager_jobs.py").write_text(EAGER_JOB.replace("CONSTANT", constant))

@@ -17,7 +17,7 @@ SHARE = (NUM_DEVICES - 1) / NUM_DEVICES
 
 
 @functools.cache
-def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), **config):
+def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), engine="auto", **config):
     attention = "cudnn" if param_dtype == "bfloat16" else "xla"
     job = find_job("llama-8b").with_config(attention=attention, **config)
     model = jfsdp.fully_shard(
@@ -26,6 +26,7 @@ def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("f
         strategy=strategy,
         units=job.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype=param_dtype),
+        engine=engine,
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(job.loss, tx, max_grad_norm=1.0)

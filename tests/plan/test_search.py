@@ -300,6 +300,7 @@ def test_a_plot_is_written(found, tmp_path, kind):
         plot_front(found, tmp_path / "front.gif")
 
 
+@pytest.mark.proof
 def test_real_plans_are_no_faster_than_their_bounds():
     space = SearchSpace((), (), ("none",), (), (), beam=1)
     told = []

@@ -100,7 +100,11 @@ MODELS = {
     "jax-resnet": resnet(),
 }
 MESHES: dict[str, Any] = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-RUNS = [(model, *run) for model, case in MODELS.items() for run in case.runs]
+RUNS = [
+    pytest.param(model, *run, marks=[pytest.mark.proof] if place else [])
+    for model, case in MODELS.items()
+    for place, run in enumerate(case.runs)
+]
 
 
 def batches(model):

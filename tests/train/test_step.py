@@ -142,7 +142,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"mp_policy": "bfloat16"}, "is not a jfsdp.MixedPrecisionPolicy"),
         ({"mesh": jfsdp.make_mesh(tensor=2)}, r"axis 'tensor' \(size 2\): nothing is split over it"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
-        ({"engine": "manual"}, "engine 'manual' is unknown"),
+        ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, manual"),
         ({"storage": "flat"}, "per_parameter"),
         ({"prefetch": 1}, "leave it None"),
         ({"remat": "some"}, "none, full, dots"),

@@ -1,0 +1,187 @@
+"""Engine "manual" on models of every shape: what it schedules, what it leaves in place and says so, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from tests.engine.test_wire import compiled_wire
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.sgd(0.1)
+PREFETCH = jfsdp.Prefetch
+ROOT, LAYER = 1_050_677_248, (8_030_261_248 - 1_050_677_248) // 32  # parameters of Llama-3-8B
+
+
+class Chain(nnx.Module):
+    """Residual blocks, called as `how` says."""
+
+    def __init__(self, rngs, how, num=3):
+        self.how = how
+        self.blocks = nnx.List([Block(16, rngs) for _ in range(num)])
+        self.pair = Pair(rngs) if how == "nested" else None
+
+    def __call__(self, x):
+        first, *rest = self.blocks
+        x = CALLS[self.how](self, first, x)
+        for block in rest:
+            x = block(x)
+        return x
+
+
+class Pair(nnx.Module):
+    """A unit within which another unit is called."""
+
+    def __init__(self, rngs):
+        self.inner, self.outer = Block(16, rngs), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.inner(x))
+
+
+CALLS = {
+    "once": lambda model, block, x: block(x),
+    "twice": lambda model, block, x: block(block(x)),
+    "never": lambda model, block, x: x,
+    "jit": lambda model, block, x: nnx.jit(lambda block, x: block(x))(block, x),
+    "remat": lambda model, block, x: nnx.remat(lambda block, x: block(x))(block, x),
+    "cond": lambda model, block, x: nnx.cond(x.sum() > 1e9, lambda b, x: x, lambda b, x: b(x), block, x),
+    "vmap": lambda model, block, x: nnx.vmap(lambda b, x: b(x), in_axes=(None, 0))(block, x),
+    "nested": lambda model, block, x: model.pair(block(x)),
+}
+IN_PLACE = ("remat", "cond", "vmap", "nested")
+
+
+def square(model, batch):
+    out = model(batch)
+    return jfsdp.Loss((out**2).sum(), jnp.asarray(out.size, jnp.float32), {})
+
+
+def rows():
+    return np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+def train(source, loss, batches, units=(Block,), **options):
+    model = jfsdp.fully_shard(source, units=list(units), min_size=1, **options)
+    state, step = model.init(TX), model.train_step(loss, TX, max_grad_norm=1.0)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return jax.device_get((state.params, metrics))
+
+
+def assert_close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+@pytest.mark.parametrize("how", list(CALLS))
+def test_units_called_in_any_way_train_as_under_auto(how):
+    source, units = (lambda rngs: Chain(rngs, how)), (Block, Pair) if how == "nested" else (Block,)
+    wanted = train(source, square, [rows()] * 2, units)
+    if how in IN_PLACE:
+        unit = "pair.inner" if how == "nested" else "blocks.0"
+        with pytest.warns(UserWarning, match=rf"units {unit} are called inside another unit, a condition"):
+            found = train(source, square, [rows()] * 2, units, engine="manual")
+    else:
+        found = train(source, square, [rows()] * 2, units, engine="manual")
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "prefetch",
+    [
+        PREFETCH({"blocks.0": ["blocks.1", "blocks.2"]}, {"blocks.2": ["blocks.1"]}),
+        PREFETCH(2, 0),
+        PREFETCH({}, {}),
+    ],
+)
+def test_lists_of_units_change_no_bit(prefetch):
+    source = lambda rngs: Tower(rngs, stacked=False)  # noqa: E731
+    batches = make_batches(2)
+    wanted = train(source, token_loss, batches, engine="manual", prefetch=0)
+    found = train(source, token_loss, batches, engine="manual", prefetch=prefetch)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "message"),
+    [
+        (4, "prefetch forward=4: a step gathers 3 units forward"),
+        (
+            PREFETCH({"blocks.0": ["blocks.2"]}),
+            r"after 'blocks.0' the step calls 'blocks.1'; gathers start in the order",
+        ),
+        (PREFETCH(1, {"blocks.0": ["blocks.1"]}), r"backward\['blocks.0'\].*after 'blocks.0' the step calls nothing"),
+        (PREFETCH({"block.0": []}), r"'block.0' is no unit that the step gathers forward; these are.*'blocks.0'"),
+    ],
+)
+def test_a_prefetch_that_the_step_cannot_follow_is_refused(prefetch, message):
+    with pytest.raises(ValueError, match=message):
+        train(lambda rngs: Tower(rngs, stacked=False), token_loss, make_batches(1), engine="manual", prefetch=prefetch)
+
+
+def test_names_of_engine_and_prefetch_are_checked():
+    with pytest.raises(ValueError, match="engine 'hand' is unknown; the engines are auto, manual"):
+        jfsdp.fully_shard(Tower, engine="hand")
+    with pytest.raises(ValueError, match="prefetch=1: engine 'auto' leaves the order of gathers to XLA"):
+        jfsdp.fully_shard(Tower, prefetch=1)
+    with pytest.raises(ValueError, match="prefetch forward=-1 is neither"):
+        jfsdp.fully_shard(Tower, engine="manual", prefetch=-1)
+
+
+def test_a_model_whose_state_depends_on_the_rows_is_refused():
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    with pytest.raises(ValueError, match=r'engine="manual": the model\'s state norm.mean depends on the rows'):
+        train(Normed, square, [rows()], units=(nnx.Linear,), engine="manual")
+
+
+def test_a_loss_that_names_a_mesh_axis_is_refused():
+    def loss(model, batch):
+        return jax.lax.pmean((model(batch) ** 2).mean(), "fsdp")
+
+    with pytest.raises(ValueError, match="the loss or the model names mesh axis 'fsdp' in a collective of its own"):
+        train(lambda rngs: Chain(rngs, "once"), loss, [rows()], engine="manual")
+
+
+def test_gradients_are_summed_in_reduce_dtype():
+    """Sums of eight bfloat16 gradients: in float32 they are those of float32, but for the rounding of each."""
+
+    def gradient(reduce_dtype):
+        policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype)
+        before = jfsdp.fully_shard(lambda rngs: Chain(rngs, "once"), units=[Block], min_size=1).init(TX).params
+        after, _ = train(lambda rngs: Chain(rngs, "once"), square, [rows()], engine="manual", mp_policy=policy)
+        return {path: np.asarray(before[path]) - value for path, value in after.items()}
+
+    wide, narrow, exact = gradient("float32"), gradient("bfloat16"), gradient(None)
+    path = "blocks.1.up.kernel"
+    np.testing.assert_array_equal(narrow[path], exact[path])
+    assert np.abs(wide[path] - narrow[path]).max() > 0
+    assert np.abs(wide[path] - narrow[path]).max() < 0.02 * np.abs(wide[path]).max()
+
+
+def test_what_is_frozen_is_gathered_and_not_reduced():
+    model = jfsdp.fully_shard(Tower, units=[Block], min_size=1, frozen=["blocks"], engine="manual")
+    state, step = model.init(TX), model.train_step(token_loss, TX)
+    before = jax.device_get(state.params)
+    after = jax.device_get(step(state, make_batches(1)[0])[0].params)
+    for path, value in before.items():
+        assert path.startswith("blocks") == bool((value == after[path]).all()), path
+
+
+def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direction():
+    found, wire = compiled_wire(engine="manual", num_layers=6, seq_len=1024)
+    total = ROOT + 6 * LAYER
+    share = 63 / 64
+    assert wire["all-gather", "bf16"] == pytest.approx(2 * (2 * total - ROOT) * share, rel=1e-6)
+    assert wire["reduce-scatter", "bf16"] == pytest.approx(2 * total * share, rel=1e-6)
+    assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
+    sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
+    assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"
