@@ -32,7 +32,6 @@ from jfsdp.engine.program import Call, Loop, NamedCall, mark_active, mark_live, 
 from jfsdp.engine.schedule import Prefetch, frontiers, steady
 from jfsdp.engine.unit import Arrays, call_traced, trace_unit
 from jfsdp.engine.weights import Weights
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Leaf
 from jfsdp.layout.units import ROOT
 
@@ -113,10 +112,12 @@ class ManualEngine(LocalEngine):
         padded = pad_all(pairs, grads)
         summed = {}
         for leaf, gone in pairs:
-            split = self.accumulator_axes(leaf)
-            dim = None if leaf.dim is None else leaf.dim - gone
-            grad = self.sum_over(self._to_reduce(leaf, padded[leaf.path]), self._now, split, dim)
-            summed[leaf.path] = grad.astype(leaf.stage("grad").dtype)
+            held, dim = self.accumulator_axes(leaf), None if leaf.dim is None else leaf.dim - gone
+            # First within the group that shares a copy, so that between groups only shards travel.
+            inner = tuple(axis for axis in leaf.stage(leaf.source).axes if axis in held)
+            outer, split = ([axis for axis in axes if axis not in inner] for axes in (self._now, held))
+            grad = self.sum_over(self._to_reduce(leaf, padded[leaf.path]), inner, inner, dim)
+            summed[leaf.path] = self.sum_over(grad, tuple(outer), tuple(split), dim).astype(leaf.stage("grad").dtype)
         return summed
 
     def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
@@ -130,9 +131,7 @@ class ManualEngine(LocalEngine):
         return super().accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
 
     def _to_reduce(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
-        use = leaf.stage("use").dtype
-        wanted = self.layout.policy(leaf.unit).mp_policy.reduce_dtype
-        return grad.astype(wanted or use) if is_float(use) else grad
+        return grad.astype(self.layout.reduce_dtype(leaf))
 
     def moves(self, call: Call, stage: str | None = None) -> bool:
         """Tell whether a call's weights must be gathered from another device."""

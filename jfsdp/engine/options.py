@@ -65,19 +65,23 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
 def unit_bytes(layout: Layout) -> tuple[int, int]:
     """Return the bytes of the largest unit but the root as one call gathers it, and of its gradient's shard.
 
-    Both in the dtype in use; what XLA counts of a gather is its result, and so of a reduce-scatter the shard. Moves no
-    data.
+    In the dtypes in use and of the reduction; what XLA counts of a gather is its result, and so of a reduce-scatter the
+    shard. Moves no data.
     """
     sizes = [(0, 0)]
     for unit in layout.units:
         leaves = [layout.by_path[path] for path in unit.leaves if unit.name != ROOT]
-        shards = (_call_bytes(leaf) // layout.num_parts(leaf.stage("grad")) for leaf in leaves if leaf.trainable)
-        sizes.append((sum(map(_call_bytes, leaves)), sum(shards)))
+        shards = (
+            _call_bytes(leaf, layout.reduce_dtype(leaf)) // layout.num_parts(leaf.stage("grad"))
+            for leaf in leaves
+            if leaf.trainable
+        )
+        sizes.append((sum(_call_bytes(leaf, leaf.stage("use").dtype) for leaf in leaves), sum(shards)))
     return max(whole for whole, _ in sizes), max(shard for _, shard in sizes)
 
 
-def _call_bytes(leaf: Leaf) -> int:
-    return math.prod(leaf.stored_shape[leaf.stacked :]) * item_bytes(leaf.stage("use").dtype)
+def _call_bytes(leaf: Leaf, dtype: str) -> int:
+    return math.prod(leaf.stored_shape[leaf.stacked :]) * item_bytes(dtype)
 
 
 def _pipelined() -> dict[str, Any]:

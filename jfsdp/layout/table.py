@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.policy import UnitPolicy
-from jfsdp.layout.precision import MixedPrecisionPolicy, item_bytes
+from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
 
@@ -202,6 +202,11 @@ class Layout:
         if stage.ways is None:
             return self.num_shards(stage.axes)
         return stage.ways * self.num_shards(stage.axes[1:])
+
+    def reduce_dtype(self, leaf: Leaf) -> str:
+        """Return the dtype in which gradients of a leaf are summed over devices."""
+        use, wanted = leaf.stage("use").dtype, self.policy(leaf.unit).mp_policy.reduce_dtype
+        return wanted if wanted and is_float(use) else use
 
     def stage_bytes(self, leaf: Leaf, stage: str) -> int:
         """Return the bytes per device of one stage of a leaf, padding included."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jax
 
 from jfsdp.plan.buffers import read_dump
 
@@ -52,6 +55,28 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
         text = compiled.as_text() or ""
         live_ranges, buffers = read_dump(directory, _module_name(text))
     return CompiledStep(text, live_ranges, buffers, compiled.memory_analysis(), compile_s, dict(options))
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Leave JAX's persistent compilation cache alone (`JAX_COMPILATION_CACHE_DIR`).
+
+    JAX (0.10.2, 0.12) finds programs there that it compiled for devices which are not there, cannot load them, and
+    warns. One that it could load would come without the dump that a plan reads.
+    """
+    is_used = (getattr(jax.config, f"jax_{name}") for name in ("enable_compilation_cache", "compilation_cache_dir"))
+    if not all(is_used):
+        yield
+        return
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:

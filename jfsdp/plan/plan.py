@@ -15,7 +15,7 @@ from typing import Any
 
 from jfsdp.layout.table import Layout
 from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.compile import CompiledStep, compile_step
+from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
@@ -223,10 +223,11 @@ def make_plan(
       EagerComputation: if the model or its loss computes something while it is traced.
     """
     on_progress("lowering")
-    with _explaining_eager_computation():
-        lowered = step.lower(state, batch)
-    on_progress("compiling")
-    compiled = compile_step(lowered, step.compiler_options)
+    with without_cache():
+        with _explaining_eager_computation():
+            lowered = step.lower(state, batch)
+        on_progress("compiling")
+        compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
     module = parse_module(compiled.text)
     collectives = find_collectives(module, cluster.num_devices)

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf, Stage
 from jfsdp.plan.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.hlo import Shape
@@ -180,21 +179,19 @@ def _gather(layout: Layout, leaf: Leaf, split: Stage, what: str, times: int) -> 
 
 def _reductions(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], times: int, accumulate: int) -> Iterator[Move]:
     """Yield the reductions of a leaf: of every microbatch over the axes that are not deferred, then over these."""
-    use = leaf.stage("use").dtype
+    dtype = hlo_dtype(layout.reduce_dtype(leaf))
     held = tuple(axis for axis in _split(leaf, "grad") if axis not in deferred)
     now = tuple(axis for axis in layout.data_axes if axis not in deferred)
     at_rest = _split(leaf, leaf.source)
     further = tuple(axis for axis in held if axis not in at_rest)
     if further and (deferred or is_beyond_xla(layout)):
         # Written out: the derivative sums into the source's layout, each microbatch from there into its accumulator.
-        yield from _sum(layout, leaf, hlo_dtype(use), at_rest, at_rest, 1, times)
+        yield from _sum(layout, leaf, dtype, at_rest, at_rest, 1, times)
         rest, pieces = tuple(axis for axis in now if axis not in at_rest), layout.num_shards(at_rest)
-        yield from _sum(layout, leaf, hlo_dtype(use), rest, further, pieces, accumulate)
+        yield from _sum(layout, leaf, dtype, rest, further, pieces, accumulate)
     else:
-        yield from _sum(layout, leaf, hlo_dtype(use), now, held, 1, times)
+        yield from _sum(layout, leaf, dtype, now, held, 1, times)
     if deferred:
-        wanted = layout.policy(leaf.unit).mp_policy.reduce_dtype
-        dtype = hlo_dtype(wanted if wanted and is_float(use) else use)
         opt = _split(leaf, "opt")
         last = tuple(axis for axis in opt if axis not in held)
         scattered = last if opt == (*held, *last) and set(last) <= set(deferred) else ()

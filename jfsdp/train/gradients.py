@@ -278,9 +278,7 @@ class Gradients:
     def _finish(self, engine: LocalEngine, path: str, grad: jax.Array) -> jax.Array:
         """Sum one accumulator over the deferred axes, in the unit's `reduce_dtype`."""
         leaf = engine.layout.by_path[path]
-        policy = engine.layout.policy(leaf.unit).mp_policy
-        use = leaf.stage("use").dtype
-        grad = grad.astype(policy.reduce_dtype or use if is_float(use) else use)
+        grad = grad.astype(engine.layout.reduce_dtype(leaf))
         return engine.sum_over(grad, engine.deferred, self._scattered(engine, leaf), leaf.dim).astype(
             leaf.stage("grad").dtype
         )

@@ -133,7 +133,6 @@ def make():
 """
 
 
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.parametrize("constant", ["jnp.arange(4.0)", "jax.device_put([1.0])[0]"])
 def test_a_model_that_computes_while_it_is_traced_is_told_so_at_its_line(constant, workdir, capsys):
     (workdir / "eager_jobs.py").write_text(EAGER_JOB.replace("CONSTANT", constant))
@@ -190,3 +189,10 @@ def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, cap
     path.write_text(text)
     assert main(["audit", str(path), *TINY]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error:Error reading persistent compilation cache entry")
+def test_a_plan_made_again_finds_nothing_in_the_compilation_cache_that_it_cannot_load(capsys):
+    for _ in range(2):
+        assert main(["plan", *TINY, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["fits"]
