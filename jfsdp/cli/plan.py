@@ -48,6 +48,8 @@ class PlanJob(StepOptions):
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
     dump_hlo: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
+    timeline: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    """Draw when the step computes, sends and waits, as PNG or SVG."""
     search: bool = False
     """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
     budget: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 900.0
@@ -62,6 +64,7 @@ class PlanJob(StepOptions):
     """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
+        from jfsdp.plan.chart import plot_timeline
         from jfsdp.plan.hardware import Cluster, find_gpu
         from jfsdp.plan.target import PlanUnavailable
 
@@ -81,6 +84,8 @@ class PlanJob(StepOptions):
             plan = self._plan(cluster)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
+        if self.timeline:
+            plot_timeline(plan, Path(self.timeline).expanduser())
         if self.json:
             print(json.dumps(plan.to_dict(), indent=2))
         else:
@@ -89,17 +94,24 @@ class PlanJob(StepOptions):
 
     def _check_files(self) -> None:
         """Refuse what would be written nowhere, before anything takes time."""
+        from jfsdp.plan.picture import ENDINGS
+
         if not self.search and (self.write_recipe or self.plot):
             raise ValueError("--write-recipe and --plot go with --search")
-        if self.dump_hlo and (self.search or self.analytic):
-            raise ValueError("--dump-hlo goes with a plan of one program: without --search and --analytic")
+        if (self.dump_hlo or self.timeline) and (self.search or self.analytic):
+            option = "--dump-hlo" if self.dump_hlo else "--timeline"
+            raise ValueError(f"{option} goes with a plan of one program: without --search and --analytic")
         if self.search and self.analytic:
             raise ValueError("--search compiles, and --analytic does not; give one of them")
-        suffixes = {"--write-recipe": (self.write_recipe, (".json",)), "--plot": (self.plot, (".png", ".svg"))}
+        suffixes = {
+            "--write-recipe": (self.write_recipe, (".json",)),
+            "--plot": (self.plot, ENDINGS),
+            "--timeline": (self.timeline, ENDINGS),
+        }
         for option, (name, known) in suffixes.items():
             if name and Path(name).suffix not in known:
                 raise ValueError(f"{option} {name}: must end in {' or '.join(known)}")
-        for name in (self.write_recipe, self.plot, self.dump_hlo):
+        for name in (self.write_recipe, self.plot, self.dump_hlo, self.timeline):
             if name and not Path(name).expanduser().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from jfsdp.plan.picture import check_picture, make_figure
+
 if TYPE_CHECKING:
     from jfsdp.plan.search import Candidate, Search
 
 _GIB = 2**30
-_KINDS = ("png", "svg")
 _WIDTH = 130  # characters of a line under the picture
 _MAX_NAMED = 12  # the fastest of the front
 _FAR = 1.5  # times the GPU's limit: what needs more is drawn at the edge
@@ -46,18 +47,13 @@ def plot_front(search: Search, path: str | Path) -> None:
       ValueError: for another ending than .png or .svg, or if nothing was planned.
     """
     path = Path(path)
-    if path.suffix.lower().lstrip(".") not in _KINDS:
-        raise ValueError(f"{path}: a plot is a .png or a .svg; rename it")
+    check_picture(path)
     planned = [one for one in search.tried if one.is_planned]
     if not planned:
         raise ValueError(f"{path}: no candidate was planned, so there is nothing to draw; see what the search says")
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     named = search.front[-_MAX_NAMED:]
-    figure, axes = plt.subplots(figsize=(10, 6 + 0.2 * len(named)), layout="constrained")
+    figure = make_figure(10, 6 + 0.2 * len(named))
+    axes = figure.subplots()
     _draw_points(axes, search, planned)
     limit = search.limit_bytes / _GIB
     axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1, label=f"limit: {limit:.1f} GiB")
@@ -73,8 +69,7 @@ def plot_front(search: Search, path: str | Path) -> None:
     )
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside lower left", frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(path)
 
 
 def _short(one: Candidate) -> str:

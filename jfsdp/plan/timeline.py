@@ -57,7 +57,8 @@ class Event:
     """One bar of a chart, in seconds from the beginning of one run of its computation, which runs `times` per step.
 
     `lane` is "compute", "wire" or "host"; `kind` a work's kind, a collective's kind, "loop" for a run of another
-    computation (all its rounds), or "wait" on the compute lane.
+    computation (all its rounds), or "wait" on the compute lane. `name` is that of the instruction, of the computation
+    that a loop runs, or of what is waited for.
     """
 
     computation: str
@@ -320,7 +321,7 @@ class _Simulation:
         if instruction.opcode != "async-start":  # what that wraps is its own work
             for name, times in runs(self.module, instruction):
                 run.add(self.run(name), times)
-                clock.loop(instruction.name, self.run(name), times)
+                clock.loop(name, self.run(name), times)
         work = work_of(self.module, computation, instruction)
         if work.kind not in (Kind.NONE, Kind.HOST):
             seconds = self.rates.work_s(work)

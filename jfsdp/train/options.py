@@ -83,7 +83,7 @@ class ShardingOptions:
     """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
     With float16 (GPUs only, with the models here) the loss is scaled dynamically; metrics show loss_scale."""
     reduce_dtype: Dtype = None
-    """Of gradients on the wire; none: param_dtype. Another than that needs --reduce once."""
+    """Of gradients on the wire; none: param_dtype. Another than that needs --reduce once or --engine manual."""
     output_dtype: Dtype = None
     """Of what the model's loss returns; none: as it comes."""
     frozen: Globs = ()
@@ -94,7 +94,7 @@ class ShardingOptions:
     """Cut the batch into so many microbatches, one after the other."""
     reduce: Annotated[str | None, optional(str, "every|once")] = None
     """every: sum gradients over devices after each microbatch. once: after the last, for the memory of a whole one.
-    once needs ddp, zero1 or --no-reshard-after-backward. none: as the strategy says."""
+    once needs ddp, zero1, --no-reshard-after-backward or --engine manual. none: as the strategy says."""
     reshard_after_backward: bool = True
     """--no-reshard-after-backward gathers all parameters once per step, and keeps them over all microbatches."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None

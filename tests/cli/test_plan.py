@@ -25,9 +25,10 @@ def make():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A plan of a tiny model as JSON, and its program."""
+    """Where a plan of a tiny model writes its program and, beside it, its timeline; and the command."""
     path = tmp_path_factory.mktemp("plan") / "step.hlo"
-    return path, ("plan", *TINY, "--gpu", "h100", "--dump-hlo", str(path))
+    files = ("--dump-hlo", str(path), "--timeline", str(path.with_suffix(".svg")))
+    return path, ("plan", *TINY, "--gpu", "h100", *files)
 
 
 def test_plan_prints_json_that_says_all(saved, capsys):
@@ -40,6 +41,8 @@ def test_plan_prints_json_that_says_all(saved, capsys):
     assert sum(found["memory"].values()) == found["needed_bytes"] + found["memory"]["host"]
     assert found["step_s"] == pytest.approx(sum(found["critical"].values()))
     assert path.read_text().startswith("HloModule")
+    picture = path.with_suffix(".svg").read_text()
+    assert picture.startswith("<?xml") and picture.rstrip().endswith("</svg>")
 
 
 def test_audit_takes_the_program_that_plan_wrote(saved, capsys):
@@ -87,6 +90,10 @@ def test_a_recipe_gives_defaults_and_options_override_it(capsys):
         ((*TINY, "--gpu", "h100", "--xla", "nonsense"), "--xla 'nonsense' is not NAME=VALUE"),
         ((*TINY, "--xla", "xla_gpu_nonsense=1"), "--xla xla_gpu_nonsense: the XLA of this jaxlib has no such option"),
         ((*TINY, "--batch-per-device", "3", "--accumulate", "2"), "microbatches"),
+        ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
+        ((*TINY, "--timeline", "no/step.svg"), "no/step.svg: there is no directory 'no'"),
+        ((*TINY, "--timeline", "step.svg", "--search"), "--timeline goes with a plan of one program"),
+        ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline goes with a plan of one program"),
     ],
 )
 def test_bad_arguments_have_status_2_and_one_line(args, message, capsys):

@@ -1,0 +1,91 @@
+"""The picture of a timeline: its panels, lanes, bars and labels; no pixels."""
+
+import pytest
+
+from jfsdp.plan import hardware
+from jfsdp.plan.chart import COLORS, collective_units, draw_timeline, find_panels
+from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.ledger import make_ledger
+from jfsdp.plan.timeline import Rates, simulate
+from tests.plan.programs import program
+from tests.plan.test_timeline import COPY, DOT, done, loop, start, timeline
+
+
+@pytest.fixture(scope="module")
+def clock():
+    """A loop whose second gather is waited for, between a matmul and two copies."""
+    before, line = loop("layer", 3, start("g"), start("h"), f"%a {DOT}", done("g"), done("h"))
+    return timeline(f"%first {DOT}", line, f"%c {COPY}", f"%d {COPY}", before=before)
+
+
+def bars(axes):
+    """The bars of a panel by lane and kind, as (begin, end) in milliseconds."""
+    lanes = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    found = {}
+    for collection in axes.collections:
+        boxes = [path.get_extents() for path in collection.get_paths()]
+        lane = lanes[(boxes[0].y0 + boxes[0].y1) / 2]
+        found[lane, collection.get_label()] = [(round(box.x0), round(box.x1)) for box in boxes]
+    return found
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_the_step_comes_first_and_then_each_loop_with_its_times(clock):
+    panels = find_panels(clock)
+    assert [(one.letter, one.computation, one.times, one.seconds) for one in panels] == [
+        ("", "main", 1, 48),
+        ("A", "layer", 3, 12),
+    ]
+    assert [one.lanes for one in panels] == [["compute"], ["compute", "wire"]]
+
+
+def test_what_takes_less_than_a_hundredth_of_the_step_has_no_panel():
+    before, line = loop("small", 2, f"%c {COPY}")
+    assert len(find_panels(timeline(line, *(f"%d{i} {DOT}" for i in range(19)), before=before))) == 2
+    assert len(find_panels(timeline(line, *(f"%d{i} {DOT}" for i in range(20)), before=before))) == 1
+
+
+def test_bars_stand_in_their_lane_and_neighbours_of_one_kind_are_one(clock):
+    step, layer = draw_timeline(clock, {"g": "layers"}).axes
+    assert bars(step) == {
+        ("compute", "matmul"): [(0, 10_000)],
+        ("compute", "loop"): [(10_000, 46_000)],
+        ("compute", "memory"): [(46_000, 48_000)],
+    }
+    assert bars(layer) == {
+        ("compute", "matmul"): [(0, 10_000)],
+        ("compute", "wait"): [(10_000, 12_000)],
+        ("wire", "all-gather"): [(0, 6_000), (6_000, 12_000)],
+    }
+
+
+def test_labels_say_the_unit_and_what_a_loop_runs_where_there_is_room(clock):
+    step, layer = draw_timeline(clock, {"g": "layers", "h": "longer than its bar " * 9}).axes
+    assert (texts(step), texts(layer)) == (["3 x A"], ["layers"])
+    assert layer.get_title(loc="left") == "A, 3 times: 12000.00 ms each, 2000.00 ms of it waiting"
+    assert step.get_title(loc="left").endswith("0.00 ms of it waiting outside of loops")
+
+
+def test_the_legend_has_every_kind_in_one_order_and_waits_in_a_colour_of_their_own(clock):
+    (legend,) = draw_timeline(clock, {}).legends
+    found = [text.get_text() for text in legend.get_texts()]
+    assert found == [kind for kind in COLORS if kind in found]
+    assert set(found) == {"matmul", "memory", "loop", "wait", "all-gather"}
+    assert list(COLORS.values()).count(COLORS["wait"]) == 1
+
+
+def test_collectives_of_a_compiled_step_bear_the_names_of_their_units():
+    text, layout = program()
+    module = parse_module(text)
+    collectives = find_collectives(module, 8)
+    units = collective_units(make_ledger(layout, collectives, gpus_per_node=8))
+    assert set(units.values()) == {"root", "layers"}
+    clock = simulate(module, collectives, Rates(hardware.Cluster(hardware.find_gpu("h100"))))
+    named = [event for event in clock.events if event.name in units and event.lane == "wire"]
+    assert {event.kind for event in named} == {"all-gather", "reduce-scatter"}
+    drawn = [text for axes in draw_timeline(clock, units).axes for text in texts(axes)]
+    assert {"root", "layers"} <= set(drawn)
