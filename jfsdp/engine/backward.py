@@ -12,7 +12,7 @@ from jfsdp.engine.engine import scoped
 from jfsdp.engine.forward import LoopRecord
 from jfsdp.engine.program import Call, Item, Loop, is_literal
 from jfsdp.engine.unit import Arrays, part
-from jfsdp.engine.weights import Gathers, at, join, put_at
+from jfsdp.engine.weights import Gathers, after, at, join, put_at
 from jfsdp.layout.units import ROOT
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ class Backward:
         record, given = jax.lax.optimization_barrier((record, given))
         full: Arrays = {}
         if isinstance(item, Call):
+            # No more than two gradients of whole units at a time: this one, and that which is being reduced.
+            given = after(given, [what.value for what in self.sums.landed])
             found = self.gathers.take(given)
             self.sums.turn(self.gathers.shift)
             full = self.weights.take(found, item, iteration + self.gathers.shift, given)

@@ -52,12 +52,12 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
         "xla_gpu_all_reduce_combine_threshold_bytes": max(whole, COMBINE_BYTES),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(shard, COMBINE_SHARD_BYTES),
         "xla_gpu_experimental_parallel_collective_overlap_limit": NUM_IN_FLIGHT,
+        "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on an H100, and not on an A100
     }
     if is_manual:
         return options
     return options | {
         "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
-        "xla_gpu_enable_latency_hiding_scheduler": True,  # XLA's default on an H100, and not on an A100
         **_pipelined(),
     }
 

@@ -150,7 +150,7 @@ class Gradients:
           ValueError: for a model whose state depends on what a single device does not have.
         """
         try:
-            problem = self._survey(source, model_state, batch)[2]
+            is_sum, _, problem = self._survey(source, model_state, batch)
         except NameError as error:
             axis = next((axis for axis in self.apply.engine.mesh.axis_names if axis in str(error)), None)
             if axis is None:
@@ -162,6 +162,12 @@ class Gradients:
         if problem:
             raise ValueError(
                 f'engine="manual": {problem}, and each device would see its own rows only; use engine="auto"'
+            )
+        if not is_sum:
+            warnings.warn(
+                'engine="manual": the loss is a scalar, and is taken for the mean over its rows, all of equal weight; '
+                'if it is not (a masked mean, a contrast between rows), return a jfsdp.Loss, or use engine="auto"',
+                stacklevel=2,
             )
         layout = self.apply.layout
         return layout.data_axes if self.once and self.accumulate > 1 else group_only(layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
 from jfsdp.layout.report import summary
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import HOST, Layout
+from jfsdp.layout.units import ROOT
 from jfsdp.train.gradients import Gradients, LossFn, check_reduce_dtype, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
@@ -94,6 +96,13 @@ class TrainStep:
             config.compiler_options or {}
         )
         self.compiler_options = {name: value for name, value in options.items() if value is not None}
+        if prefetch is not None and self.layout.policy(ROOT).reshard_after_forward:
+            warnings.warn(
+                'unit (root): engine="manual" keeps the root\'s weights gathered until the backward has passed their '
+                "first use, whatever its reshard_after_forward says; make units of its modules to have them freed, or "
+                'say per_unit={"": {"reshard_after_forward": False}}',
+                stacklevel=3,
+            )
         once = reduces_once(self.layout, config, is_manual=prefetch is not None)
         check_reduce_dtype(self.layout, once=once or prefetch is not None)
         keep = config.reshard_after_backward

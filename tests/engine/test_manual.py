@@ -151,6 +151,21 @@ def test_a_loss_that_names_a_mesh_axis_is_refused():
         train(lambda rngs: Chain(rngs, "once"), loss, [rows()], engine="manual")
 
 
+def test_a_scalar_is_taken_for_a_mean_over_rows_and_that_is_said():
+    def loss(model, batch):
+        return (model(batch) ** 2).mean()
+
+    source = lambda rngs: Chain(rngs, "once")  # noqa: E731
+    with pytest.warns(UserWarning, match="the loss is a scalar, and is taken for the mean over its rows"):
+        found = train(source, loss, [rows()], engine="manual")
+    assert_close(found[0], train(source, loss, [rows()])[0])
+
+
+def test_that_the_root_stays_gathered_is_said():
+    with pytest.warns(UserWarning, match=r"unit \(root\): engine=\"manual\" keeps the root's weights gathered"):
+        train(Tower, token_loss, make_batches(1), engine="manual", reshard_after_forward=True)
+
+
 def test_gradients_are_summed_in_reduce_dtype():
     """Sums of eight bfloat16 gradients: in float32 they are those of float32, but for the rounding of each."""
 

@@ -21,6 +21,8 @@ COLUMNS = {
     "accumulate": [1, 2],
 }
 
+ROOT_KEPT = {"per_unit": {"": {"reshard_after_forward": False}}}
+
 
 def run(strategy, model, mesh, prefetch, accumulate):
     options = {"engine": "manual", "prefetch": prefetch}
@@ -29,6 +31,8 @@ def run(strategy, model, mesh, prefetch, accumulate):
         with pytest.raises(ValueError, match=refusal):
             check(model, mesh, strategy, accumulate, 0.5, options)
     else:
+        if strategy == "hpz":
+            options |= ROOT_KEPT
         check(model, mesh, strategy, accumulate, 0.5, options)
 
 
@@ -54,8 +58,14 @@ CASES = {
         {},
         {"reduce": "once", "reshard_after_backward": False},
     ),
-    "hpz": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
-    "hpz over groups, depth 2": ("llama-deep", "2x4", "full_shard", {"reshard_after_forward": 2, "prefetch": 2}, {}),
+    "hpz": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4} | ROOT_KEPT, {}),
+    "hpz over groups, depth 2": (
+        "llama-deep",
+        "2x4",
+        "full_shard",
+        {"reshard_after_forward": 2, "prefetch": 2} | ROOT_KEPT,
+        {},
+    ),
     "dots saved": ("llama-deep", "8", "full_shard", {"remat": "dots"}, {}),
     "nothing recomputed": ("gpt2", "3", "full_shard", {"remat": "none"}, {}),
     "offloaded": ("llama-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
