@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.engine import scoped
+from jfsdp.engine.engine import SCOPE, scoped
 from jfsdp.engine.forward import LoopRecord
 from jfsdp.engine.program import Call, Item, Loop, is_literal
 from jfsdp.engine.unit import Arrays, part
-from jfsdp.engine.weights import Gathers, after, at, join, put_at
+from jfsdp.engine.weights import Gathers, at, join, put_at, zeros
 from jfsdp.layout.units import ROOT
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Sums:
         leaf = self.layout.by_path[path]
         whole = jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
         shape = jax.eval_shape(lambda grads: self.engine.reduce_whole([(leaf, gone)], grads), {path: whole})[path]
-        return jnp.zeros((length, *shape.shape) if gone else shape.shape, shape.dtype)
+        return zeros((length, *shape.shape) if gone else shape.shape, shape.dtype)
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
@@ -123,6 +123,10 @@ class Backward:
 
     def run(self, cotangent: jax.Array) -> Arrays:
         """Return the gradients by name, of the cotangent of the program's first output."""
+        with jax.named_scope(f"{SCOPE}.backward"):
+            return self._run(cotangent)
+
+    def _run(self, cotangent: jax.Array) -> Arrays:
         step, cts = self.step, Cotangents()
         _push(cts, step.block.outputs[:1], [cotangent.astype(step.block.outputs[0].aval.dtype)])
         for place in reversed(range(len(step.block.items))):
@@ -154,8 +158,6 @@ class Backward:
         record, given = jax.lax.optimization_barrier((record, given))
         full: Arrays = {}
         if isinstance(item, Call):
-            # No more than two gradients of whole units at a time: this one, and that which is being reduced.
-            given = after(given, [what.value for what in self.sums.landed])
             found = self.gathers.take(given)
             self.sums.turn(self.gathers.shift)
             full = self.weights.take(found, item, iteration + self.gathers.shift, given)

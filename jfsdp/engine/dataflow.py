@@ -32,13 +32,28 @@ def passes_through(jaxpr: Any) -> list[int | None]:
     origin: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
-        if inner is None or eqn.primitive.name in ("scan", "while") or not _is_call(inner, eqn):
+        if inner is None or eqn.primitive.name == "while":
             continue
-        for var, index in zip(eqn.outvars, passes_through(inner), strict=True):
+        if eqn.primitive.name == "scan":
+            indices = _scan_passes_through(eqn, inner)
+        elif _is_call(inner, eqn):
+            indices = passes_through(inner)
+        else:
+            continue
+        for var, index in zip(eqn.outvars, indices, strict=True):
             atom = None if index is None else eqn.invars[index]
             if atom is not None and not isinstance(atom, core.Literal) and atom in origin:
                 origin[var] = origin[atom]
     return [None if isinstance(atom, core.Literal) else origin.get(atom) for atom in jaxpr.outvars]
+
+
+def _scan_passes_through(eqn: Any, body: Any) -> list[int | None]:
+    """Tell which outputs of a scan are inputs: a carry that its body hands on, ys that are a row of xs each."""
+    num_consts, num_carry = scan_counts(eqn)
+    found = passes_through(body)
+    carry = [index if index == num_consts + place else None for place, index in enumerate(found[:num_carry])]
+    is_xs = (index is not None and index >= num_consts + num_carry for index in found[num_carry:])
+    return carry + [index if mark else None for index, mark in zip(found[num_carry:], is_xs, strict=True)]
 
 
 def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:

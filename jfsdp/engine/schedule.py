@@ -66,35 +66,40 @@ def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
                 f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}, so that no more than "
                 f"{max(len(order) - 1, 0)} can be on their way ahead of the compute"
             )
-        depths = [ahead] * len(order)
     else:
-        depths = _depths(order, ahead, direction)
-    reached, last = [], -1
-    for place, depth in enumerate(depths):
-        last = min(max(last, place + depth), len(order) - 1)
-        reached.append(last)
-    return reached
+        return _by_lists(order, ahead, direction)
+    return [min(place + ahead, len(order) - 1) for place in range(len(order))]
 
 
-def _depths(order: Sequence[str], ahead: Mapping[str, Sequence[str]], direction: str) -> list[int]:
+def _by_lists(order: Sequence[str], ahead: Mapping[str, Sequence[str]], direction: str) -> list[int]:
+    """Follow lists; each starts with the unit called next, or with the first that is not on its way yet."""
     known = list(dict.fromkeys(order))
-    for unit, after in ahead.items():
-        for name in (unit, *after):
+    for unit, behind in ahead.items():
+        for name in (unit, *behind):
             if name not in known:
                 raise ValueError(
                     f"prefetch {direction}[{unit!r}]: {name!r} is no unit that the step gathers {direction}; these "
                     f"are, in their order: {_listed(known)}"
                 )
-    depths = [_num_matching(order[place + 1 :], ahead.get(unit, ())) for place, unit in enumerate(order)]
-    for unit, after in ahead.items():
-        places = [place for place, name in enumerate(order) if name == unit]
-        if max(depths[place] for place in places) < len(after):
-            follows = order[places[0] + 1 : places[0] + 1 + len(after)]
+    reached, last, longest = [], -1, dict.fromkeys(ahead, 0)
+    for place, unit in enumerate(order):
+        wanted, last = ahead.get(unit, ()), max(last, place)
+        found = {start: _num_matching(order[start + 1 :], wanted) for start in (place, last)}
+        start = max(found, key=lambda start: (found[start], start))
+        last = max(last, start + found[start])
+        if unit in longest:
+            longest[unit] = max(longest[unit], found[start])
+        reached.append(last)
+    for unit, behind in ahead.items():
+        if longest[unit] < len(behind):
+            place = order.index(unit)
+            follows = order[place + 1 : place + 1 + len(behind)]
+            reverse = " (the backward runs in reverse)" if direction == "backward" else ""
             raise ValueError(
-                f"prefetch {direction}[{unit!r}]={list(after)}: after {unit!r} the step calls {_listed(follows)}; "
-                "gathers start in the order of the calls"
+                f"prefetch {direction}[{unit!r}]={list(behind)}: after {unit!r} the step calls {_listed(follows)}"
+                f"{reverse}; gathers start in the order of the calls"
             )
-    return depths
+    return reached
 
 
 def _num_matching(order: Sequence[str], wanted: Sequence[str]) -> int:

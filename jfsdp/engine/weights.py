@@ -100,7 +100,7 @@ class Weights:
             keep = self._keeps(call)
             if keep is not None:
                 shapes = jax.eval_shape(keep, self.derivatives.full_shapes(call))
-                self.kept[id(call)] = jax.tree.map(lambda x: jnp.zeros((loop.length, *x.shape), x.dtype), shapes)
+                self.kept[id(call)] = jax.tree.map(lambda x: zeros((loop.length, *x.shape), x.dtype), shapes)
 
     def keep(self, call: Call, full: Arrays, iteration: Any) -> None:
         """Keep of full weights what the backward is to find."""
@@ -121,6 +121,11 @@ def at(value: jax.Array, index: Any) -> jax.Array:
 def put_at(value: jax.Array, index: Any, new: jax.Array) -> jax.Array:
     """Replace one of a stack. Moves no data between devices."""
     return jax.lax.dynamic_update_index_in_dim(value, new, index, 0)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Make zeros that XLA does not take for a constant: it would compute updates of them while it compiles."""
+    return jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
 
 
 def after(values: Any, tie: Any) -> Any:

@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, walk
 from jfsdp.plan.ledger import Part
 from jfsdp.plan.theory import GATHER
 from jfsdp.plan.work import is_matmul
 
-_BACKWARD = "transpose("  # in the names that JAX gives to what a derivative runs backward
+# In the names that JAX gives to what a derivative runs backward, and engine "manual" to its own.
+_BACKWARD = ("transpose(", f"{SCOPE}.backward")
 _WAITS = ("bitcast", "copy", "copy-start", "copy-done", "fusion-done", "async-done")
 _PASSES = (*_WAITS, "get-tuple-element", "reshape", "transpose", "convert")
 _FUSIONS = ("fusion", "fusion-start", "async-start")
@@ -106,11 +108,11 @@ def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequenc
         place = seen.get((item.computation, item.name), 0)
         seen[item.computation, item.name] = place + 1
         leaf = resharded.get(part.path)
-        if leaf is None or item.kind != GATHER or _BACKWARD in part.op_name:
+        if leaf is None or item.kind != GATHER or _is_backward(part.op_name):
             continue
         computation = module.computations[item.computation]
         done = computation.instructions[item.done]
-        if any(_BACKWARD in reader.op_name for reader in _readers(computation, done, place, len(item.parts))):
+        if any(_is_backward(reader.op_name) for reader in _readers(computation, done, place, len(item.parts))):
             yield Held(leaf, item.parts[place].num_bytes, item.source or item.op_name)
 
 
@@ -131,3 +133,7 @@ def _readers(computation: Computation, done: Instruction, place: int, num_parts:
             todo += computation.users.get(reader.name, ())
         else:
             yield reader
+
+
+def _is_backward(op_name: str) -> bool:
+    return any(name in op_name for name in _BACKWARD)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jfsdp.engine.schedule import Prefetch
 from jfsdp.layout.table import Layout
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
@@ -55,7 +56,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step does on a cluster; see `make_plan`."""
+    """What a step does on a cluster; see `make_plan`. `prefetch` is that of engine "manual"."""
 
     cluster: Cluster
     layout: Layout
@@ -66,6 +67,12 @@ class Plan:
     ledger: Ledger
     timeline: Timeline
     reserve_bytes: int
+    prefetch: Prefetch | None = None
+
+    @property
+    def engine(self) -> str:
+        """Which engine the step runs under."""
+        return "auto" if self.prefetch is None else "manual"
 
     @property
     def limit_bytes(self) -> int:
@@ -142,6 +149,8 @@ class Plan:
                 "num_devices": self.cluster.num_devices,
             },
             "strategy": self.layout.strategy.name,
+            "engine": self.engine,
+            "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
             "mesh": dict(self.layout.mesh_sizes),
             "peak_bytes": peak.peak_bytes,
             "needed_bytes": self.needed_bytes,
@@ -245,4 +254,5 @@ def make_plan(
         ),
         timeline=simulate(module, collectives, Rates(cluster)),
         reserve_bytes=reserve_bytes,
+        prefetch=step.prefetch,
     )

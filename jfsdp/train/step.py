@@ -77,6 +77,9 @@ class StepConfig:
 class TrainStep:
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
+    Attributes:
+      prefetch: that of engine "manual"; None under engine "auto".
+
     Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
     is one, and what the loss returns as `aux`.
     """
@@ -108,6 +111,7 @@ class TrainStep:
         keep = config.reshard_after_backward
         is_asked = config.reduce == "once"
         is_scaled = loss_scale is not None
+        self.prefetch = prefetch
         self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, keep, is_scaled, prefetch)
         self._jitted: Any = None
         self._batch_shape: Any = None

@@ -198,5 +198,12 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
     assert wire["all-gather", "bf16"] == pytest.approx(2 * (2 * total - ROOT) * share, rel=1e-6)
     assert wire["reduce-scatter", "bf16"] == pytest.approx(2 * total * share, rel=1e-6)
     assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
+    layout = jfsdp.fully_shard(
+        find_job("llama-8b").with_config(num_layers=6).model,
+        mesh=jfsdp.make_abstract_mesh(fsdp=64),
+        units=find_job("llama-8b").units,
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+    ).layout
+    assert jfsdp.audit(lower(engine="manual", num_layers=6, seq_len=1024).compile(), layout, min_overlap=0.99).ok
     sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
     assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"

@@ -18,6 +18,8 @@ LIST = ["a", "b", "c", "d"]
         ({"b": ["c"]}, [0, 2, 2, 3]),
         ({"a": ["b", "c"]}, [2, 2, 2, 3]),
         ({"a": ["b", "c"], "c": ["d"]}, [2, 2, 3, 3]),
+        ({"a": ["b", "c"], "b": ["d"]}, [2, 3, 3, 3]),  # c is on its way already
+        ({"a": ["b", "c"], "b": ["c", "d"]}, [2, 3, 3, 3]),
     ],
 )
 def test_gathers_run_ahead_by_depth_or_by_list(ahead, reached):
