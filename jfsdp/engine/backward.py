@@ -103,6 +103,8 @@ class Sums:
         """Settle, and let zeros land where the scan of a loop finds what its iteration before has reduced."""
         self.settle(0)
         calls = loop.live_calls
+        if not calls:
+            return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
             Landed(path, gone, before, self.zeros(path, gone, 1)[0] if gone else self.zeros(path, 0, 0))
@@ -129,8 +131,9 @@ class Backward:
     def _run(self, cotangent: jax.Array) -> Arrays:
         step, cts = self.step, Cotangents()
         _push(cts, step.block.outputs[:1], [cotangent.astype(step.block.outputs[0].aval.dtype)])
-        for place in reversed(range(len(step.block.items))):
-            self._item(step.block.items[place], self.records[place], cts)
+        for place in reversed(range(len(step.block.items) + 1)):
+            if place < len(step.block.items):
+                self._item(step.block.items[place], self.records[place], cts)
             found = {path: cts.pop(step.root_vars[path], None) for path in step.first_use.get(place, [])}
             grads = {path: x for path, x in found.items() if x is not None and step.derivatives.is_trained(path)}
             self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
@@ -170,6 +173,9 @@ class Backward:
     def _loop(self, loop: Loop, record: LoopRecord, given: list[Any], cts: Cotangents) -> None:
         run = _Iteration(self, loop)
         carry, ys = given[: run.num_carry], given[run.num_carry :]
+        if not loop.live_calls:
+            self.sums.turn(0)  # no call of this loop would, and its scan would take what waits for its own
+            self.sums.settle(0)
         names = self.sums.make_room(loop)
         low, high = self.step.scans[id(loop)]
         consts, xs, stacked = run.zeros(), {}, None

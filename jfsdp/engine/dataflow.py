@@ -99,6 +99,16 @@ def states_sharding(jaxpr: Any, but: str) -> bool:
     )
 
 
+def is_in_condition(jaxpr: Any, name: str) -> bool:
+    """Tell whether an operation with `name` in its name stands in a branch, or in a loop that a condition ends.
+
+    Moves no data.
+    """
+    conditional = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in ("cond", "while"))
+    inside = (inner for eqn in conditional for body in inner_jaxprs(eqn) for inner in all_eqns(body))
+    return any(name in str(eqn.source_info.name_stack) for eqn in inside)
+
+
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}

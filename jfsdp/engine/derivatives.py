@@ -50,7 +50,7 @@ class Derivatives:
     def _linearize(self, item: Item, is_fixed: Sequence[bool] | None) -> Linear:
         is_call = isinstance(item, Call)
         full = self.full_shapes(item) if is_call else {}
-        shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in item.inputs]
+        shapes = [atom.aval for atom in item.inputs]
         return linearize(
             apply_remat(_computation(item), self.layout.policy(item.unit if is_call else ROOT).remat),
             full,

@@ -48,6 +48,7 @@ class Forward:
             self._gather_root(first_use.get(place, []), env, None)
             due = first_use.get(place + 1, []) if is_ahead and not isinstance(item, Code) else []
             self.records.append(self._item(item, env, due))
+        self._gather_root(first_use.get(len(block.items), []), env, None)
         return [read(env, atom) for atom in block.outputs]
 
     def _gather_root(self, paths: Sequence[str], env: Env, tie: Any) -> None:
@@ -110,7 +111,8 @@ class Forward:
     def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
         env |= block.consts
         records = [self._item(item, env, (), iteration) for item in block.items]
-        return records, [read(env, atom) for atom in block.outputs]
+        # Python numbers and weak types settle in the types that they have in a scan.
+        return records, [jnp.asarray(read(env, atom), atom.aval.dtype) for atom in block.outputs]
 
     def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
         """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""

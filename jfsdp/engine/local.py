@@ -60,22 +60,20 @@ class LocalEngine(Engine):
         reduced = {}
         for leaf, gone in pairs:
             split = leaf.stage(leaf.source).axes
-            now = split if self._further(leaf) else self._now
-            reduced[leaf.path] = self.sum_over(grads[leaf.path], now, split, _dim(leaf, gone) if split else None)
+            reduced[leaf.path] = self.sum_over(grads[leaf.path], split, split, _dim(leaf, gone) if split else None)
         return reduced
 
     def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
         """Sum what `reduce` left over the axes that are not deferred, into the layout of the accumulator.
 
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
-        Cost:    one reduce-scatter, in the dtype in use.
+        Cost:    one reduce-scatter or all-reduce, in `reduce_dtype`.
         """
-        further = self._further(leaf)
-        if not further:
-            return grad
-        done = leaf.stage(leaf.source).axes
+        further, done = self._further(leaf), leaf.stage(leaf.source).axes
         rest = tuple(axis for axis in self._now if axis not in done)
-        return self.sum_over(grad.astype(leaf.stage("use").dtype), rest, further, leaf.dim)
+        if not rest:
+            return grad
+        return self.sum_over(grad.astype(self.layout.reduce_dtype(leaf)), rest, further, leaf.dim)
 
     def accumulator_axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jfsdp.engine.backward import Backward
@@ -89,9 +90,9 @@ class ManualEngine(LocalEngine):
         step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, root, rest["params"])
         if step.in_place and self.prefetch != Prefetch(0, 0):
             warnings.warn(
-                f"units {', '.join(step.in_place[:4])} are called inside another unit, a condition, a nested loop or a "
-                "remat of the model's own, where no schedule reaches them: they are gathered when they are called, "
-                "without prefetch",
+                f"units {', '.join(step.in_place[:4])} are called inside another unit, a nested or reversed loop, a "
+                "vmap, a derivative or a remat of the model's own, where no schedule reaches them: they are gathered "
+                "when they are called, without prefetch; for a remat use jfsdp's own (remat=)",
                 stacklevel=2,
             )
         forward = Forward(step)
@@ -128,7 +129,13 @@ class ManualEngine(LocalEngine):
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
         """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
         leaf = self.layout.by_path[path]
-        return super().accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
+        grad = super().accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
+        if set(leaf.stage(leaf.source).axes) <= set(self.accumulator_axes(leaf)):
+            return grad
+        # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.
+        assert leaf.dim is not None, path
+        start = jax.lax.axis_index(self._names(leaf, leaf.source)) * grad.shape[leaf.dim]
+        return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(leaf.stored_shape, grad.dtype), grad, start, leaf.dim)
 
     def _to_reduce(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
         return grad.astype(self.layout.reduce_dtype(leaf))
@@ -185,8 +192,9 @@ class Step:
 
     def _first_uses(self) -> dict[int, list[str]]:
         uses: dict[int, list[str]] = {}
+        reads = [*(item.inputs for item in self.block.items), self.block.outputs]
         for path, var in self.root_vars.items():
-            readers = (place for place, item in enumerate(self.block.items) if any(x is var for x in item.inputs))
+            readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms))
             place = next(readers, None)
             if place is not None:
                 uses.setdefault(place, []).append(path)

@@ -261,7 +261,7 @@ def _read_call(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCa
 
 
 def _read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall], depth: int) -> Loop | None:
-    if eqn.primitive.name != "scan" or depth or eqn.params["reverse"]:
+    if eqn.primitive.name != "scan" or depth or eqn.params["reverse"] or not eqn.params["length"]:
         return None
     closed = _inline(eqn.params["jaxpr"], calls)
     if not any(_named(inner, calls) for inner in closed.jaxpr.eqns):

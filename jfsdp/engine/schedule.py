@@ -61,10 +61,9 @@ def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
         follows its unit.
     """
     if isinstance(ahead, int):
-        if ahead > max(len(order), 1):
+        if order and ahead > len(order):
             raise ValueError(
-                f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}, so that no more than "
-                f"{max(len(order) - 1, 0)} can be on their way ahead of the compute"
+                f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}; ask for no more"
             )
     else:
         return _by_lists(order, ahead, direction)

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
-from jfsdp.engine.dataflow import depends_on, passes_through, states_sharding
+from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, states_sharding
 from jfsdp.engine.engine import SCOPE, Engine, to_device
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.manual import ManualEngine
@@ -152,7 +152,10 @@ class Gradients:
         try:
             is_sum, _, problem = self._survey(source, model_state, batch)
         except NameError as error:
-            axis = next((axis for axis in self.apply.engine.mesh.axis_names if axis in str(error)), None)
+            axes = self.apply.engine.mesh.axis_names
+            axis = next((axis for axis in axes if str(error).endswith(f"axis name: {axis}")), None)
+            if axis is None:
+                axis = next((axis for axis in axes if f"axis name: {axis}." in str(error)), None)
             if axis is None:
                 raise
             raise ValueError(
@@ -238,6 +241,12 @@ class Gradients:
         draws = by_keys[-1]
         if states_sharding(jaxpr, but=f"{SCOPE}."):
             return is_sum, draws, "the model states shardings of its own"
+        if is_in_condition(jaxpr, f"{SCOPE}.gather"):
+            return (
+                is_sum,
+                draws,
+                "a unit is called under a condition (cond, while), on which devices may disagree",
+            )
         for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, passes_through(jaxpr), strict=False):
             if rows_reach:
                 return is_sum, draws, f"the model's state {name} depends on the rows of the batch"

@@ -36,7 +36,7 @@ def test_a_stack_follows_itself_and_its_last_layer_what_comes_after():
 @pytest.mark.parametrize(
     ("ahead", "message"),
     [
-        (5, r"prefetch forward=5: a step gathers 4 units forward, so that no more than 3 can be on their way"),
+        (5, r"prefetch forward=5: a step gathers 4 units forward; ask for no more"),
         ({"x": ["b"]}, r"'x' is no unit that the step gathers forward; these are, in their order: 'a', 'b', 'c', 'd'"),
         ({"a": ["x"]}, r"\['a'\]: 'x' is no unit"),
         ({"a": ["c"]}, r"\['a'\]=\['c'\]: after 'a' the step calls 'b'"),
@@ -59,7 +59,7 @@ def test_a_prefetch_that_is_neither_a_depth_nor_lists_is_refused(wrong):
 
 
 def test_a_model_without_units_takes_the_default():
-    assert frontiers([], as_prefetch(None).forward, "forward") == []
+    assert frontiers([], as_prefetch(None).forward, "forward") == frontiers([], 2, "forward") == []
     assert as_prefetch(2) == Prefetch(2, 2)
 
 
