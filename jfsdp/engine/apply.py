@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jfsdp.engine.dataflow import num_readers, passes_through
-from jfsdp.engine.engine import Engine, Pull, cast_floating
+from jfsdp.engine.engine import Engine, Pull, cast_floating, label_params
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -115,8 +115,7 @@ class ShardedApply:
         if not run.may_write:
             return
         full = self.engine.full_shapes(shards)
-        unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
-        before = jax.tree.leaves((_names(full), unnamed | {"params": _names(rest["params"])}))
+        before = jax.tree.leaves((_names(full), label_params(rest)))
         closed, after = jax.make_jaxpr(run.params_after, return_shape=True)(full, rest)
         pairs = zip(jax.tree.leaves(_names(after)), passes_through(closed.jaxpr), strict=True)
         written = [name for name, at in pairs if at is None or before[at] != name]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.engine import SCOPE, scoped
 from jfsdp.engine.forward import LoopRecord
-from jfsdp.engine.program import Call, Item, Loop, is_literal
+from jfsdp.engine.program import Call, Item, Loop
 from jfsdp.engine.unit import Arrays, part
 from jfsdp.engine.weights import Gathers, at, join, put_at, zeros
 from jfsdp.layout.units import ROOT
@@ -85,18 +86,19 @@ class Sums:
         pairs = [(self.layout.by_path[path], gone[path]) for path in grads]
         return scoped("reduce", unit, lambda grads: self.engine.reduce_whole(pairs, grads))(grads)
 
-    def zeros(self, path: str, gone: int, length: int) -> jax.Array:
-        """Return what a gradient starts from."""
+    def zeros(self, path: str, gone: int, *length: int) -> jax.Array:
+        """Return what a reduced gradient starts from; with a length, a stack of so many."""
         leaf = self.layout.by_path[path]
         whole = jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
         shape = jax.eval_shape(lambda grads: self.engine.reduce_whole([(leaf, gone)], grads), {path: whole})[path]
-        return zeros((length, *shape.shape) if gone else shape.shape, shape.dtype)
+        return zeros((*length, *shape.shape), shape.dtype)
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
         trained = {path: gone for call in loop.live_calls for path, gone in self._trained(call).items()}
         for path in trained.keys() - self.reduced.keys():
-            self.reduced[path] = self.zeros(path, trained[path], loop.length)
+            gone = trained[path]
+            self.reduced[path] = self.zeros(path, gone, *[loop.length] * bool(gone))
         return sorted(trained)
 
     def enter(self, loop: Loop, iteration: int) -> None:
@@ -107,8 +109,7 @@ class Sums:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
-            Landed(path, gone, before, self.zeros(path, gone, 1)[0] if gone else self.zeros(path, 0, 0))
-            for path, gone in sorted(self._trained(last).items())
+            Landed(path, gone, before, self.zeros(path, gone)) for path, gone in sorted(self._trained(last).items())
         ]
 
     def _trained(self, call: Call) -> dict[str, int]:
@@ -131,15 +132,19 @@ class Backward:
     def _run(self, cotangent: jax.Array) -> Arrays:
         step, cts = self.step, Cotangents()
         _push(cts, step.block.outputs[:1], [cotangent.astype(step.block.outputs[0].aval.dtype)])
-        for place in reversed(range(len(step.block.items) + 1)):
-            if place < len(step.block.items):
-                self._item(step.block.items[place], self.records[place], cts)
-            found = {path: cts.pop(step.root_vars[path], None) for path in step.first_use.get(place, [])}
-            grads = {path: x for path, x in found.items() if x is not None and step.derivatives.is_trained(path)}
-            self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
+        self._leave_root(len(step.block.items), cts)
+        for place in reversed(range(len(step.block.items))):
+            self._item(step.block.items[place], self.records[place], cts)
+            self._leave_root(place, cts)
         self.sums.turn(0)
         self.sums.settle(0)
         return {path: self._total(path, cts) for path in step.trained}
+
+    def _leave_root(self, place: int, cts: Cotangents) -> None:
+        """Let the gradients of those weights of the root wait that no item before this one reads."""
+        found = {path: cts.pop(self.step.root_vars[path], None) for path in self.step.first_use.get(place, [])}
+        grads = {path: x for path, x in found.items() if x is not None and self.step.derivatives.is_trained(path)}
+        self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
 
     def _total(self, path: str, cts: Cotangents) -> jax.Array:
         """Return a gradient, and what calls outside the schedule add to it."""
@@ -147,7 +152,7 @@ class Backward:
         if in_place is not None:
             rest = self.step.engine.finish_in_place(path, in_place)
             found = rest if found is None else found + rest
-        return self.sums.zeros(path, 0, 0) if found is None else found
+        return self.sums.zeros(path, 0) if found is None else found
 
     def _item(self, item: Item, record: Any, cts: Cotangents, iteration: int = 0) -> None:
         """Run an item's derivative; inside a scan `iteration` is the one that stands for all."""

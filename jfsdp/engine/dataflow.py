@@ -19,7 +19,7 @@ def depends_on(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
     reached = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
 
     def is_reached(atom: Any) -> bool:
-        return not isinstance(atom, core.Literal) and atom in reached
+        return not is_literal(atom) and atom in reached
 
     for eqn in jaxpr.eqns:
         outs = _eqn_depends_on(eqn, [is_reached(atom) for atom in eqn.invars])
@@ -42,9 +42,9 @@ def passes_through(jaxpr: Any) -> list[int | None]:
             continue
         for var, index in zip(eqn.outvars, indices, strict=True):
             atom = None if index is None else eqn.invars[index]
-            if atom is not None and not isinstance(atom, core.Literal) and atom in origin:
+            if atom is not None and not is_literal(atom) and atom in origin:
                 origin[var] = origin[atom]
-    return [None if isinstance(atom, core.Literal) else origin.get(atom) for atom in jaxpr.outvars]
+    return [None if is_literal(atom) else origin.get(atom) for atom in jaxpr.outvars]
 
 
 def _scan_passes_through(eqn: Any, body: Any) -> list[int | None]:
@@ -59,12 +59,12 @@ def _scan_passes_through(eqn: Any, body: Any) -> list[int | None]:
 def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
     """Cut a jaxpr down to the equations that the wanted outputs need; other effects go. Moves no data."""
     outvars = [atom for atom, keep in zip(jaxpr.outvars, wanted, strict=True) if keep]
-    needed = {atom for atom in outvars if not isinstance(atom, core.Literal)}
+    needed = {atom for atom in outvars if not is_literal(atom)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             eqns.append(eqn)
-            needed.update(atom for atom in eqn.invars if not isinstance(atom, core.Literal))
+            needed.update(atom for atom in eqn.invars if not is_literal(atom))
     return jaxpr.replace(eqns=eqns[::-1], outvars=outvars)
 
 
@@ -75,7 +75,7 @@ def num_readers(jaxpr: Any) -> list[int]:
     """Count for each input the operations that read it, looking through calls, casts and reshapes. Moves no data."""
     readers: dict[Any, int] = {}
     for atom in jaxpr.outvars:
-        if not isinstance(atom, core.Literal):
+        if not is_literal(atom):
             readers[atom] = readers.get(atom, 0) + 1
     for eqn in reversed(jaxpr.eqns):
         inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
@@ -86,7 +86,7 @@ def num_readers(jaxpr: Any) -> list[int]:
         else:
             counts = [1] * len(eqn.invars)
         for atom, count in zip(eqn.invars, counts, strict=False):
-            if not isinstance(atom, core.Literal):
+            if not is_literal(atom):
                 readers[atom] = readers.get(atom, 0) + count
     return [readers.get(var, 0) for var in jaxpr.invars]
 
@@ -120,6 +120,11 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from all_eqns(inner)
+
+
+def is_literal(atom: Any) -> bool:
+    """Tell a literal of a jaxpr from a variable. Moves no data."""
+    return isinstance(atom, core.Literal)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax import core
 
-from jfsdp.engine.program import Call, Code, Item, is_literal
+from jfsdp.engine.dataflow import is_literal
+from jfsdp.engine.program import Call, Code, Item
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT

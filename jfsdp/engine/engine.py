@@ -162,6 +162,12 @@ class Engine(abc.ABC):
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
 
 
+def label_params(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rest` of a unit's call with the names of parameters in place of its arrays, and "" for others."""
+    unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
+    return unnamed | {"params": {name: name for name in rest["params"]}}
+
+
 def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
     """Name what a movement does in the program that XLA compiles: `jfsdp.gather.layers`. Profiles and plans read it."""
     return jax.named_scope(f"{SCOPE}.{verb}.{unit or 'root'}")(move)

@@ -111,8 +111,7 @@ class Forward:
     def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
         env |= block.consts
         records = [self._item(item, env, (), iteration) for item in block.items]
-        # Python numbers and weak types settle in the types that they have in a scan.
-        return records, [jnp.asarray(read(env, atom), atom.aval.dtype) for atom in block.outputs]
+        return records, _typed([read(env, atom) for atom in block.outputs], block.outputs)
 
     def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
         """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""
@@ -127,10 +126,13 @@ class Forward:
             carry, *rest = run(carry, index)
             return (carry, gathers.queue, {key: weights.kept[key] for key in kept}), rest
 
-        # Python numbers and weak types settle in the types that they have inside the loop.
-        pairs = zip(carry, loop.split(loop.body.inputs)[1], strict=True)
-        carry = [jnp.asarray(value, var.aval.dtype) for value, var in pairs]
+        carry = _typed(carry, loop.split(loop.body.inputs)[1])
         (carry, queue, kept), stacked = jax.lax.scan(body, (carry, gathers.queue, kept), jnp.arange(low, high))
         gathers.enter(start + len(loop.calls) * (high - low), queue, 0)
         weights.kept.update(kept)
         return carry, stacked
+
+
+def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:
+    """Give Python numbers and weak types the types that they have in a scan."""
+    return [jnp.asarray(value, atom.aval.dtype) for value, atom in zip(values, atoms, strict=True)]

@@ -49,13 +49,12 @@ class LocalEngine(Engine):
         return {leaf.path: self._all_gather(kept[leaf.path], leaf, "kept", gone) for leaf, gone in pairs}
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum gradients over the axes that are not deferred, into the layout of their source.
+        """Sum gradients over the axes that split their source, into its layout.
 
-        A derivative has the shape of its value: where the accumulator is split further than that, `accumulate` sums
-        over the other axes.
+        A derivative has the shape of its value: over all other axes `accumulate` sums.
 
-        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
-        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced other axes}
+        Cost:    one reduce-scatter each.
         """
         reduced = {}
         for leaf, gone in pairs:
@@ -69,7 +68,8 @@ class LocalEngine(Engine):
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
         Cost:    one reduce-scatter or all-reduce, in `reduce_dtype`.
         """
-        further, done = self._further(leaf), leaf.stage(leaf.source).axes
+        done = leaf.stage(leaf.source).axes
+        further = tuple(axis for axis in self.accumulator_axes(leaf) if axis not in done)
         rest = tuple(axis for axis in self._now if axis not in done)
         if not rest:
             return grad
@@ -78,10 +78,6 @@ class LocalEngine(Engine):
     def accumulator_axes(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""
         return tuple(axis for axis in leaf.stage("grad").axes if axis not in self.deferred)
-
-    def _further(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the axes by which a leaf's accumulator is split and its source is not."""
-        return tuple(axis for axis in self.accumulator_axes(leaf) if axis not in leaf.stage(leaf.source).axes)
 
     @property
     def _now(self) -> tuple[str, ...]:

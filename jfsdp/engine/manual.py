@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr
 from jfsdp.engine.backward import Backward
 from jfsdp.engine.dataflow import value_names
 from jfsdp.engine.derivatives import Derivatives
-from jfsdp.engine.engine import Pairs, Pull, pad_all
+from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all
 from jfsdp.engine.forward import Forward
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.program import Call, Loop, NamedCall, mark_active, mark_live, read_program
@@ -83,8 +83,7 @@ class ManualEngine(LocalEngine):
         traced, flat = trace_unit(run, self.full_shapes(root), self.cast_inputs(ROOT, rest))
         if seen is not None:
             seen.update(value_names(traced.jaxpr))
-        unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
-        names = jax.tree.leaves(unnamed | {"params": {path: path for path in rest["params"]}})
+        names = jax.tree.leaves(label_params(rest))
         names = [""] * (len(flat) - len(names)) + names
         shards = {place: path for place, path in enumerate(names) if path}
         step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, root, rest["params"])

@@ -15,9 +15,8 @@ from typing import Any
 
 import jax
 from jax import core
-from jax.extend.core import Literal
 
-from jfsdp.engine.dataflow import depends_on, inner_jaxprs, scan_counts
+from jfsdp.engine.dataflow import all_eqns, depends_on, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.unit import Traced, is_inexact
 
 Shard = tuple[str, int]  # a parameter's name, and how many layer dims a loop has taken off
@@ -151,9 +150,7 @@ def _named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
 
 
 def _holds_calls(jaxpr: Any, calls: Mapping[str, NamedCall]) -> bool:
-    return any(
-        _named(eqn, calls) or any(_holds_calls(inner, calls) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
-    )
+    return any(_named(eqn, calls) for eqn in all_eqns(jaxpr))
 
 
 def _inline(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
@@ -188,10 +185,6 @@ def _inline(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
 def read(env: Mapping[Any, Any], atom: Any) -> Any:
     """Return the value of a variable, or of a literal."""
     return atom.val if is_literal(atom) else env[atom]
-
-
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
 
 
 def _inputs(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -280,12 +273,8 @@ def _read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCa
 
 def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str]:
     def within(jaxpr: Any) -> Iterator[str]:
-        for eqn in jaxpr.eqns:
-            call = calls.get(str(eqn.params.get("name", "")))  # whatever JAX has made of it
-            if call is not None:
-                yield call.unit
-            for inner in inner_jaxprs(eqn):
-                yield from within(inner)
+        names = (str(eqn.params.get("name", "")) for eqn in all_eqns(jaxpr))  # whatever JAX has made of a call
+        return (calls[name].unit for name in names if name in calls)
 
     for item in block.items:
         if isinstance(item, Code):

@@ -62,7 +62,7 @@ class Traced:
 
     def __call__(self, weights: Arrays, flat: Sequence[Any]) -> list[Any]:
         """Run on full weights."""
-        return core.eval_jaxpr(self.jaxpr, (), *flat, *(weights[name] for name in sorted(weights)))
+        return core.eval_jaxpr(self.jaxpr, (), *flat, *jax.tree.leaves(weights))
 
 
 def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple[Traced, list[Any]]:
@@ -180,7 +180,7 @@ class Linear:
 
     def forward(self, full: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Compute the outputs, and what the derivative is to find saved."""
-        inputs = [*(full[name] for name in sorted(full)), *diff, *other]
+        inputs = [*jax.tree.leaves(full), *diff, *other]
         results = core.eval_jaxpr(self.jaxpr, self.consts, *inputs)
         residuals = zip(results[self.num_out :], self.kinds, strict=True)
         return results[: self.num_out], [value for value, kind in residuals if kind == "saved"]
@@ -194,7 +194,7 @@ class Linear:
     ) -> tuple[Arrays, list[Any]]:
         """Return the gradients of the trainable weights and of `diff`."""
         num_rest = len(self.jaxpr.invars) - self.num_weights
-        weights = self._part("weights", [*(full[name] for name in sorted(full)), *[None] * num_rest])
+        weights = self._part("weights", [*jax.tree.leaves(full), *[None] * num_rest])
         found = {"saved": iter(saved), "fixed": iter(fixed), "weights": iter(weights)}
         leaves = [next(found[kind]) for kind in self.kinds]
         return jax.tree.unflatten(self.tree, leaves)(cotangents)

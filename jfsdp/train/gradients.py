@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,15 +153,12 @@ class Gradients:
         try:
             is_sum, _, problem = self._survey(source, model_state, batch)
         except NameError as error:
-            axes = self.apply.engine.mesh.axis_names
-            axis = next((axis for axis in axes if str(error).endswith(f"axis name: {axis}")), None)
-            if axis is None:
-                axis = next((axis for axis in axes if f"axis name: {axis}." in str(error)), None)
-            if axis is None:
+            unbound = re.search(r"axis name: (\w+)", str(error))
+            if unbound is None or unbound[1] not in self.apply.engine.mesh.axis_names:
                 raise
             raise ValueError(
-                f"the loss or the model names mesh axis {axis!r} in a collective of its own; under jfsdp a loss sees "
-                "its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
+                f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss "
+                "sees its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
             ) from error
         if problem:
             raise ValueError(
@@ -260,9 +258,8 @@ class Gradients:
         self, deferred: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
         mesh = self.apply.engine.mesh
-        engine = LocalEngine(layout, mesh, deferred)
-        if self.prefetch is not None:
-            engine = ManualEngine(layout, mesh, deferred, self.prefetch)
+        kind = LocalEngine if self.prefetch is None else functools.partial(ManualEngine, prefetch=self.prefetch)
+        engine = kind(layout, mesh, deferred)
         apply = self._apply_on(engine)
         data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)

@@ -95,19 +95,18 @@ class TrainStep:
     ):
         self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
-        options = compiler_options(self.mesh, self.layout, is_manual=prefetch is not None) | dict(
-            config.compiler_options or {}
-        )
+        is_manual = prefetch is not None
+        options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
         self.compiler_options = {name: value for name, value in options.items() if value is not None}
-        if prefetch is not None and self.layout.policy(ROOT).reshard_after_forward:
+        if is_manual and self.layout.policy(ROOT).reshard_after_forward:
             warnings.warn(
                 'unit (root): engine="manual" keeps the root\'s weights gathered until the backward has passed their '
                 "first use, whatever its reshard_after_forward says; make units of its modules to have them freed, or "
                 'say per_unit={"": {"reshard_after_forward": False}}',
                 stacklevel=3,
             )
-        once = reduces_once(self.layout, config, is_manual=prefetch is not None)
-        check_reduce_dtype(self.layout, once=once or prefetch is not None)
+        once = reduces_once(self.layout, config, is_manual=is_manual)
+        check_reduce_dtype(self.layout, once=once or is_manual)
         keep = config.reshard_after_backward
         is_asked = config.reduce == "once"
         is_scaled = loss_scale is not None
