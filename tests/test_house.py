@@ -21,7 +21,7 @@ ALLOWED = {
     "modules": ("layout",),
     "engine": ("layout", "modules"),
     "train": ("layout", "modules", "engine"),
-    "checkpoint": ("layout", "train.state", "train.roles"),
+    "checkpoint": ("layout", "train.state", "train.roles", "train.storage"),
     "plan": ("layout", "engine", "train"),
     "launch": ("layout.mesh",),
     "testing": ("layout", "plan"),

@@ -13,6 +13,7 @@ import numpy as np
 
 from jfsdp.checkpoint.store import check_space, read_manifest, readable_errors, restore, save_args
 from jfsdp.train.state import TrainState
+from jfsdp.train.storage import by_leaf
 
 _DELETED = "to-delete"
 
@@ -67,6 +68,7 @@ class Checkpointer:
           ValueError: if the step is there already or is older than one that is, or `extra` is not plain JSON.
         """
         start = time.perf_counter()
+        state = by_leaf(state)
         args = save_args(state, _gather_json(extra))
         self.wait()
         self._check_step(step)

@@ -14,6 +14,7 @@ import jax
 
 from jfsdp.checkpoint.tree import check_matches, entries, make_manifest, rebuild
 from jfsdp.train.state import TrainState, with_work
+from jfsdp.train.storage import by_leaf, in_storage, shapes_by_leaf
 
 STATE, MANIFEST = "state", "manifest"
 
@@ -22,7 +23,7 @@ def save(path: Any, state: TrainState, *, extra: Any = None) -> None:
     """Write one checkpoint and wait until it is complete. It appears at `path` whole or not at all.
 
     Layout:  each process writes the shards that it owns; names and logical shapes carry no mesh and no strategy.
-    Memory:  one host copy of this process's shards.
+    Memory:  one host copy of this process's shards; under flat storage a second copy of them on the devices too.
 
     Args:
       path: a directory that does not exist yet; a step directory of a run has the same form.
@@ -34,7 +35,7 @@ def save(path: Any, state: TrainState, *, extra: Any = None) -> None:
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path, state = Path(path).absolute(), by_leaf(state)
     if path.exists():
         raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
     check_space(path, state)
@@ -59,12 +60,12 @@ def restore(path: Any, like: TrainState) -> TrainState:
     mesh: Any = getattr(like.step.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")
-    manifest = read_manifest(path)
-    check_matches(path, manifest, like)
-    named = entries(like)
+    manifest, shapes = read_manifest(path), shapes_by_leaf(like)
+    check_matches(path, manifest, shapes)
+    named = entries(shapes)
     arrays = _read_arrays(path / STATE, {name: entry.value for name, entry in named.items()})
-    state = rebuild(like, arrays, {name: manifest["arrays"][name]["key_impl"] for name in named})
-    return with_work(state, like)
+    state = rebuild(shapes, arrays, {name: manifest["arrays"][name]["key_impl"] for name in named})
+    return in_storage(with_work(state, shapes), like.layout)
 
 
 def _read_arrays(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:

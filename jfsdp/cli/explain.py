@@ -78,6 +78,8 @@ def _print(state: TrainState) -> None:
 def _leaves(layout: Layout, count: StateBytes) -> Any:
     from rich.table import Table
 
+    from jfsdp.layout.report import reason
+
     table = Table("path", "shape", "unit", "param at rest", "in use", "optimizer", box=None, pad_edge=False)
     table.add_column("bytes/device", justify="right")
     if count.host_total:
@@ -85,7 +87,7 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
     table.add_column("reason")
     for leaf in layout.leaves:
         host = [f"{count.host_by_leaf[leaf.path]:,}"] if count.host_total else []
-        table.add_row(*_row(leaf), f"{count.by_leaf[leaf.path]:,}", *host, leaf.reason)
+        table.add_row(*_row(leaf), f"{count.by_leaf[leaf.path]:,}", *host, reason(layout, leaf))
     return table
 
 

@@ -218,7 +218,8 @@ def print_plan(plan: Plan) -> None:
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.gpus_per_node}"
     console.print(f"{cluster.num_devices} x {cluster.gpu.full_name} ({nodes}): {summary(plan.layout)}")
     if plan.prefetch is not None:
-        console.print(f"engine manual, prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward")
+        ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
+        console.print(f"engine manual, {ahead}, storage {plan.layout.storage}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
         f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "

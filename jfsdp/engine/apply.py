@@ -9,6 +9,7 @@ import jax
 
 from jfsdp.engine.dataflow import num_readers, passes_through
 from jfsdp.engine.engine import Engine, Pull, cast_floating, label_params
+from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -44,7 +45,7 @@ class ShardedApply:
     ) -> tuple[Any, Arrays]:
         """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
 
-        Layout:  `params` by name in the layout of their `source` stage, anything else as it comes.
+        Layout:  `params` as they are stored, in the layout of their `source` stage, anything else as it comes.
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
 
         Raises:
@@ -74,7 +75,7 @@ class ShardedApply:
         run, root, rest = self._root(fn, params, state, inputs)
         wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)}
         seen = set() if wanted else None
-        ((_, out), after), pull = self.engine.vjp(run, root, rest, seen)
+        ((_, out), after), pull = self.engine.vjp(run, root, rest, seen, params)
         _check_names(wanted, seen or set())
         self._check_writes(ROOT, run, root, rest)
         return out, after, pull
@@ -83,6 +84,7 @@ class ShardedApply:
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any
     ) -> tuple[_RootRun, Arrays, dict[str, Any]]:
         """Return the root's call, its weights, and everything else that it reads."""
+        params = unpack_tree(self.layout, dict(params))
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
         rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}

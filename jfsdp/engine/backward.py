@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.engine import SCOPE, scoped
+from jfsdp.engine.flat import close_grads, pack_one, stored_shards
 from jfsdp.engine.forward import LoopRecord
 from jfsdp.engine.program import Call, Item, Loop
 from jfsdp.engine.unit import Arrays, part
@@ -58,10 +59,12 @@ class Sums:
         self.landed: list[Landed] = []
         self.reduced: Arrays = {}
 
-    def add(self, unit: str, gone: Mapping[str, int], iteration: int, grads: Arrays) -> None:
-        """Let gradients wait."""
-        if grads:
-            self.waiting.append(Waiting(unit, {path: gone[path] for path in grads}, iteration, grads))
+    def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
+        """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
+        gone = stored_shards(self.layout, shards)
+        stored = close_grads(self.layout, grads, gone)
+        if stored:
+            self.waiting.append(Waiting(unit, {name: gone[name] for name in stored}, iteration, stored))
 
     def turn(self, shift: Any) -> None:
         """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
@@ -113,7 +116,8 @@ class Sums:
         ]
 
     def _trained(self, call: Call) -> dict[str, int]:
-        return {path: gone for path, gone in call.shards.items() if self.layout.by_path[path].trainable}
+        stored = stored_shards(self.layout, call.shards)
+        return {name: gone for name, gone in stored.items() if self.layout.by_path[name].trainable}
 
 
 class Backward:
@@ -138,21 +142,28 @@ class Backward:
             self._leave_root(place, cts)
         self.sums.turn(0)
         self.sums.settle(0)
-        return {path: self._total(path, cts) for path in step.trained}
+        return {name: self._total(name, cts) for name in step.source if step.derivatives.is_trained(name)}
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:
         """Let the gradients of those weights of the root wait that no item before this one reads."""
-        found = {path: cts.pop(self.step.root_vars[path], None) for path in self.step.first_use.get(place, [])}
-        grads = {path: x for path, x in found.items() if x is not None and self.step.derivatives.is_trained(path)}
-        self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
+        for name in self.step.first_use.get(place, []):
+            variables = {path: self.step.root_vars[path] for path in self.step.engine.layout.held_by(name)}
+            if self.step.derivatives.is_trained(name) and any(var in cts for var in variables.values()):
+                grads = {path: _pop(cts, var) for path, var in variables.items()}
+                self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
 
-    def _total(self, path: str, cts: Cotangents) -> jax.Array:
-        """Return a gradient, and what calls outside the schedule add to it."""
-        found, in_place = self.sums.reduced.get(path), cts.get(self.step.shard_vars.get(path))
-        if in_place is not None:
-            rest = self.step.engine.finish_in_place(path, in_place)
-            found = rest if found is None else found + rest
-        return self.sums.zeros(path, 0) if found is None else found
+    def _total(self, name: str, cts: Cotangents) -> jax.Array:
+        """Return a gradient as it is stored, and what calls outside the schedule add to it."""
+        found, layout = self.sums.reduced.get(name), self.step.engine.layout
+        in_place = {path: cts.get(self.step.shard_vars.get(path)) for path in layout.held_by(name)}
+        if any(grad is not None for grad in in_place.values()):
+            rest = {
+                path: self.sums.zeros(path, 0) if grad is None else self.step.engine.finish_in_place(path, grad)
+                for path, grad in in_place.items()
+            }
+            added = pack_one(layout, name, rest)
+            found = added if found is None else found + added
+        return self.sums.zeros(name, 0) if found is None else found
 
     def _item(self, item: Item, record: Any, cts: Cotangents, iteration: int = 0) -> None:
         """Run an item's derivative; inside a scan `iteration` is the one that stands for all."""
@@ -168,7 +179,8 @@ class Backward:
         if isinstance(item, Call):
             found = self.gathers.take(given)
             self.sums.turn(self.gathers.shift)
-            full = self.weights.take(found, item, iteration + self.gathers.shift, given)
+            held = self.weights.take(found, item, iteration + self.gathers.shift, given)
+            full = self.step.open(item, held)
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(id(item), []), given)
         if isinstance(item, Call):

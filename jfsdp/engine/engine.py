@@ -75,7 +75,9 @@ class Engine(abc.ABC):
         rest = self.cast_inputs(name, rest)
         return call_unit(run, shards, rest, self.full_shapes(shards), self.movement(name, shards), seen)
 
-    def vjp(self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None) -> tuple[Any, Pull]:
+    def vjp(
+        self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None, source: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Pull]:
         """Run the root unit; return what it returns, and the function from a cotangent to gradients.
 
         Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
@@ -85,11 +87,13 @@ class Engine(abc.ABC):
           root: its weights at rest.
           rest: everything else, the weights of all other units at rest as `rest["params"]`.
           seen: as in `jfsdp.engine.unit.call_unit`.
+          source: all weights as they are stored, for engines that know other forms than leaf by leaf.
 
         Returns:
           The output; and `pull(cotangent)`, the gradients of what is trainable by name, which `accumulate` brings into
           the layout of their accumulator.
         """
+        del source
         params = {**root, **rest["params"]}
         weights = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
 
@@ -121,10 +125,10 @@ class Engine(abc.ABC):
             return _to_source(trained, self.reduce(trained, pad_all(trained, grads)))
 
         return Movement(
-            gather=scoped("gather", name, lambda shards: _unpad_all(pairs, self.to_use(pairs, shards))),
+            gather=scoped("gather", name, lambda shards: unpad_all(pairs, self.to_use(pairs, shards))),
             reduce=scoped("reduce", name, reduce),
             keep=None if policy.reshard_after_forward is True else scoped("keep", name, keep),
-            regather=scoped("regather", name, lambda kept: _unpad_all(pairs, self.regather(pairs, kept))),
+            regather=scoped("regather", name, lambda kept: unpad_all(pairs, self.regather(pairs, kept))),
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
@@ -181,11 +185,12 @@ def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
     }
 
 
-def _unpad_all(pairs: Pairs, values: Arrays) -> Arrays:
+def unpad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
+    """Bring leaves of stored shape into their logical shape. Moves no data between devices."""
     return {leaf.path: _unpad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 
 
-def pad_all(pairs: Pairs, values: Arrays) -> Arrays:
+def pad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
     """Bring leaves of logical shape into their stored shape. Moves no data between devices."""
     return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
 

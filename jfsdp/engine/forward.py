@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.derivatives import run_item
+from jfsdp.engine.flat import open_full
 from jfsdp.engine.program import Block, Call, Code, Item, Loop, read
 from jfsdp.engine.unit import part
 from jfsdp.engine.weights import Gathers, after, at, join
@@ -51,13 +52,15 @@ class Forward:
         self._gather_root(first_use.get(len(block.items), []), env, None)
         return [read(env, atom) for atom in block.outputs]
 
-    def _gather_root(self, paths: Sequence[str], env: Env, tie: Any) -> None:
-        """Gather weights of the root, if they are not here."""
-        variables = {path: self.step.root_vars[path] for path in paths}
-        shards = {path: self.step.root[path] for path, var in variables.items() if var not in env}
-        if shards:
+    def _gather_root(self, names: Sequence[str], env: Env, tie: Any) -> None:
+        """Gather stored weights of the root, if they are not here."""
+        layout, variables = self.step.engine.layout, self.step.root_vars
+        missing = [name for name in names if variables[layout.held_by(name)[0]] not in env]
+        if missing:
+            shards = {name: self.step.source[name] for name in missing}
             full = self.step.engine.movement(ROOT, shards).gather(after(shards, tie))
-            env.update({variables[path]: value for path, value in full.items()})
+            opened = open_full(layout, full, dict.fromkeys(full, 0))
+            env.update({variables[path]: value for path, value in opened.items()})
 
     def _item(self, item: Item, env: Env, due: Sequence[str], iteration: Any = 0) -> Any:
         """Run an item; return what its backward is to find. `due` are weights of the root that the next item reads."""
@@ -66,17 +69,18 @@ class Forward:
         if isinstance(item, Loop):
             outs, record = self._loop(item, values, env, due)
         else:
-            full = {}
+            full, held = {}, {}
             if isinstance(item, Call):
                 found = self.gathers.take(values)
                 self._gather_root(due, env, values)
-                full = self.weights.take(found, item, iteration, values)
+                held = self.weights.take(found, item, iteration, values)
+                full = self.step.open(item, held)
             if item.needs_backward:
                 outs, record = self.step.derivatives.of(item).forward(full, *part(item.is_active, values))
             else:
                 outs = run_item(item, full, values)
             if isinstance(item, Call):
-                self.weights.keep(item, full, iteration)
+                self.weights.keep(item, held, iteration)
         env.update(zip(item.outputs, outs, strict=True))
         return record
 

@@ -27,6 +27,7 @@ from jfsdp.engine.backward import Backward
 from jfsdp.engine.dataflow import value_names
 from jfsdp.engine.derivatives import Derivatives
 from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all
+from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.forward import Forward
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.program import Call, Loop, NamedCall, mark_active, mark_live, read_program
@@ -64,7 +65,9 @@ class ManualEngine(LocalEngine):
         self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
         return jax.tree.unflatten(traced.tree, jax.jit(in_place)(flat, shards))
 
-    def vjp(self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None) -> tuple[Any, Pull]:
+    def vjp(
+        self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None, source: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Pull]:
         """Run the root by the schedule; return what it returns, and the function from a cotangent to gradients.
 
         Args:
@@ -72,10 +75,11 @@ class ManualEngine(LocalEngine):
           root: its weights at rest.
           rest: everything else, the weights of all units as `rest["params"]`.
           seen: as in `jfsdp.engine.unit.call_unit`.
+          source: all weights as they are stored: what is gathered by schedule; None: leaf by leaf.
 
         Returns:
-          The output; and `pull(cotangent)`, the gradients by name in the layout of their accumulator, unreduced over
-          the deferred axes.
+          The output; and `pull(cotangent)`, the gradients as they are stored, in the layout of their accumulator,
+          unreduced over the deferred axes.
 
         Warns:
           UserWarning: for units that no schedule reaches, and that gather where they are called.
@@ -86,7 +90,8 @@ class ManualEngine(LocalEngine):
         names = jax.tree.leaves(label_params(rest))
         names = [""] * (len(flat) - len(names)) + names
         shards = {place: path for place, path in enumerate(names) if path}
-        step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, root, rest["params"])
+        source = {**root, **rest["params"]} if source is None else dict(source)
+        step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, source)
         if step.in_place and self.prefetch != Prefetch(0, 0):
             warnings.warn(
                 f"units {', '.join(step.in_place[:4])} are called inside another unit, a nested or reversed loop, a "
@@ -149,25 +154,26 @@ class Step:
     """One run of a program, forward and backward: what both passes share. It lives as long as the trace of a step.
 
     Attributes:
+      source: all weights, as they are stored.
       block: the program.
       in_place: units that are called where no schedule reaches them.
       order, order_back: the calls of units, forward and backward.
       reached, reached_back: up to which call weights are on their way at each; see `frontiers`.
       scans: by loop, the iterations that run in a scan, forward and backward alike.
-      first_use: by item of the program, the weights of the root that no item before it reads.
-      trained: the names of all parameters that have a gradient.
+      root_vars, shard_vars: by leaf, the variable of the program that is its full weight in the root, or its shard.
+      first_use: by item of the program, the stored weights of the root that no item before it reads.
     """
 
-    def __init__(self, engine: ManualEngine, closed: Any, shards: Mapping[int, str], root: Arrays, inner: Arrays):
-        self.engine, self.root = engine, root
+    def __init__(self, engine: ManualEngine, closed: Any, shards: Mapping[int, str], source: Arrays):
+        self.engine, self.source = engine, source
         self.block, self.in_place = read_program(closed, shards, engine.calls)
-        inputs = self.block.inputs
-        self.root_vars = dict(zip(sorted(root), inputs[len(inputs) - len(root) :], strict=True))
+        inputs, root = self.block.inputs, sorted(engine.layout.unit(ROOT).leaves)
+        self.root_vars = dict(zip(root, inputs[len(inputs) - len(root) :], strict=True))
         self.shard_vars = {path: inputs[place] for place, path in shards.items()}
         self.derivatives = Derivatives(engine.layout)
-        self.trained = [path for path in (*root, *inner) if self.derivatives.is_trained(path)]
+        is_trained = self.derivatives.is_trained
         variables = self.root_vars | self.shard_vars
-        mark_active(self.block, {variables[path] for path in self.trained}, self.derivatives.is_trained)
+        mark_active(self.block, {var for path, var in variables.items() if is_trained(path)}, is_trained)
         mark_live(self.block, set(self.block.outputs[:1]))
         self.order = list(self.block.calls())
         self.order_back = [entry for entry in reversed(self.order) if entry[0].needs_backward]
@@ -177,7 +183,12 @@ class Step:
         self.scans = {id(item): self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
         self.first_use = self._first_uses()
         looped = frozenset(id(call) for call, loop, _ in self.order if loop is not None)
-        self.weights = Weights(engine, inner, self.derivatives, looped)
+        self.weights = Weights(engine, source, looped)
+
+    def open(self, call: Call, full: Arrays) -> Arrays:
+        """Return a call's gathered weights leaf by leaf."""
+        layout = self.engine.layout
+        return open_full(layout, full, stored_shards(layout, call.shards))
 
     def _scanned(self, loop: Loop) -> tuple[int, int]:
         start = next(place for place, entry in enumerate(self.order) if entry[1] is loop)
@@ -192,9 +203,10 @@ class Step:
     def _first_uses(self) -> dict[int, list[str]]:
         uses: dict[int, list[str]] = {}
         reads = [*(item.inputs for item in self.block.items), self.block.outputs]
-        for path, var in self.root_vars.items():
-            readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms))
+        for name in dict.fromkeys(map(self.engine.layout.stored_name.__getitem__, self.root_vars)):
+            own = [self.root_vars[path] for path in self.engine.layout.held_by(name)]
+            readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in own))
             place = next(readers, None)
             if place is not None:
-                uses.setdefault(place, []).append(path)
+                uses.setdefault(place, []).append(name)
         return uses

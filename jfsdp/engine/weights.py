@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.derivatives import Derivatives
+from jfsdp.engine.flat import stored_shards
 from jfsdp.engine.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
 
@@ -52,20 +52,28 @@ class Weights:
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
     """
 
-    def __init__(self, engine: ManualEngine, inner: Arrays, derivatives: Derivatives, looped: frozenset[int]):
-        self.engine, self.inner, self.derivatives, self._looped = engine, inner, derivatives, looped
+    def __init__(self, engine: ManualEngine, source: Arrays, looped: frozenset[int]):
+        self.engine, self.source, self._looped = engine, source, looped
         self.kept: dict[int, Any] = {}
+
+    def _stored(self, call: Call) -> dict[str, int]:
+        return stored_shards(self.engine.layout, call.shards)
+
+    def _shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return what a call takes of the weights at rest, as they are stored."""
+        values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
+        return {name: jax.ShapeDtypeStruct(x.shape[gone:], x.dtype) for name, gone, x in values}
 
     def movement(self, call: Call) -> Movement:
         """Return how a call's weights move."""
-        values = {path: self.inner[path] for path in call.shards}
-        shapes = {path: jax.ShapeDtypeStruct(x.shape[call.shards[path] :], x.dtype) for path, x in values.items()}
-        return self.engine.movement(call.unit, shapes)
+        return self.engine.movement(call.unit, self._shapes(call))
 
     def gather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
         """Gather from shards."""
-        values = {path: self.inner[path] for path in call.shards}
-        shards = {path: at(x, iteration) if call.shards[path] else x for path, x in values.items()}
+        stored = stored_shards(self.engine.layout, call.shards)
+        shards = {
+            name: at(self.source[name], iteration) if gone else self.source[name] for name, gone in stored.items()
+        }
         return self.movement(call).gather(after(shards, tie))
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
@@ -79,7 +87,7 @@ class Weights:
         return self._regather(call, iteration, tie) if self.engine.moves(call, "kept") else None
 
     def take(self, found: Arrays | None, call: Call, iteration: Any, tie: Any) -> Arrays:
-        """Return a call's full weights: those found on their way, or those that are here."""
+        """Return a call's full weights as they are stored: those found on their way, or those that are here."""
         if found is not None:
             return found
         return self._regather(call, iteration, tie) if id(call) in self.kept else self.gather(call, iteration, tie)
@@ -99,7 +107,7 @@ class Weights:
         for call in loop.calls:
             keep = self._keeps(call)
             if keep is not None:
-                shapes = jax.eval_shape(keep, self.derivatives.full_shapes(call))
+                shapes = jax.eval_shape(keep, self.engine.full_shapes(self._shapes(call)))
                 self.kept[id(call)] = jax.tree.map(lambda x: zeros((loop.length, *x.shape), x.dtype), shapes)
 
     def keep(self, call: Call, full: Arrays, iteration: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jfsdp.layout.flat import in_buffers
 from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
@@ -67,6 +68,7 @@ def build_layout(
     rules: LeafRules | None = None,
     types: Mapping[str, type] | None = None,
     offload: OffloadPolicy | None = None,
+    storage: str = "per_parameter",
 ) -> Layout:
     """Decide every stage of every leaf. Moves no data.
 
@@ -78,6 +80,7 @@ def build_layout(
       rules: what holds for single leaves.
       types: class of each leaf's variable, where the model's API has them.
       offload: what waits in host memory.
+      storage: one of `STORAGE_FORMS`.
 
     Raises:
       ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
@@ -107,7 +110,7 @@ def build_layout(
         min_size=min_size,
     )
     _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
-    return layout
+    return in_buffers(layout) if storage == "flat" else layout
 
 
 def _with_kept(policy: UnitPolicy, strategy: Strategy, sizes: Mapping[str, int]) -> UnitPolicy:

@@ -37,11 +37,16 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
         "trainable": leaf.trainable,
         "dim": leaf.dim,
         "padding": leaf.padding,
-        "reason": leaf.reason,
+        "reason": reason(layout, leaf),
         "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},
         "bytes_per_device": leaf_bytes(layout, leaf),
         "host_bytes_per_device": leaf_bytes(layout, leaf, HOST),
     }
+
+
+def reason(layout: Layout, leaf: Leaf) -> str:
+    """Say why a leaf stands as it does and, under flat storage, in which buffer."""
+    return f"{leaf.reason}; flat, in {layout.stored_name[leaf.path]}" if layout.buffers else leaf.reason
 
 
 def _stage_to_dict(leaf: Leaf, name: str, stage: Stage | None) -> dict[str, Any] | None:
@@ -58,6 +63,7 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
         "mesh": dict(layout.mesh_sizes),
         "strategy": layout.strategy.name,
         "strategy_stages": strategy_stages(layout.strategy),
+        "storage": layout.storage,
         "mp_policy": {"param_dtype": layout.mp_policy.param_dtype, "reduce_dtype": layout.mp_policy.reduce_dtype},
         "units": [
             {
@@ -112,7 +118,7 @@ def _row(layout: Layout, leaf: Leaf) -> list[str]:
     stages = dict(leaf.stages)
     shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
     shape = " ".join(map(str, leaf.shape)) or "scalar"
-    return [leaf.path, shape, leaf.unit or "(root)", *shown, f"{leaf_bytes(layout, leaf):,}", leaf.reason]
+    return [leaf.path, shape, leaf.unit or "(root)", *shown, f"{leaf_bytes(layout, leaf):,}", reason(layout, leaf)]
 
 
 def summary(layout: Layout) -> str:
@@ -120,9 +126,10 @@ def summary(layout: Layout) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1) or "one device"
     total, host = (sum(leaf_bytes(layout, leaf, memory) for leaf in layout.leaves) for memory in (DEVICE, HOST))
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
+    stored = f", {len(layout.buffers)} flat buffers" if layout.buffers else ""
     return (
         f"{layout.strategy.name} on {mesh}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
-        f"{len(layout.leaves)} leaves and {len(layout.units)} units; {total / GIB:.3f} GiB per device at rest"
+        f"{len(layout.leaves)} leaves and {len(layout.units)} units{stored}; {total / GIB:.3f} GiB per device at rest"
         f"{f', {host / GIB:.3f} GiB in host memory' if host else ''}"
     )
 

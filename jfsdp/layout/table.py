@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -18,6 +18,9 @@ from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
+
+if TYPE_CHECKING:
+    from jfsdp.layout.flat import Buffer
 
 DEVICE, HOST = "device", "pinned_host"
 
@@ -113,7 +116,11 @@ def _expand(stage: Stage, sub_axes: SubAxes) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays."""
+    """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays.
+
+    Attributes:
+      buffers: under flat storage, the arrays that hold the leaves; else empty.
+    """
 
     leaves: tuple[Leaf, ...]
     units: tuple[UnitInfo, ...]
@@ -122,6 +129,7 @@ class Layout:
     strategy: Strategy
     mp_policy: MixedPrecisionPolicy
     min_size: int
+    buffers: tuple[Buffer, ...] = ()
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -138,8 +146,33 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        """The leaves by name; an unknown name is a `KeyError` that tells close ones."""
-        return _ByPath({leaf.path: leaf for leaf in self.leaves})
+        """The leaves by name, and the buffers; an unknown name is a `KeyError` that tells close ones."""
+        return _ByPath({leaf.path: leaf for leaf in (*self.leaves, *self.buffers)})
+
+    @property
+    def storage(self) -> str:
+        """The storage form, "per_parameter" or "flat"."""
+        return "flat" if self.buffers else "per_parameter"
+
+    @property
+    def stored(self) -> tuple[Leaf, ...]:
+        """What stands at rest: the leaves, or under flat storage the buffers that hold them."""
+        return self.buffers or self.leaves
+
+    @functools.cached_property
+    def stored_name(self) -> Mapping[str, str]:
+        """By leaf, the name of the array that holds it at rest."""
+        held = {view.path: buffer.path for buffer in self.buffers for view in buffer.views}
+        return {leaf.path: held.get(leaf.path, leaf.path) for leaf in self.leaves}
+
+    def held_by(self, name: str) -> tuple[str, ...]:
+        """Return the leaves in an array at rest: those of a buffer, or the one leaf itself."""
+        views = getattr(self.by_path[name], "views", ())
+        return tuple(view.path for view in views) or (name,)
+
+    def per_parameter(self) -> Layout:
+        """Return the same layout with every leaf stored by itself."""
+        return dataclasses.replace(self, buffers=())
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit; the root is the empty name.
@@ -184,8 +217,11 @@ class Layout:
             policy if isinstance(policy.reshard_after_forward, bool) else dataclasses.replace(policy, **_RESHARD)
             for policy in self.policies
         )
-        leaves = (dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=tuple(leaves), policies=policies)
+        leaves, buffers = (
+            tuple(dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in table)
+            for table in (self.leaves, self.buffers)
+        )
+        return dataclasses.replace(self, leaves=leaves, policies=policies, buffers=buffers)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Hel
     Two ways are known: a loop over layers writes what it gathers into a stack of all layers, and a gather before the
     backward has a reader in it. A unit that is gathered ahead of its use is neither.
     """
-    resharded = {leaf.path: leaf for leaf in layout.leaves if _is_resharded(layout, leaf)}
+    resharded = {leaf.path: leaf for leaf in layout.by_path.values() if _is_resharded(layout, leaf)}
     stacked = [leaf for leaf in resharded.values() if leaf.stacked]
     loops = [instruction for _, instruction, _ in walk(module) if instruction.opcode == "while"]
     found = [held for loop in loops for held in _stacks(module, loop, stacked)]

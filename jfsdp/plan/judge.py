@@ -220,10 +220,10 @@ class Judge:
             return [_leaf_path(_argument(parameter)[1]) for parameter in used]
         if part != "gradients":
             return []
-        alike = [leaf for leaf in self.layout.leaves if _squeezed(value.dims) in self._forms(leaf)]
+        alike = [leaf for leaf in self.layout.by_path.values() if _squeezed(value.dims) in self._forms(leaf)]
         if not alike:
             dims = _unordered(value.dims)
-            alike = [leaf for leaf in self.layout.leaves if dims in map(_unordered, self._forms(leaf))]
+            alike = [leaf for leaf in self.layout.by_path.values() if dims in map(_unordered, self._forms(leaf))]
         return [leaf.path for leaf in alike if unit in ("", leaf.unit or "root")] or [leaf.path for leaf in alike]
 
     def _forms(self, leaf: Leaf) -> set[tuple[int, ...]]:
@@ -242,7 +242,7 @@ class Judge:
     def _accumulators(self) -> set[tuple[int, ...]]:
         """Dims that only a gradient has: an accumulator as it is stored, where that is a shard or a stack of layers."""
         found = set()
-        for leaf in self.layout.leaves:
+        for leaf in self.layout.by_path.values():
             shard = self._shard(leaf, "grad")
             if leaf.trainable and len(shard) > 1 and (leaf.stacked or shard != leaf.stored_shape):
                 found.add(_unordered(shard))

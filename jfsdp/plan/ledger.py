@@ -174,7 +174,7 @@ class _Attribution:
         self.layout = layout
         self.left: Counter[tuple[str, str, int]] = Counter()
         self.by_shape: dict[tuple[Any, ...], list[Leaf]] = {}
-        for leaf in layout.leaves:
+        for leaf in layout.by_path.values():
             self._index(_WHOLE, leaf, 1)
         for move in moves:
             key = move.kind, _group_key(move.kind, move.group_size)

@@ -151,6 +151,7 @@ class Plan:
             "strategy": self.layout.strategy.name,
             "engine": self.engine,
             "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
+            "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
             "peak_bytes": peak.peak_bytes,
             "needed_bytes": self.needed_bytes,

@@ -134,7 +134,7 @@ def find_moves(
     reshard_after_backward: bool = True,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
-    """Return every movement of every leaf in a step, in the order of the layout's leaves. Moves no data.
+    """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
 
     Args, Raises: as `expected_wire`.
     """
@@ -144,7 +144,7 @@ def find_moves(
     deferred = data if reduces_once(layout, config) else group_only(layout)
     running = layout if reshard_after_backward else layout.gathered()
     moves = []
-    for leaf in layout.leaves:
+    for leaf in layout.stored:
         now, times = running.by_path[leaf.path], accumulate * calls.get(leaf.unit, 1)
         if running is not layout:
             moves += _gather(layout, leaf, leaf.stage(leaf.source), "gather step", 1)

@@ -13,6 +13,7 @@ from jfsdp.layout.report import layout_to_dict
 from jfsdp.layout.table import DEVICE, HOST, Leaf
 from jfsdp.train.roles import dotted
 from jfsdp.train.state import TrainState, array_bytes, state_memories
+from jfsdp.train.storage import shapes_by_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "lo
 
 def account(state: TrainState) -> StateBytes:
     """Count a state, or `model.abstract_state(tx)`. Moves no data."""
+    state = shapes_by_leaf(state)
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
     count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)
     by_leaf = {memory: dict.fromkeys(layout.by_path, 0) for memory in (DEVICE, HOST)}

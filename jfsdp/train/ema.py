@@ -12,6 +12,7 @@ import optax
 
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import to_device
+from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, make_work
@@ -86,7 +87,7 @@ def with_ema(state: TrainState) -> TrainState:
         tuple((p, x.sharding) for p, x in state.work.items()),
     )
     mesh = state.step.sharding.mesh  # type: ignore[attr-defined]
-    params, work = _placer(state.layout, mesh, *shardings)({**state.params, **averages})
+    params, work = _placer(state.layout, mesh, *shardings)(state.params, averages)
     return dataclasses.replace(state, params=params, work=work)
 
 
@@ -100,7 +101,13 @@ def _placer(layout: Layout, mesh: Any, params: _Shardings, work: _Shardings) -> 
     return jax.jit(place, out_shardings=(dict(params), dict(work)))
 
 
-def _place(engine: AutoEngine, values: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _place(
+    engine: AutoEngine, params: dict[str, Any], averages: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    # Under flat storage averages of some leaves only stand leaf by leaf.
+    here = (jax.tree.map(to_device, values) for values in (params, averages))
+    opened, new = (unpack_tree(engine.layout, values) for values in here)
+    values = pack_tree(engine.layout, opened | new)
     # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state.
-    cast = {path: jnp.copy(to_device(x)).astype(engine.layout.by_path[path].dtype) for path, x in values.items()}
+    cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in values.items()}
     return cast, make_work(engine, cast)

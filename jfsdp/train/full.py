@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.layout.table import close_names
 from jfsdp.train.state import TrainState
+from jfsdp.train.storage import opened
 
 
 def full(state: TrainState, path: str) -> jax.Array:
@@ -27,22 +26,23 @@ def full(state: TrainState, path: str) -> jax.Array:
     """
     if not isinstance(state, TrainState):
         raise ValueError(f"full takes (state, path), and the state given is a {type(state).__name__}")
-    values, shapes = _named(state)
-    if path not in values:
-        raise ValueError(f"{path}: the state has no array of this name; {close_names(path, values)}")
-    value, inside = values[path], tuple(map(slice, shapes[path]))
-    if not isinstance(value, jax.Array):
+    shapes = jax.eval_shape(_logical, state)
+    if path not in shapes:
+        raise ValueError(f"{path}: the state has no array of this name; {close_names(path, shapes)}")
+    if not isinstance(state.step, jax.Array):
         raise ValueError(f"{path}: the state holds shapes only; pass one that init or restore returned")
-    whole = NamedSharding(value.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-    return jax.jit(lambda x: x[inside], out_shardings=whole)(value)
+    whole = NamedSharding(state.step.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    return jax.jit(lambda state: _logical(state)[path], out_shardings=whole)(state)
 
 
-def _named(state: TrainState) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return the arrays of a state, and their logical shapes, by every name that `full` takes."""
-    arrays = jax.tree.leaves(state.opt_state)
-    values = {**state.model_state, **state.params, **{f"params.{path}": x for path, x in state.params.items()}}
-    values |= {role.name: x for role, x in zip(state.roles.arrays, arrays, strict=True)}
-    other = {name: tuple(x.shape) for name, x in state.model_state.items()}
-    shapes = {leaf.path: leaf.shape for leaf in state.layout.leaves}
-    shapes |= {f"params.{path}": shape for path, shape in shapes.items()}
-    return values, other | shapes | {role.name: role.shape for role in state.roles.arrays}
+def _logical(state: TrainState) -> dict[str, jax.Array]:
+    """Return the arrays of a state in their logical shape, by every name that `full` takes."""
+    state = opened(state)
+    arrays, by_path = jax.tree.leaves(state.opt_state), state.layout.by_path
+    params = {path: _cut(x, by_path[path].shape) for path, x in state.params.items()}
+    named = {role.name: _cut(x, role.shape) for role, x in zip(state.roles.arrays, arrays, strict=True)}
+    return {**state.model_state, **params, **{f"params.{path}": x for path, x in params.items()}, **named}
+
+
+def _cut(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return value[tuple(map(slice, shape))]

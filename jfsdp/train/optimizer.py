@@ -17,8 +17,9 @@ import jax
 import optax
 
 from jfsdp.engine.engine import Engine, pad_leaf
+from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.roles import Role, Roles, abstract_opt_state, dotted
+from jfsdp.train.roles import Role, Roles, abstract_opt_state, dotted, opt_state_by_leaf
 
 
 def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -34,22 +35,24 @@ def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax
     """
     layout = engine.layout
     padded = {leaf.path: leaf for leaf in layout.leaves if leaf.padding}
-    roles = abstract_opt_state(layout, tx)[1]
+    stored, roles = abstract_opt_state(layout, tx)[1], opt_state_by_leaf(layout, tx)[1]
 
     def init(params: Any) -> Any:
-        return roles.map(pad_state, tx.init(cut(params)))
+        return pack_tree(layout, roles.map(pad_state, tx.init(cut(params))))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        _check_state(roles, state)
+        _check_state(stored, state)
         logical = None if params is None else cut(params)
-        updates, state = tx.update(cut(updates), roles.map(cut_state, state), logical)
-        return pad(updates), roles.map(pad_state, state)
+        updates, state = tx.update(cut(updates), roles.map(cut_state, unpack_tree(layout, state)), logical)
+        return pad(updates), pack_tree(layout, roles.map(pad_state, state))
 
-    def cut(values: Mapping[str, Any]) -> dict[str, Any]:
+    def cut(values: dict[str, Any]) -> dict[str, Any]:
+        values = engine.constrain(unpack_tree(layout, dict(values)), "opt") if layout.buffers else values
         return {path: _cut(engine, padded[path], x) if path in padded else x for path, x in values.items()}
 
     def pad(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: _pad(engine, padded[path], x) if path in padded else x for path, x in values.items()}
+        whole = {path: _pad(engine, padded[path], x) if path in padded else x for path, x in values.items()}
+        return pack_tree(layout, whole)
 
     def cut_state(role: Role, value: Any) -> Any:
         return _cut(engine, padded[role.leaf or ""], value) if role.padding else value

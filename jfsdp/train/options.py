@@ -76,8 +76,10 @@ class ShardingOptions:
     """auto: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says."""
     prefetch: Number = None
     """Engine manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
+    storage: str = "per_parameter"
+    """per_parameter: each parameter in its own shape. flat (engine manual): those of a unit in one array."""
     min_size: Number = None
-    """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024."""
+    """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
     param_dtype: Dtype = "bfloat16"
     """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
@@ -140,7 +142,6 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
     """
     from jfsdp.layout.policy import OffloadPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
-    from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 
     dtypes = (word_or_none(options.param_dtype), word_or_none(options.reduce_dtype), word_or_none(options.output_dtype))
     return {
@@ -152,7 +153,8 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "remat": parse_remat(options.remat),
         "engine": options.engine,
         "prefetch": options.prefetch,
-        "min_size": DEFAULT_MIN_SIZE if options.min_size is None else options.min_size,
+        "storage": options.storage,
+        "min_size": options.min_size,
         "frozen": split_commas(options.frozen) or None,
     }
 
@@ -243,6 +245,7 @@ ROUNDING = (
     "offload",
     "engine",
     "prefetch",
+    "storage",
     "min_size",
 )
 ROUNDING += ("reduce", "reshard_after_backward")

@@ -19,6 +19,7 @@ from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.roles import place
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState, state_shardings, with_work
+from jfsdp.train.storage import by_leaf, in_storage
 
 
 def reshard(
@@ -31,7 +32,8 @@ def reshard(
     Cost:    on the same devices, nothing for an array that stands there already, else up to an all-gather of it (most
              where another dim is split). Onto other devices every array goes through the host, one at a time.
     Memory:  the old state and the new one; and of the one array on its way, up to all of it on every device. With
-             `donate` each old array is freed as soon as it has moved: one state, and that array.
+             `donate` each old array is freed as soon as it has moved: one state, and that array. Into or out of flat
+             storage: one more copy of the state.
 
     Args:
       layout: the new layout, or a `ShardedModel`, whose mesh is then the default too.
@@ -47,7 +49,8 @@ def reshard(
         mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh
         layout = layout.layout
     _check_same_model(state.layout, layout)
-    old = _mesh_of(state)
+    old, target = _mesh_of(state), layout
+    state, layout = _opened(state, donate), layout.per_parameter()
     mesh = _reshape(old, layout) if mesh is None else _check_mesh(mesh, layout)
     roles = place(layout, state.roles)
     like = dataclasses.replace(state, layout=layout, roles=roles, work={})
@@ -58,7 +61,15 @@ def reshard(
         jax.tree.map(lambda x: x.delete(), state.work)
     moved = jax.tree.map(move, like, *shapes, shardings)
     work = {leaf.path: layout.abstract(mesh, leaf, "work") for leaf in layout.leaves if leaf.has_work}
-    return with_work(moved, dataclasses.replace(moved, work=work))
+    return in_storage(with_work(moved, dataclasses.replace(moved, work=work)), target)
+
+
+def _opened(state: TrainState, donate: bool) -> TrainState:
+    """Return a state with every leaf stored by itself; the buffers of flat storage are gone afterwards if `donate`."""
+    new = by_leaf(state)
+    if donate and new is not state:
+        jax.tree.map(lambda x: x.delete(), (state.params, state.work, state.opt_state))
+    return new
 
 
 def _loss_scale(state: TrainState, model: ShardedModel) -> Any:

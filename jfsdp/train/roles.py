@@ -19,6 +19,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.table import DEVICE, Layout, Leaf
 
@@ -109,6 +110,12 @@ class Roles:
 
 def abstract_opt_state(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
     """Return the shapes of an optimizer's state as it is stored, and the role of each of its arrays. Moves no data."""
+    shapes, roles = opt_state_by_leaf(layout, tx)
+    return pack_roles(layout, shapes, roles) if layout.buffers else (shapes, roles)
+
+
+def opt_state_by_leaf(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
+    """Return what `abstract_opt_state` does under per-parameter storage. Moves no data."""
     logical = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
     shapes = jax.eval_shape(tx.init, logical)
     named = jax.tree_util.tree_leaves_with_path(shapes)
@@ -116,6 +123,37 @@ def abstract_opt_state(layout: Layout, tx: optax.GradientTransformation) -> tupl
         tuple(_place(layout, "opt_state." + dotted(path), leaf_of(layout, path), tuple(x.shape)) for path, x in named)
     )
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
+
+
+def pack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:
+    """Return the shapes and roles of a state, given leaf by leaf, once its arrays stand in the buffers they fill.
+
+    Moves no data.
+    """
+    packed = jax.eval_shape(functools.partial(pack_tree, layout), opt_state)
+    return packed, _named_roles(layout, packed, roles)
+
+
+def unpack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:
+    """Return the shapes and roles of a state in buffers once it stands leaf by leaf; undoes `pack_roles`.
+
+    Moves no data.
+    """
+    opened = jax.eval_shape(functools.partial(unpack_tree, layout), opt_state)
+    return opened, _named_roles(layout, opened, roles)
+
+
+def _named_roles(layout: Layout, opt_state: Any, roles: Roles) -> Roles:
+    """Return the roles of arrays that keep their name, and of parameter-shaped ones in or out of a buffer."""
+
+    def role(path: tuple[Any, ...]) -> Role:
+        name = "opt_state." + dotted(path)
+        if name in roles.by_name:
+            return roles.by_name[name]
+        leaf = layout.by_path[leaf_of(layout, path) or ""]
+        return _place(layout, name, leaf.path, leaf.shape)
+
+    return Roles(tuple(role(path) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)))
 
 
 def place(layout: Layout, roles: Roles) -> Roles:

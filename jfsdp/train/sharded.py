@@ -18,6 +18,7 @@ from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.flat import STORAGE_FORMS
 from jfsdp.layout.mesh import DATA_AXES, group_mesh, make_mesh, node_size, num_data_shards, split_mesh
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -47,7 +48,7 @@ def fully_shard(
     engine: str = "auto",
     prefetch: int | Prefetch | None = None,
     storage: str = "per_parameter",
-    min_size: int = DEFAULT_MIN_SIZE,
+    min_size: int | None = None,
     shard_dim: ShardDim | None = None,
     frozen: Selectors = None,
     ignored: Selectors = None,
@@ -71,7 +72,8 @@ def fully_shard(
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
         True, False; n: split n ways over neighbouring devices until the backward.
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
-      min_size: leaves with fewer elements (per layer) are replicated, and never offloaded.
+      min_size: leaves with fewer elements (per layer) are replicated, and never offloaded. None: 1024, and 0 where
+        storage is "flat".
       shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
@@ -84,7 +86,8 @@ def fully_shard(
         each device sees its own rows.
       prefetch: for engine "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
         None is 1.
-      storage: only "per_parameter" is available.
+      storage: how parameters, gradients and optimizer states stand: "per_parameter", each in its own shape; or, for
+        engine "manual", "flat", the leaves of each unit in one array that one collective moves.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
@@ -115,10 +118,11 @@ def fully_shard(
         mesh=mesh,
         strategy=strategy,
         mp_policy=mp_policy,
-        min_size=min_size,
+        min_size=(0 if storage == "flat" else DEFAULT_MIN_SIZE) if min_size is None else min_size,
         rules=LeafRules(shard_dim, frozen, ignored, placements),
         types=flax_model.types,
         offload=offload_policy,
+        storage=storage,
     )
     for warning in advise_memory(layout):
         warnings.warn(warning, LayoutWarning, stacklevel=2)
@@ -165,8 +169,12 @@ ENGINES = ("auto", "manual")
 def _check_available(engine: str, storage: str, prefetch: Any) -> None:
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
-    if storage != "per_parameter":
-        raise ValueError(f"storage {storage!r} is unknown; the storage forms are per_parameter")
+    if storage not in STORAGE_FORMS:
+        raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
+    if storage == "flat" and engine == "auto":
+        raise ValueError(
+            "storage='flat': engine 'auto' leaves collectives to XLA, which moves leaf by leaf; use engine='manual'"
+        )
     if prefetch is not None and engine == "auto":
         raise ValueError(f"prefetch={prefetch!r}: engine 'auto' leaves the order of gathers to XLA; leave it None")
 
@@ -208,14 +216,14 @@ class ShardedModel:
             return self._compile_init(tx)(seed)
         params, model_state = self.model.create(seed)
         shardings = self._shardings(tx)
-        stored = {path: self._place(path, value, shardings.params[path]) for path, value in params.items()}
+        stored = {path: self._place(path, value) for path, value in params.items()}
         make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
         return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
 
-    def _place(self, path: str, value: jax.Array, sharding: Any) -> jax.Array:
+    def _place(self, path: str, value: jax.Array) -> jax.Array:
         """Send each device its part of a leaf of the given instance."""
         leaf = self.layout.by_path[path]
-        return jax.device_put(pad_leaf(value, leaf), sharding)
+        return jax.device_put(pad_leaf(value, leaf), self.layout.sharding(self.mesh, leaf, "param"))
 
     def lower_init(self, tx: optax.GradientTransformation) -> Any:
         """Lower `init` of a model given as a factory; the devices of a deviceless topology will do."""

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.flat import pack_tree
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.table import DEVICE, Layout
 from jfsdp.train.loss_scale import LossScale, ScaleState
@@ -29,7 +30,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar; how many steps were taken, skipped ones included.
-      params: the master parameters by name, in their stored shape (logical, or padded along the split dim).
+      params: the master parameters by name, in their stored shape (logical, or padded along the split dim); under flat
+        storage the buffers that hold them, by the buffer's name. So `work`, and `opt_state` where it has as many.
       work: the low-precision copy at rest by name, for strategies that keep one; else empty.
       opt_state: the optimizer's state over the trainable part of `params`.
       model_state: the model's other state by name (batch statistics, rng keys and counts).
@@ -62,12 +64,12 @@ def make_state(
     model_state: Arrays,
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """Build the first state from parameters of stored shape; call it inside `jit` with `state_shardings`.
+    """Build the first state from leaves of stored shape; call it inside `jit` with `state_shardings`.
 
     Layout:  parameters as they come -> [D/axes F] each.
     Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
     """
-    stored = engine.constrain(params, "param")
+    stored = engine.constrain(pack_tree(engine.layout, params), "param")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=stored,
@@ -87,7 +89,7 @@ def make_work(engine: Engine, params: Arrays) -> Arrays:
     Layout:  [D/all F] master dtype -> [D F] (or [D/group F]) in `param_dtype`; nothing where no copy is kept.
     Cost:    one all-gather of the cast shards.
     """
-    leaves = [leaf for leaf in engine.layout.leaves if leaf.has_work and leaf.path in params]
+    leaves = [leaf for leaf in engine.layout.stored if leaf.has_work and leaf.path in params]
     cast = {leaf.path: to_device(params[leaf.path]).astype(leaf.stage("work").dtype) for leaf in leaves}
     return engine.put(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
 
@@ -158,13 +160,13 @@ def abstract_state(
     """Return shapes, dtypes and shardings of a state. Moves no data."""
     layout = engine.layout
     opt_state, roles = abstract_opt_state(layout, tx)
-    stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves}
+    stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.stored}
     shapes = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
         params=stored,  # type: ignore[arg-type]
         work={  # type: ignore[arg-type]
             leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("work").dtype)
-            for leaf in layout.leaves
+            for leaf in layout.stored
             if leaf.has_work
         },
         opt_state=opt_state,

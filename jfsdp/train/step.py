@@ -288,6 +288,9 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
     remedy = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
     there, wanted = _at_rest(state.layout), _at_rest(layout)
     differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
+    forms = state.layout.storage, layout.storage
+    if forms[0] != forms[1]:
+        raise ValueError(f"the state has storage {forms[0]!r}, and this step takes {forms[1]!r}; {remedy}")
     if differing or state.layout.mesh_sizes != layout.mesh_sizes:
         what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
         raise ValueError(
@@ -302,7 +305,7 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
 
 def _at_rest(layout: Layout) -> dict[str, Any]:
     stages = ("param", "work", "opt")
-    return {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
+    return {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.stored}
 
 
 def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:

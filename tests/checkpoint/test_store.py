@@ -20,6 +20,7 @@ import jfsdp
 from jfsdp.checkpoint.store import MANIFEST, read_manifest
 from jfsdp.train.roles import leaf_of
 from jfsdp.train.state import TrainState
+from jfsdp.train.storage import by_leaf
 
 TX = optax.adamw(1e-3)
 
@@ -48,6 +49,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "strategy": "hfsdp", "param_dtype": "bfloat16"},
     "ddp8": {"sizes": {"fsdp": 8}, "strategy": "ddp"},
+    "flat8": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+    "flatzero1bf16": {
+        "sizes": {"fsdp": 3},
+        "strategy": "zero1",
+        "param_dtype": "bfloat16",
+        "engine": "manual",
+        "storage": "flat",
+    },
 }
 
 # From every layout into other padding and into a low-precision copy; from whole leaves, and from padded ones with a
@@ -102,7 +111,7 @@ def saved(tmp_path_factory) -> Any:
 
 def logical(state: TrainState) -> dict[str, np.ndarray]:
     """Every array that belongs to training, by path, without padding; keys as data; no low-precision copy."""
-    arrays = {}
+    arrays, state = {}, by_leaf(state)
     for path, value in jax.tree_util.tree_leaves_with_path(state):
         if path[0].name == "work":
             continue

@@ -19,13 +19,14 @@ COLUMNS = {
     "mesh": ["8", "2x4", "3"],
     "prefetch": [0, 1, 2],
     "accumulate": [1, 2],
+    "storage": ["per_parameter", "flat"],
 }
 
 ROOT_KEPT = {"per_unit": {"": {"reshard_after_forward": False}}}
 
 
-def run(strategy, model, mesh, prefetch, accumulate):
-    options = {"engine": "manual", "prefetch": prefetch}
+def run(strategy, model, mesh, prefetch, accumulate, storage):
+    options = {"engine": "manual", "prefetch": prefetch, "storage": storage}
     refusal = impossible(strategy, mesh)
     if refusal:
         with pytest.raises(ValueError, match=refusal):
@@ -37,15 +38,15 @@ def run(strategy, model, mesh, prefetch, accumulate):
 
 
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
-def test_five_steps_equal_one_device(strategy, model, mesh, prefetch, accumulate):
+def test_five_steps_equal_one_device(strategy, model, mesh, prefetch, accumulate, storage):
     """Every pair of values of two columns stands in some row."""
-    run(strategy, model, mesh, prefetch, accumulate)
+    run(strategy, model, mesh, prefetch, accumulate, storage)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(tuple(COLUMNS), list(itertools.product(*COLUMNS.values())))
-def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, accumulate):
-    run(strategy, model, mesh, prefetch, accumulate)
+def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, accumulate, storage):
+    run(strategy, model, mesh, prefetch, accumulate, storage)
 
 
 CASES = {
@@ -68,6 +69,16 @@ CASES = {
     ),
     "dots saved": ("llama-deep", "8", "full_shard", {"remat": "dots"}, {}),
     "nothing recomputed": ("gpt2", "3", "full_shard", {"remat": "none"}, {}),
+    "flat, gathered once": ("gpt2", "8", "full_shard", {"storage": "flat"}, {"reshard_after_backward": False}),
+    "flat, reduced once": ("llama-deep", "2x4", "full_shard", {"storage": "flat"}, {"reduce": "once"}),
+    "flat, hpz": ("llama-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4} | ROOT_KEPT, {}),
+    "flat, offloaded": (
+        "llama-list",
+        "8",
+        "zero2",
+        {"storage": "flat", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
+        {},
+    ),
     "offloaded": ("llama-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
 }
 

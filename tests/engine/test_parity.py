@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import jfsdp
+from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_published import MODELS, PUBLISHED, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
@@ -73,6 +74,7 @@ def measure(model, mesh, strategy, accumulate, clip, options=None, **step_option
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+    state = by_leaf(state)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
     moments = {
         kind: {

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.train.storage import by_leaf
 from tests.models_small import Block, Tower, make_batches, token_loss
 
 TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
@@ -25,6 +26,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "strategy": "hfsdp", "param_dtype": "bfloat16"},
     "zero1replica": {"sizes": {"replica": 8, "fsdp": 1}, "strategy": "zero1"},
+    "flat8": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+    "flathfsdp2x3bf16": {
+        "sizes": {"replica": 2, "fsdp": 3},
+        "strategy": "hfsdp",
+        "param_dtype": "bfloat16",
+        "engine": "manual",
+        "storage": "flat",
+    },
 }
 
 
@@ -66,6 +75,7 @@ def lived_in(name: str) -> jfsdp.TrainState:
 
 def logical(state: jfsdp.TrainState) -> dict[str, np.ndarray]:
     """Every array by name, without padding, as bits; nothing of it through `full`."""
+    state = by_leaf(state)
     shapes = {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
     shapes |= {role.name: role.shape for role in state.roles.arrays}
     arrays = {f"params.{name}": x for name, x in state.params.items()}
@@ -90,7 +100,13 @@ def assert_stands_like(state: jfsdp.TrainState, like: jfsdp.TrainState) -> None:
 
 
 PAIRS = [(source, target) for source in ("full8", "hfsdp2x3bf16") for target in LAYOUTS if target != source]
-PAIRS += [("full3", "full8"), ("zero1bf16", "full3"), ("one", "hybrid2x4")]
+PAIRS += [
+    ("full3", "full8"),
+    ("zero1bf16", "full3"),
+    ("one", "hybrid2x4"),
+    ("flat8", "full3"),
+    ("flathfsdp2x3bf16", "flat8"),
+]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

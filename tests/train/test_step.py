@@ -143,7 +143,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"mesh": jfsdp.make_mesh(tensor=2)}, r"axis 'tensor' \(size 2\): nothing is split over it"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, manual"),
-        ({"storage": "flat"}, "per_parameter"),
+        ({"storage": "flat"}, "use engine='manual'"),
         ({"prefetch": 1}, "leave it None"),
         ({"remat": "some"}, "none, full, dots"),
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),

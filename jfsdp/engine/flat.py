@@ -1,0 +1,153 @@
+"""Between the buffers of flat storage and the leaves in them; see [Note: what a buffer looks like] in layout/flat.py.
+
+Everything here is a reshape, a slice or a concatenation inside each device's own part: no byte moves between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.engine import pad_all, unpad_all
+from jfsdp.layout.flat import Buffer
+from jfsdp.layout.table import Layout
+
+
+def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Array]:
+    """Return the leaves in a buffer, or in part of its chunks. Moves no data between devices.
+
+    Args:
+      value: [layers, chunks * chunk], the whole buffer or any number of its chunks.
+      gone: how many layer dims are gone from it.
+
+    Returns:
+      By name, the leaves in their stored shape, or what these chunks hold of them.
+    """
+    lead = value.shape[:-1]
+    assert len(lead) == buffer.stacked - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
+    chunks = value.reshape(*lead, -1, buffer.chunk)
+    leaves = {}
+    for view in buffer.views:
+        part = jax.lax.slice_in_dim(chunks, view.start, view.start + view.size, axis=-1)
+        part = part.reshape(*lead, -1, *view.shape)
+        if view.dim is None:
+            leaves[view.path] = part.reshape(*lead, *view.shape)
+            continue
+        part = jnp.moveaxis(part, len(lead), len(lead) + view.dim)
+        shape = [*view.shape[: view.dim], -1, *view.shape[view.dim + 1 :]]
+        leaves[view.path] = part.reshape(*lead, *shape)
+    return leaves
+
+
+def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.Array:
+    """Return the buffer of leaves in their stored shape, or the chunks of parts of them; undoes `unpack`.
+
+    Moves no data between devices.
+    """
+    num_lead = buffer.stacked - gone
+    parts = []
+    for view in buffer.views:
+        part = leaves[view.path]
+        lead = part.shape[:num_lead]
+        if view.dim is not None:
+            shape = [*view.shape[: view.dim], -1, *view.shape[view.dim :]]
+            part = jnp.moveaxis(part.reshape(*lead, *shape), num_lead + view.dim, num_lead)
+        parts.append(part.reshape(*lead, -1, view.size))
+    chunks = jnp.concatenate(parts, axis=-1)
+    return chunks.reshape(*chunks.shape[:num_lead], -1)
+
+
+def pack_one(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the array at rest of this name, of the leaves that it holds, in their stored shape or parts of it."""
+    buffer = next((buffer for buffer in layout.buffers if buffer.path == name), None)
+    return leaves[name] if buffer is None else pack(buffer, leaves)
+
+
+def pack_tree(layout: Layout, tree: Any) -> Any:
+    """Put leaves into buffers wherever a dict of the tree has all leaves of one, in one dtype and their stored shape.
+
+    What does not cover a buffer (moments of an optimizer for some leaves, factored ones) stays leaf by leaf.
+    Moves no data between devices.
+    """
+
+    def pack_node(node: Any) -> Any:
+        if not _has(node, layout.stored_name):
+            return node
+        node = dict(node)
+        for buffer in layout.buffers:
+            values = {view.path: node.get(view.path) for view in buffer.views}
+            if _fills(layout, values):
+                node = {path: value for path, value in node.items() if path not in values}
+                node[buffer.path] = pack(buffer, values)
+        return node
+
+    return jax.tree.map(pack_node, tree, is_leaf=lambda x: _has(x, layout.stored_name)) if layout.buffers else tree
+
+
+def unpack_tree(layout: Layout, tree: Any) -> Any:
+    """Take leaves out of their buffers, wherever a dict of the tree has one; undoes `pack_tree`.
+
+    Moves no data between devices.
+    """
+    buffers = {buffer.path: buffer for buffer in layout.buffers}
+
+    def unpack_node(node: Any) -> Any:
+        if not _has(node, buffers):
+            return node
+        opened: dict[str, Any] = {}
+        for name, value in node.items():
+            opened |= unpack(buffers[name], value) if name in buffers else {name: value}
+        return opened
+
+    return jax.tree.map(unpack_node, tree, is_leaf=lambda x: _has(x, buffers)) if buffers else tree
+
+
+def _has(node: Any, names: Mapping[str, Any]) -> bool:
+    return isinstance(node, dict) and any(name in names for name in node)
+
+
+def _fills(layout: Layout, values: Mapping[str, Any]) -> bool:
+    shapes = {path: getattr(value, "shape", None) for path, value in values.items()}
+    is_stored = all(shape == layout.by_path[path].stored_shape for path, shape in shapes.items())
+    return is_stored and len({value.dtype for value in values.values()}) == 1
+
+
+def stored_shards(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
+    """Return the arrays at rest that hold the leaves of a call, with the number of layer dims gone. Moves no data.
+
+    Raises:
+      ValueError: if the call takes some leaves of a buffer and not the others.
+    """
+    stored = {layout.stored_name[path]: gone for path, gone in shards.items()}
+    for buffer in layout.buffers:
+        missing = [view.path for view in buffer.views if view.path not in shards]
+        if buffer.path in stored and missing:
+            raise ValueError(
+                f"{missing[0]}: a call of unit {buffer.unit!r} leaves it out, and it is stored in one buffer with what "
+                "the call takes; make units of the modules that are called, or use storage='per_parameter'"
+            )
+    return stored
+
+
+def open_full(layout: Layout, full: Mapping[str, jax.Array], gone: Mapping[str, int]) -> dict[str, jax.Array]:
+    """Return gathered weights leaf by leaf, in their logical shape. Moves no data between devices."""
+    opened: dict[str, jax.Array] = {}
+    for buffer in layout.buffers:
+        if buffer.path in full:
+            opened |= unpack(buffer, full[buffer.path], gone[buffer.path])
+    if not layout.buffers:
+        return dict(full)
+    return unpad_all([(layout.by_path[path], gone[layout.stored_name[path]]) for path in opened], opened)
+
+
+def close_grads(layout: Layout, grads: Mapping[str, jax.Array], gone: Mapping[str, int]) -> dict[str, jax.Array]:
+    """Return gradients of logical leaves in the form in which they are stored. Moves no data between devices."""
+    if not layout.buffers:
+        return dict(grads)
+    padded = pad_all([(layout.by_path[path], gone[layout.stored_name[path]]) for path in grads], grads)
+    names = {layout.stored_name[path] for path in grads}
+    buffers = [buffer for buffer in layout.buffers if buffer.path in names]
+    return {buffer.path: pack(buffer, padded, gone[buffer.path]) for buffer in buffers}

@@ -1,0 +1,113 @@
+"""Flat storage: the leaves of a unit in one buffer, so that one collective moves them.
+
+[Note: what a buffer looks like]
+    leaves   a [4 6], b [8]      each split 4 ways over the devices of its finest stage
+    device 0                     | a[0] | b[0:2] |
+    device 1                              | a[1] | b[2:4] |
+    ...
+    buffer                       | a[0] | b[0:2] | a[1] | b[2:4] | ...
+
+A device's chunk is what the device would hold of each leaf, flattened and concatenated. PyTorch FSDP1 concatenates
+whole leaves first and cuts then, so that a leaf may begin in the middle of one chunk and end in the next. Here every
+chunk has its leaves at the same places, for two reasons: all devices run one program, which can name a leaf's part of a
+chunk only if it is the same part everywhere; and so optimizers, masks, checkpoints and `reshard` see leaves by their
+names without moving a byte between devices. The price is padding by leaf, as under per-parameter storage, where FSDP1
+pads once per buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jfsdp.layout.table import Layout, Leaf
+
+STORAGE_FORMS = ("per_parameter", "flat")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The place of one leaf in a chunk of its buffer.
+
+    Attributes:
+      path: the leaf's name.
+      start, size: elements of a chunk.
+      shape: what a chunk holds of the leaf, its layer dims left out.
+      dim: which dim of `shape` the chunks part; None where there is one chunk.
+    """
+
+    path: str
+    start: int
+    size: int
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer(Leaf):
+    """Leaves of one unit, dtype and life, as one array [layers, chunks * chunk]; see [Note: what a buffer looks like].
+
+    A `Leaf` to whatever moves, stores or reduces it.
+    """
+
+    views: tuple[View, ...] = ()
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one chunk, per layer."""
+        return sum(view.size for view in self.views)
+
+
+def in_buffers(layout: Layout) -> Layout:
+    """Put the leaves of every unit into buffers: one for each dtype and life that they have. Moves no data.
+
+    Raises:
+      ValueError: if the model has a parameter of a buffer's name.
+    """
+    groups: dict[tuple[object, ...], list[Leaf]] = {}
+    for leaf in layout.leaves:
+        key = leaf.unit, leaf.shape[: leaf.stacked], leaf.dtype, leaf.trainable, leaf.stages, leaf.dim is None
+        groups.setdefault(key, []).append(leaf)
+    taken = {leaf.path for leaf in layout.leaves}
+    buffers = []
+    for leaves in groups.values():
+        name = _name(leaves[0].unit, sum(buffer.unit == leaves[0].unit for buffer in buffers))
+        if name in taken:
+            raise ValueError(f"{name}: flat storage gives this name to a buffer, and the model has such a parameter")
+        buffers.append(_make_buffer(layout, name, leaves))
+    return dataclasses.replace(layout, buffers=tuple(buffers))
+
+
+def _name(unit: str, num_before: int) -> str:
+    name = f"{unit}.flat_param" if unit else "flat_param"
+    return f"{name}_{num_before + 1}" if num_before else name
+
+
+def _make_buffer(layout: Layout, name: str, leaves: Sequence[Leaf]) -> Buffer:
+    first = leaves[0]
+    num_chunks = 1
+    if first.dim is not None:
+        num_chunks = max(layout.num_shards(stage.axes) for _, stage in first.stages if stage is not None)
+    views, start = [], 0
+    for leaf in leaves:
+        shape, dim = list(leaf.stored_shape[leaf.stacked :]), None
+        if leaf.dim is not None:
+            dim = leaf.dim - leaf.stacked
+            shape[dim] //= num_chunks
+        size = math.prod(shape)
+        views.append(View(leaf.path, start, size, tuple(shape), dim))
+        start += size
+    return Buffer(
+        path=name,
+        shape=(*first.shape[: first.stacked], num_chunks * start),
+        dtype=first.dtype,
+        unit=first.unit,
+        stacked=first.stacked,
+        trainable=first.trainable,
+        dim=None if first.dim is None else first.stacked,
+        padding=0,
+        reason=f"flat: {len(leaves)} leaves in {num_chunks} chunks of {start}",
+        stages=first.stages,
+        views=tuple(views),
+    )

@@ -1,0 +1,264 @@
+"""Flat storage: one array per unit, dtype and life; and nobody but the engine can tell.
+
+Parity with one device stands in tests/engine/test_manual_parity.py, checkpoints and `reshard` between storage forms in
+their own tests.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jfsdp
+from jfsdp.engine.flat import pack, unpack
+from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.train.account import account
+from jfsdp.train.state import bytes_per_device
+from jfsdp.train.storage import by_leaf, in_storage
+from tests import hlo
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.adam(1e-2)
+MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}, "1": {"fsdp": 1}}
+
+
+def make(source: Any = Tower, mesh="8", **options: Any):
+    sizes = MESHES[mesh]
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    options = {"units": [Block], "engine": "manual", "storage": "flat"} | options
+    return jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**sizes, devices=devices), **options)
+
+
+def train(model, tx=TX, num=2, **step_options):
+    state, step = model.init(tx), model.train_step(token_loss, tx, max_grad_norm=0.5, **step_options)
+    for batch in make_batches(num, rows=24):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def assert_equal(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
+
+
+def test_a_unit_is_one_array_per_stage():
+    state = make().init(TX)
+    assert set(state.params) == {"blocks.flat_param", "flat_param"} == set(state.opt_state[0].mu)
+    # Per layer a norm [16], up [16 64] and its bias [64], down [64 16]: all divide by 8.
+    assert state.params["blocks.flat_param"].shape == (3, 16 + 16 * 64 + 64 + 64 * 16)
+    # embed [37 16], head [16 37] and its bias [37], padded to 40.
+    assert state.params["flat_param"].shape == (37 * 16 + 16 * 37 + 40,)
+
+
+def test_a_chunk_is_what_the_device_holds_of_each_leaf():
+    model = make()
+    state, leaves = model.init(TX), by_leaf(model.init(TX))
+    for buffer in model.layout.buffers:
+        for shard in state.params[buffer.path].addressable_shards:
+            own = [
+                next(x.data for x in leaves.params[view.path].addressable_shards if x.device == shard.device)
+                for view in buffer.views
+            ]
+            lead = shard.data.shape[:-1]
+            wanted = np.concatenate([np.asarray(x).reshape(*lead, -1) for x in own], axis=-1)
+            np.testing.assert_array_equal(shard.data, wanted)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_first_state_is_bitwise_that_of_per_parameter_storage(mesh, stacked):
+    source = lambda rngs: Tower(rngs, stacked=stacked)  # noqa: E731
+    wanted = make(source, mesh, storage="per_parameter", min_size=0).init(TX)
+    found = by_leaf(make(source, mesh).init(TX))
+    assert found.layout == wanted.layout
+    assert found.roles == wanted.roles
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
+    assert_equal(found, wanted)
+
+
+def test_a_model_given_with_its_weights_keeps_them():
+    plain: Any = Tower(nnx.Rngs(3))
+    state = make(plain).init(TX)
+    np.testing.assert_array_equal(jfsdp.full(state, "head.bias"), plain.head.bias[...])
+    np.testing.assert_array_equal(jfsdp.full(state, "blocks.up.kernel"), plain.blocks.up.kernel[...])
+
+
+def matrices(params: Any) -> Any:
+    return {name: x.ndim > 2 for name, x in params.items()}
+
+
+def embed_or_other(params: Any) -> Any:
+    return {name: "embed" if "embed" in name else "other" for name in params}
+
+
+OPTIMIZERS = {
+    "masked decay": optax.adamw(1e-2, weight_decay=0.5, mask=matrices),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "partition": optax.partition(
+        {"embed": optax.adam(1e-2), "other": optax.sgd(1e-2, 0.9)},
+        embed_or_other,
+    ),
+    "bfloat16 moments and averages": optax.chain(jfsdp.low_precision_state(optax.adam(1e-2)), jfsdp.track_ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers_see_the_leaves_by_name_and_shape(name):
+    tx = OPTIMIZERS[name]
+    wanted, metrics = train(make(storage="per_parameter", min_size=0), tx)
+    state, found = train(make(), tx)
+    for key, value in metrics.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-5)
+    state = by_leaf(state)
+    assert [role.name for role in state.roles.arrays] == [role.name for role in wanted.roles.arrays]
+    pairs = zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves((wanted.params, wanted.opt_state)))
+    for a, b in pairs:
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=2e-3 * float(np.abs(np.float32(b)).max()) + 1e-6)
+
+
+def test_what_does_not_cover_a_buffer_stays_leaf_by_leaf():
+    state = make().init(OPTIMIZERS["partition"])
+    names = {role.name for role in state.roles.arrays}
+    assert "opt_state.inner_states.embed.inner_state.0.mu.embed.embedding" in names
+    assert "opt_state.inner_states.other.inner_state.0.trace.blocks.flat_param" in names
+
+
+def test_frozen_leaves_have_a_buffer_of_their_own_and_are_not_reduced():
+    model = make(frozen=["blocks.up"])
+    names = {buffer.path for buffer in model.layout.buffers}
+    assert names == {"flat_param", "blocks.flat_param", "blocks.flat_param_2"}
+    frozen = next(buffer for buffer in model.layout.buffers if not buffer.trainable)
+    assert model.layout.held_by(frozen.path) == ("blocks.up.bias", "blocks.up.kernel")
+    before = jax.device_get(model.init(TX).params)
+    after = jax.device_get(train(model)[0].params)
+    assert frozen.path not in model.init(TX).opt_state[0].mu
+    changed = {name: bool((after[name] != before[name]).any()) for name in after}
+    assert changed == {buffer.path: buffer.trainable for buffer in model.layout.buffers}
+
+
+def test_leaves_of_other_dtypes_have_buffers_of_their_own():
+    class Mixed(nnx.Module):
+        def __init__(self, rngs):
+            self.tower = Tower(rngs)
+            self.table = nnx.Param(jnp.arange(16))
+            self.half = nnx.Param(jnp.ones((8, 8), jnp.bfloat16))
+
+        def __call__(self, tokens):
+            return self.tower(tokens) * self.half[...].astype(jnp.float32).mean() + self.table[...].sum() * 0
+
+    layout = make(Mixed).layout
+    assert {buffer.dtype for buffer in layout.buffers} == {"float32", "bfloat16", "int32"}
+    found, wanted = train(make(Mixed))[1], train(make(Mixed, storage="per_parameter"))[1]
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hfsdp"])
+def test_live_bytes_are_those_of_the_leaves(strategy):
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
+    model = make(mesh="2x4", strategy=strategy, mp_policy=policy)
+    state, count = model.init(TX), account(model.abstract_state(TX))
+    assert bytes_per_device(state) == bytes_per_device(by_leaf(state)) == count.total
+    assert set(count.by_leaf) == {leaf.path for leaf in model.layout.leaves}
+
+
+def test_averages_evaluation_and_full_see_the_leaves():
+    tx = optax.chain(TX, jfsdp.track_ema(0.5))
+    model, plain = make(), make(storage="per_parameter", min_size=0, engine="auto")
+    state = train(model, tx)[0]
+    moved = jfsdp.reshard(state, plain)
+    fn = lambda model, tokens: model(tokens)  # noqa: E731
+    tokens = make_batches(1)[0]["tokens"]
+    for change in (lambda s: s, jfsdp.with_ema):
+        found, wanted = model.forward(fn)(change(state), tokens), plain.forward(fn)(change(moved), tokens)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    name = "opt_state.0.0.nu.blocks.down.kernel"
+    np.testing.assert_array_equal(jfsdp.full(state, name), jfsdp.full(moved, name))
+    with pytest.raises(ValueError, match=r"blocks.dwn.kernel: the state has no array of this name; close names are"):
+        jfsdp.full(state, "blocks.dwn.kernel")
+
+
+def test_a_state_goes_out_of_its_buffers_and_back():
+    model = make(mesh="3", strategy="zero1", mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"))
+    state = model.init(TX)
+    back = in_storage(by_leaf(state), model.layout)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert_equal(back, state)
+
+
+shapes = st.lists(st.lists(st.integers(1, 5), min_size=0, max_size=3), min_size=1, max_size=4)
+
+
+@given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_devices=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
+    lead = () if num_layers is None else (num_layers,)
+
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            for place, shape in enumerate(shapes):
+                setattr(self, f"leaf{place}", nnx.Param(jnp.zeros((*lead, *shape))))
+
+        def __call__(self, x):
+            return x
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.odd = Odd(rngs)
+
+    layout = jfsdp.fully_shard(
+        Model,
+        mesh=make_abstract_mesh({"fsdp": num_devices}),
+        units=[jfsdp.Unit(Odd, stacked=len(lead))],
+        engine="manual",
+        storage="flat",
+    ).layout
+    for buffer in layout.buffers:
+        leaves = {path: layout.by_path[path] for path in layout.held_by(buffer.path)}
+        values = {path: jax.random.normal(jax.random.key(0), x.stored_shape) for path, x in leaves.items()}
+        packed = pack(buffer, values)
+        assert packed.shape == buffer.shape
+        found = unpack(buffer, packed)
+        for path, value in values.items():
+            np.testing.assert_array_equal(found[path], value)
+
+
+def test_auto_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
+    with pytest.raises(ValueError, match="storage='flat': engine 'auto' leaves collectives to XLA"):
+        jfsdp.fully_shard(Tower, storage="flat")
+    with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
+        jfsdp.fully_shard(Tower, storage="round")
+    step = make().train_step(token_loss, TX)
+    with pytest.raises(ValueError, match=r"the state has storage 'per_parameter', and this step takes 'flat'"):
+        step(make(storage="per_parameter").init(TX), make_batches(1)[0])
+
+
+def test_a_parameter_of_a_buffers_name_is_refused():
+    class Taken(nnx.Module):
+        def __init__(self, rngs):
+            self.flat_param = nnx.Param(jnp.zeros(8))
+
+    with pytest.raises(ValueError, match="flat_param: flat storage gives this name to a buffer"):
+        make(Taken, units=[])
+
+
+def test_a_step_has_one_gather_and_one_reduction_per_unit():
+    devices = hlo.h100s(1)
+    source = lambda rngs: Tower(rngs, stacked=False, dim=64)  # noqa: E731
+    model = jfsdp.fully_shard(
+        source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], engine="manual", storage="flat"
+    )
+    # Thresholds of one byte: what XLA would combine by itself stays apart, so that what is counted is ours.
+    apart = {f"xla_gpu_{k}_combine_threshold_bytes": 1 for k in ("all_gather", "reduce_scatter", "all_reduce")}
+    step = model.train_step(token_loss, TX, compiler_options=apart)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
+    text = step.lower(model.abstract_state(TX), batch).compile().as_text()
+    counts = dict.fromkeys(("all-gather", "reduce-scatter"), 0)
+    for item in hlo.collectives(text, 8):
+        if item.kind in counts:
+            counts[item.kind] += item.count * len(item.parts)
+    assert counts == {"all-gather": 2 * 3 + 1, "reduce-scatter": 3 + 1}
