@@ -99,7 +99,7 @@ class Sums:
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
         trained = {path: gone for call in loop.live_calls for path, gone in self._trained(call).items()}
-        for path in trained.keys() - self.reduced.keys():
+        for path in sorted(trained.keys() - self.reduced.keys()):
             gone = trained[path]
             self.reduced[path] = self.zeros(path, gone, *[loop.length] * bool(gone))
         return sorted(trained)
@@ -152,6 +152,12 @@ class Backward:
                 grads = {path: _pop(cts, var) for path, var in variables.items()}
                 self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
 
+    def _root_weights(self, item: Item, tie: Any) -> Arrays:
+        """Gather those of the root's weights again that an item reads, where they are not kept."""
+        own, stored = self.step.own(item), self.step.engine.layout.stored_name
+        full = self.step.regather_root(sorted({stored[path] for path in own}), tie) if own else {}
+        return {path: full[path] for path in own}
+
     def _total(self, name: str, cts: Cotangents) -> jax.Array:
         """Return a gradient as it is stored, and what calls outside the schedule add to it."""
         found, layout = self.sums.reduced.get(name), self.step.engine.layout
@@ -175,7 +181,7 @@ class Backward:
             return
         # Else XLA finds what the backward computes anew to be what the forward has computed, and keeps it.
         record, given = jax.lax.optimization_barrier((record, given))
-        full: Arrays = {}
+        full = self._root_weights(item, given)
         if isinstance(item, Call):
             found = self.gathers.take(given)
             self.sums.turn(self.gathers.shift)
@@ -185,6 +191,8 @@ class Backward:
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(id(item), []), given)
         if isinstance(item, Call):
             self.sums.add(item.unit, item.shards, iteration, grads)
+        else:
+            _push(cts, [self.step.own(item)[path] for path in grads], list(grads.values()))
         _push(cts, part(item.is_active, item.inputs)[0], grad_diff)
 
     def _loop(self, loop: Loop, record: LoopRecord, given: list[Any], cts: Cotangents) -> None:

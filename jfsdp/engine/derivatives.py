@@ -31,9 +31,10 @@ class Derivatives:
         """Tell whether a parameter has a gradient."""
         return self.layout.by_path[path].trainable
 
-    def full_shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of a call's weights once they are gathered."""
-        leaves = [(self.layout.by_path[path], gone) for path, gone in call.shards.items()]
+    def full_shapes(self, item: Item) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of the weights of a call, or of code, once they are gathered."""
+        shards = item.shards if isinstance(item, Call) else dict.fromkeys(getattr(item, "weights", ()), 0)
+        leaves = [(self.layout.by_path[path], gone) for path, gone in shards.items()]
         return {leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype) for leaf, gone in leaves}
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
@@ -49,11 +50,10 @@ class Derivatives:
         return self._linears[id(item)]
 
     def _linearize(self, item: Item, is_fixed: Sequence[bool] | None) -> Linear:
-        is_call = isinstance(item, Call)
-        full = self.full_shapes(item) if is_call else {}
+        full = self.full_shapes(item)
         shapes = [atom.aval for atom in item.inputs]
         return linearize(
-            apply_remat(_computation(item), self.layout.policy(item.unit if is_call else ROOT).remat),
+            apply_remat(_computation(item), self.layout.policy(item.unit if isinstance(item, Call) else ROOT).remat),
             full,
             *part(item.is_active, shapes),
             trainable=frozenset(filter(self.is_trained, full)),
@@ -70,8 +70,8 @@ def _computation(item: Item) -> Callable[[Arrays, Sequence[Any], Sequence[Any]],
 
 
 def run_item(item: Item, weights: Arrays, values: Sequence[Any]) -> list[Any]:
-    """Compute a call on full weights, or a piece of code."""
+    """Compute a call, or a piece of code, on full weights."""
     if isinstance(item, Call):
         return item.call.traced(weights, values)
     assert isinstance(item, Code)
-    return core.eval_jaxpr(item.jaxpr, (), *values)
+    return core.eval_jaxpr(item.jaxpr, (), *values, *jax.tree.leaves(weights))

@@ -152,11 +152,11 @@ class Engine(abc.ABC):
         return cast | self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split})
 
     def gather_all(self, source: Arrays) -> Arrays:
-        """Gather every parameter at once, in its stored shape: for steps that keep them over all microbatches.
+        """Gather parameters at once, in their stored shape: for steps that keep them over all microbatches.
 
         Layout:  [D/axes F] -> [D F] in the dtype in use.
         Cost:    one all-gather of every leaf that is split.
-        Memory:  all parameters whole, in the dtype in use.
+        Memory:  these parameters whole, in the dtype in use.
         """
         return self.to_use([(self.layout.by_path[path], 0) for path in source], source)
 

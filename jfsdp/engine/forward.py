@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.derivatives import run_item
-from jfsdp.engine.flat import open_full
 from jfsdp.engine.program import Block, Call, Code, Item, Loop, read
 from jfsdp.engine.unit import part
-from jfsdp.engine.weights import Gathers, after, at, join
-from jfsdp.layout.units import ROOT
+from jfsdp.engine.weights import Gathers, at, join
 
 if TYPE_CHECKING:
     from jfsdp.engine.manual import Step
@@ -57,10 +55,8 @@ class Forward:
         layout, variables = self.step.engine.layout, self.step.root_vars
         missing = [name for name in names if variables[layout.held_by(name)[0]] not in env]
         if missing:
-            shards = {name: self.step.source[name] for name in missing}
-            full = self.step.engine.movement(ROOT, shards).gather(after(shards, tie))
-            opened = open_full(layout, full, dict.fromkeys(full, 0))
-            env.update({variables[path]: value for path, value in opened.items()})
+            full = self.step.gather_root(missing, tie)
+            env.update({variables[path]: value for path, value in full.items()})
 
     def _item(self, item: Item, env: Env, due: Sequence[str], iteration: Any = 0) -> Any:
         """Run an item; return what its backward is to find. `due` are weights of the root that the next item reads."""
@@ -69,7 +65,7 @@ class Forward:
         if isinstance(item, Loop):
             outs, record = self._loop(item, values, env, due)
         else:
-            full, held = {}, {}
+            full, held = {path: env[var] for path, var in self.step.own(item).items()}, {}
             if isinstance(item, Call):
                 found = self.gathers.take(values)
                 self._gather_root(due, env, values)

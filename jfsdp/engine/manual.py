@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,10 +30,10 @@ from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all
 from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.forward import Forward
 from jfsdp.engine.local import LocalEngine
-from jfsdp.engine.program import Call, Loop, NamedCall, mark_active, mark_live, read_program
+from jfsdp.engine.program import Call, Code, Item, Loop, NamedCall, mark_active, mark_live, part_weights, read_program
 from jfsdp.engine.schedule import Prefetch, frontiers, steady
 from jfsdp.engine.unit import Arrays, call_traced, trace_unit
-from jfsdp.engine.weights import Weights
+from jfsdp.engine.weights import Weights, after
 from jfsdp.layout.table import Leaf
 from jfsdp.layout.units import ROOT
 
@@ -161,6 +161,7 @@ class Step:
       reached, reached_back: up to which call weights are on their way at each; see `frontiers`.
       scans: by loop, the iterations that run in a scan, forward and backward alike.
       root_vars, shard_vars: by leaf, the variable of the program that is its full weight in the root, or its shard.
+      root_kept: what is kept of the root's weights that are gathered again, as they are stored.
       first_use: by item of the program, the stored weights of the root that no item before it reads.
     """
 
@@ -172,6 +173,8 @@ class Step:
         self.shard_vars = {path: inputs[place] for place, path in shards.items()}
         self.derivatives = Derivatives(engine.layout)
         is_trained = self.derivatives.is_trained
+        if engine.layout.policy(ROOT).reshard_after_forward:
+            part_weights(self.block, self.root_vars)
         variables = self.root_vars | self.shard_vars
         mark_active(self.block, {var for path, var in variables.items() if is_trained(path)}, is_trained)
         mark_live(self.block, set(self.block.outputs[:1]))
@@ -182,6 +185,7 @@ class Step:
         self.reached_back = frontiers(names_back, engine.prefetch.backward, "backward")
         self.scans = {id(item): self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
         self.first_use = self._first_uses()
+        self.root_kept: Arrays = {}
         looped = frozenset(id(call) for call, loop, _ in self.order if loop is not None)
         self.weights = Weights(engine, source, looped)
 
@@ -189,6 +193,28 @@ class Step:
         """Return a call's gathered weights leaf by leaf."""
         layout = self.engine.layout
         return open_full(layout, full, stored_shards(layout, call.shards))
+
+    def gather_root(self, names: Sequence[str], tie: Any) -> Arrays:
+        """Gather weights of the root; return them leaf by leaf, and keep of them what their policy says."""
+        shards = {name: self.source[name] for name in names}
+        movement = self.engine.movement(ROOT, shards)
+        full = movement.gather(after(shards, tie))
+        if self.engine.layout.policy(ROOT).reshard_after_forward and movement.keep is not None:
+            self.root_kept |= movement.keep(full)
+        return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
+
+    def regather_root(self, names: Sequence[str], tie: Any) -> Arrays:
+        """Gather weights of the root again, for the backward."""
+        if not self.root_kept:
+            return self.gather_root(names, tie)
+        kept = {name: self.root_kept[name] for name in names}
+        movement = self.engine.movement(ROOT, {name: self.source[name] for name in names})
+        full = movement.regather(after(kept, tie))
+        return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
+
+    def own(self, item: Item) -> dict[str, Any]:
+        """Return the variables of those of the root's weights that an item's backward gathers again, by name."""
+        return item.weights if isinstance(item, Code) else {}
 
     def _scanned(self, loop: Loop) -> tuple[int, int]:
         start = next(place for place, entry in enumerate(self.order) if entry[1] is loop)
@@ -202,7 +228,7 @@ class Step:
 
     def _first_uses(self) -> dict[int, list[str]]:
         uses: dict[int, list[str]] = {}
-        reads = [*(item.inputs for item in self.block.items), self.block.outputs]
+        reads = [*([*item.inputs, *self.own(item).values()] for item in self.block.items), self.block.outputs]
         for name in dict.fromkeys(map(self.engine.layout.stored_name.__getitem__, self.root_vars)):
             own = [self.root_vars[path] for path in self.engine.layout.held_by(name)]
             readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in own))

@@ -54,9 +54,14 @@ class Item:
 
 @dataclasses.dataclass(eq=False)
 class Code(Item):
-    """Code of the root: a jaxpr of `inputs` to `outputs`."""
+    """Code of the root: a jaxpr of `inputs`, then `weights`, to `outputs`.
+
+    Attributes:
+      weights: by name, the root's weights that its backward gathers again; filled by `part_weights`.
+    """
 
     jaxpr: Any
+    weights: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
 
 @dataclasses.dataclass(eq=False)
@@ -285,6 +290,16 @@ def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str
             yield from _left_in_place(item.body, calls)
 
 
+def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
+    """Part the root's weights, by name, from the other inputs of the code that reads them. Moves no data."""
+    for item in block.items:
+        if isinstance(item, Code):
+            item.weights = {path: var for path, var in sorted(weights.items()) if var in item.inputs}
+            own = set(item.weights.values())
+            item.inputs = [var for var in item.inputs if var not in own]
+            item.jaxpr = item.jaxpr.replace(invars=[*item.inputs, *item.weights.values()])
+
+
 def mark_active(block: Block, active: set[Any], is_trained: Callable[[str], bool]) -> set[Any]:
     """Fill `is_active` and `makes_active`: what depends on what is trained, and may have a derivative. Moves no data.
 
@@ -305,7 +320,8 @@ def mark_active(block: Block, active: set[Any], is_trained: Callable[[str], bool
             outs = depends_on(item.call.traced.jaxpr, [*item.is_active, *weights])
         else:
             assert isinstance(item, Code)
-            outs = depends_on(item.jaxpr, item.is_active)
+            weights = [is_trained(path) for path in item.weights]
+            outs = depends_on(item.jaxpr, [*item.is_active, *weights])
         item.makes_active = [out and is_inexact(var.aval) for var, out in zip(item.outputs, outs, strict=True)]
         active.update(var for var, mark in zip(item.outputs, item.makes_active, strict=True) if mark)
     return active

@@ -7,7 +7,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -206,22 +206,25 @@ class Layout:
                     ways.setdefault(stage.axes[0], {}).setdefault(stage.ways, leaf.unit)
         return {axis: split_axis(axis, dict(self.mesh_sizes)[axis], units) for axis, units in ways.items()}
 
-    def gathered(self) -> Layout:
-        """Return the layout of a step that gathers all parameters before its first microbatch."""
+    def gathered(self, units: Collection[str] | None = None) -> Layout:
+        """Return the layout of a step that gathers units (all, or some by name) before its first microbatch."""
+        held = {unit.name for unit in self.units} if units is None else set(units)
 
-        def stages(leaf: Leaf) -> dict[str, Stage | None]:
+        def change(leaf: Leaf) -> Leaf:
+            if leaf.unit not in held:
+                return leaf
             use = leaf.stage("use")
-            return dict(leaf.stages) | {"param": use, "work": None, "kept": use}
+            stages = dict(leaf.stages) | {"param": use, "work": None, "kept": use}
+            return dataclasses.replace(leaf, stages=tuple(stages.items()))
 
         policies = tuple(
-            policy if isinstance(policy.reshard_after_forward, bool) else dataclasses.replace(policy, **_RESHARD)
-            for policy in self.policies
+            policy
+            if unit.name not in held or isinstance(policy.reshard_after_forward, bool)
+            else dataclasses.replace(policy, **_RESHARD)
+            for unit, policy in zip(self.units, self.policies, strict=True)
         )
-        leaves, buffers = (
-            tuple(dataclasses.replace(leaf, stages=tuple(stages(leaf).items())) for leaf in table)
-            for table in (self.leaves, self.buffers)
-        )
-        return dataclasses.replace(self, leaves=leaves, policies=policies, buffers=buffers)
+        leaves, buffers = (tuple(map(change, table)) for table in (self.leaves, self.buffers))
+        return dataclasses.replace(self, leaves=leaves, policies=policies, buffers=buffers)  # type: ignore[arg-type]
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def audit(
         *check.all_reduces(),
         *check.gathers(),
         *check.extra_bytes(tolerance),
-        *(check.held() if step.get("reshard_after_backward", True) else []),
+        *(check.held() if step.get("reshard_after_backward", True) is True else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]

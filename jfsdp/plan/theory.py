@@ -96,7 +96,7 @@ def expected_wire(
     *,
     accumulate: int = 1,
     reduce: str | None = None,
-    reshard_after_backward: bool = True,
+    reshard_after_backward: bool | Mapping[str, bool] = True,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Expected, ...]:
     """Return what a step must put on the wire; see [Note: what theory counts]. Moves no data.
@@ -131,7 +131,7 @@ def find_moves(
     *,
     accumulate: int = 1,
     reduce: str | None = None,
-    reshard_after_backward: bool = True,
+    reshard_after_backward: bool | Mapping[str, bool] = True,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
@@ -142,11 +142,12 @@ def find_moves(
     calls = _check_calls(layout, calls or {})
     data = layout.data_axes
     deferred = data if reduces_once(layout, config) else group_only(layout)
-    running = layout if reshard_after_backward else layout.gathered()
+    held = config.held_units(layout)
+    running = layout.gathered(held)
     moves = []
     for leaf in layout.stored:
         now, times = running.by_path[leaf.path], accumulate * calls.get(leaf.unit, 1)
-        if running is not layout:
+        if leaf.unit in held:
             moves += _gather(layout, leaf, leaf.stage(leaf.source), "gather step", 1)
         moves += _gathers(running, now, times)
         if leaf.trainable:

@@ -37,6 +37,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, states_sharding
 from jfsdp.engine.engine import SCOPE, Engine, to_device
+from jfsdp.engine.flat import pack_tree
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.schedule import Prefetch
@@ -68,7 +69,7 @@ class Gradients:
       accumulate: into how many microbatches a batch is cut.
       once: whether they share one reduction.
       is_asked: whether that was asked for, and is not only what the strategy's table says.
-      reshard_after_backward: False gathers all parameters before the first microbatch and keeps them to the last.
+      held: the units that are gathered before the first microbatch and kept to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
       prefetch: that of engine "manual"; None leaves the order of gathers to XLA.
     """
@@ -78,7 +79,7 @@ class Gradients:
     accumulate: int
     once: bool
     is_asked: bool
-    reshard_after_backward: bool
+    held: tuple[str, ...]
     is_scaled: bool = False
     prefetch: Prefetch | None = None
 
@@ -88,14 +89,19 @@ class Gradients:
         Cost:    reduce every: as many reductions as microbatches. Once: one reduction per leaf.
         Memory:  reduce every: an accumulator in the layout of stage `grad`. Once: a whole gradient per device.
         """
-        gather = not self.reshard_after_backward
-        source = self.apply.engine.gather_all(source) if gather else source
-        layout = self.apply.layout.gathered() if gather else self.apply.layout
-        written_out = self._written_out if self.prefetch is None else self._manual
+        layout = self.apply.layout
+        if self.held:
+            by_path = layout.by_path
+            source = source | self.apply.engine.gather_all(
+                {p: x for p, x in source.items() if by_path[p].unit in self.held}
+            )
+            layout = layout.gathered(self.held)
+        # On one device nothing moves, and the order of movements is no matter.
+        written_out = self._written_out if self.prefetch is None or not layout.data_axes else self._manual
         deferred = written_out(source, model_state, batch)
         if deferred is not None:
             return self._local(deferred, layout, source, model_state, batch, scale)
-        apply = self.apply if not gather else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
+        apply = self.apply if not self.held else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
         mesh = self.apply.engine.mesh
         rows = NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
         return self._sum(apply, source, model_state, batch, scale, rows)
@@ -122,7 +128,7 @@ class Gradients:
         def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             weight = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
-            grads = pull(jnp.asarray(scale / weight, jnp.float32))
+            grads = pack_tree(layout, pull(jnp.asarray(scale / weight, jnp.float32)))
             return {path: add(layout.by_path[path], value) * weight for path, value in grads.items()}, loss, after
 
         def add(leaf: Leaf, grad: jax.Array) -> jax.Array:

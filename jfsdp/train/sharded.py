@@ -251,7 +251,7 @@ class ShardedModel:
         *,
         accumulate: int = 1,
         reduce: str | None = None,
-        reshard_after_backward: bool = True,
+        reshard_after_backward: bool | Mapping[str, bool] = True,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,

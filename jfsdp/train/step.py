@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
 from jfsdp.layout.report import summary
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import HOST, Layout
-from jfsdp.layout.units import ROOT
+from jfsdp.layout.units import matches_glob
 from jfsdp.train.gradients import Gradients, LossFn, check_reduce_dtype, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
@@ -45,7 +44,8 @@ class StepConfig:
         and "every" for the others. Where reducing later could change the result, a step that was not told "once"
         reduces every microbatch, and warns.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
-        last: one gather per step for the memory of all parameters in use.
+        last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
+        root) to False says so of some units.
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
@@ -55,7 +55,7 @@ class StepConfig:
 
     accumulate: int = 1
     reduce: str | None = None
-    reshard_after_backward: bool = True
+    reshard_after_backward: bool | Mapping[str, bool] = True
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     compiler_options: Mapping[str, Any] | None = None
@@ -67,6 +67,24 @@ class StepConfig:
             raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive, or None")
+
+    def held_units(self, layout: Layout) -> tuple[str, ...]:
+        """Return the units that stay gathered over all microbatches.
+
+        Raises:
+          ValueError: for a glob that matches no unit, or a value that is neither True nor False.
+        """
+        wanted, names = self.reshard_after_backward, [unit.name for unit in layout.units]
+        choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
+        reshards = dict.fromkeys(names, True)
+        for pattern, choice in choices.items():
+            matched = [name for name in names if matches_glob(pattern, name)]
+            if not matched or not isinstance(choice, bool):
+                known = ", ".join(map(repr, names))
+                problem = f"is {choice!r}, neither True nor False" if matched else f"matches no unit; these are {known}"
+                raise ValueError(f"reshard_after_backward[{pattern!r}] {problem}")
+            reshards |= dict.fromkeys(matched, choice)
+        return tuple(name for name, reshard in reshards.items() if not reshard)
 
     @property
     def movement(self) -> dict[str, Any]:
@@ -95,23 +113,16 @@ class TrainStep:
     ):
         self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
-        is_manual = prefetch is not None
+        is_manual = prefetch is not None and bool(self.layout.data_axes)
         options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
         self.compiler_options = {name: value for name, value in options.items() if value is not None}
-        if is_manual and self.layout.policy(ROOT).reshard_after_forward:
-            warnings.warn(
-                'unit (root): engine="manual" keeps the root\'s weights gathered until the backward has passed their '
-                "first use, whatever its reshard_after_forward says; make units of its modules to have them freed, or "
-                'say per_unit={"": {"reshard_after_forward": False}}',
-                stacklevel=3,
-            )
         once = reduces_once(self.layout, config, is_manual=is_manual)
         check_reduce_dtype(self.layout, once=once or is_manual)
-        keep = config.reshard_after_backward
+        held = config.held_units(self.layout)
         is_asked = config.reduce == "once"
         is_scaled = loss_scale is not None
         self.prefetch = prefetch
-        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, keep, is_scaled, prefetch)
+        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
         self._jitted: Any = None
         self._batch_shape: Any = None
 
@@ -347,8 +358,10 @@ def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) ->
     is_once = layout.strategy.grad is Split.PARTIAL and config.accumulate > 1
     if config.reduce is not None:
         is_once = config.reduce == "once"
-    split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes]
-    if is_once and not is_manual and config.reshard_after_backward and (layout.strategy.axes("grad") or split):
+    held = config.held_units(layout)
+    split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes and leaf.unit not in held]
+    is_whole = len(held) == len(layout.units)
+    if is_once and not is_manual and not is_whole and (layout.strategy.axes("grad") or split):
         able = ", ".join(name for name, strategy in STRATEGIES.items() if not strategy.axes("grad"))
         what = f"{split[0]} is split at rest" if split else "its gradient accumulator is split"
         raise ValueError(

@@ -1,5 +1,10 @@
 """Engine "manual" on models of every shape: what it schedules, what it leaves in place and says so, what it refuses."""
 
+import collections
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +14,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.train.job import find_job
+from tests import hlo
 from tests.engine.test_wire import compiled_wire, lower
 from tests.models_small import Block, Tower, make_batches, token_loss
 
@@ -226,9 +232,80 @@ def test_a_scalar_is_taken_for_a_mean_over_rows_and_that_is_said():
     assert_close(found[0], train(source, loss, [rows()])[0])
 
 
-def test_that_the_root_stays_gathered_is_said():
-    with pytest.warns(UserWarning, match=r"unit \(root\): engine=\"manual\" keeps the root's weights gathered"):
-        train(Tower, token_loss, make_batches(1), engine="manual", reshard_after_forward=True)
+def compiled_for_one_node(model, batch):
+    """Compile a step for eight H100 so that no collectives are combined."""
+    apart = {f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    step = model.train_step(square, TX, compiler_options=apart)
+    return step.lower(model.abstract_state(TX), batch).compile().as_text()
+
+
+class Bare(nnx.Module):
+    """Four matrices, of which the outer two are the root's."""
+
+    def __init__(self, rngs):
+        make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=rngs)  # noqa: E731
+        self.first, self.last, self.layers = make(), make(), nnx.List([make(), make()])
+
+    def __call__(self, x):
+        x = nnx.relu(self.first(x))
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("reshard", "groups"), [(False, {8: 6}), (True, {8: 7}), (4, {8: 6, 4: 1})])
+def test_a_root_that_is_resharded_is_gathered_again_where_its_backward_reads_it(reshard, groups):
+    """The layers are gathered twice, the last matrix twice if it is resharded; the first one's backward reads none."""
+    per_unit = {"": {"reshard_after_forward": reshard}}
+    mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
+    model = jfsdp.fully_shard(Bare, mesh=mesh, units=["layers.*"], engine="manual", per_unit=per_unit)
+    text = compiled_for_one_node(model, jax.ShapeDtypeStruct((16, 64), jnp.float32))
+    found = collections.Counter()
+    for item in hlo.collectives(text, 8):
+        found[item.group_size] += item.count * len(item.parts) * (item.kind == "all-gather")
+    assert found == groups
+
+
+@pytest.mark.parametrize("held", [{}, {"": False}, {"layers.*": False}, False])
+def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
+    model = jfsdp.fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    batch = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    step = model.train_step(square, TX, accumulate=2, reshard_after_backward=held)
+    _, metrics = step(model.init(TX), batch)
+    plain = jfsdp.fully_shard(Bare, min_size=1, mesh=jfsdp.make_mesh(devices=jax.devices()[:1]))
+    _, wanted = plain.train_step(square, TX)(plain.init(TX), batch)
+    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+
+
+def test_units_to_be_held_are_checked():
+    model = jfsdp.fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    with pytest.raises(
+        ValueError, match=r"reshard_after_backward\['layer'\] matches no unit; these are '', 'layers.0'"
+    ):
+        model.train_step(square, TX, reshard_after_backward={"layer": False})
+    with pytest.raises(ValueError, match=r"reshard_after_backward\[''\] is 2, neither True nor False"):
+        model.train_step(square, TX, reshard_after_backward={"": 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("storage", ["per_parameter", "flat"])
+def test_on_one_device_the_step_is_that_of_engine_auto(storage):
+    def compiled(**options):
+        mesh = jfsdp.make_mesh(devices=jax.devices()[:1])
+        model = jfsdp.fully_shard(Tower, mesh=mesh, units=[Block], **options)
+        step = model.train_step(token_loss, TX)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
+        return step.lower(model.abstract_state(TX), batch).compile()
+
+    found, wanted = compiled(engine="manual", storage=storage), compiled()
+    assert not hlo.collectives(found.as_text(), 1)
+    numbers = [
+        (text.as_text().count(" dot("), text.cost_analysis()["flops"], text.memory_analysis().peak_memory_in_bytes)
+        for text in (found, wanted)
+    ]
+    assert numbers[0][0] == numbers[1][0] > 0
+    if storage == "per_parameter":
+        assert numbers[0] == numbers[1]
 
 
 def test_gradients_are_summed_in_reduce_dtype():
@@ -273,3 +350,26 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
     assert not jfsdp.audit(program, layout, min_overlap=0.99).findings
     sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
     assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"
+
+
+PROGRAM = """
+import hashlib, jax, jfsdp
+from tests.models_small import Block, Tower, make_batches, token_loss
+import optax
+for options in ({}, {"engine": "manual"}, {"engine": "manual", "storage": "flat"}):
+    model = jfsdp.fully_shard(Tower, units=[Block], min_size=1, **options)
+    tx = optax.adam(1e-3)
+    text = model.train_step(token_loss, tx, accumulate=2).lower(model.abstract_state(tx), make_batches(1)[0]).as_text()
+    print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_every_process_builds_the_same_program():
+    """Processes that order collectives differently would wait for each other for ever."""
+    found = set()
+    for seed in ("1", "2", "3"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1

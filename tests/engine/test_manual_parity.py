@@ -22,8 +22,6 @@ COLUMNS = {
     "storage": ["per_parameter", "flat"],
 }
 
-ROOT_KEPT = {"per_unit": {"": {"reshard_after_forward": False}}}
-
 
 def run(strategy, model, mesh, prefetch, accumulate, storage):
     options = {"engine": "manual", "prefetch": prefetch, "storage": storage}
@@ -32,8 +30,6 @@ def run(strategy, model, mesh, prefetch, accumulate, storage):
         with pytest.raises(ValueError, match=refusal):
             check(model, mesh, strategy, accumulate, 0.5, options)
     else:
-        if strategy == "hpz":
-            options |= ROOT_KEPT
         check(model, mesh, strategy, accumulate, 0.5, options)
 
 
@@ -59,19 +55,35 @@ CASES = {
         {},
         {"reduce": "once", "reshard_after_backward": False},
     ),
-    "hpz": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4} | ROOT_KEPT, {}),
+    "hpz, root too": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
     "hpz over groups, depth 2": (
         "llama-deep",
         "2x4",
         "full_shard",
-        {"reshard_after_forward": 2, "prefetch": 2} | ROOT_KEPT,
+        {"reshard_after_forward": 2, "prefetch": 2},
         {},
+    ),
+    "root freed after forward": ("gpt2", "8", "full_shard", {"reshard_after_forward": True}, {}),
+    "flat, root freed after forward": (
+        "llama-list",
+        "8",
+        "full_shard",
+        {"reshard_after_forward": True, "storage": "flat"},
+        {},
+    ),
+    "root held over microbatches": ("gpt2", "2x4", "full_shard", {}, {"reshard_after_backward": {"": False}}),
+    "flat, layers held over microbatches": (
+        "llama-deep",
+        "8",
+        "hybrid_shard",
+        {"storage": "flat"},
+        {"reshard_after_backward": {"layers": False}},
     ),
     "dots saved": ("llama-deep", "8", "full_shard", {"remat": "dots"}, {}),
     "nothing recomputed": ("gpt2", "3", "full_shard", {"remat": "none"}, {}),
     "flat, gathered once": ("gpt2", "8", "full_shard", {"storage": "flat"}, {"reshard_after_backward": False}),
     "flat, reduced once": ("llama-deep", "2x4", "full_shard", {"storage": "flat"}, {"reduce": "once"}),
-    "flat, hpz": ("llama-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4} | ROOT_KEPT, {}),
+    "flat, hpz": ("llama-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4}, {}),
     "flat, offloaded": (
         "llama-list",
         "8",
