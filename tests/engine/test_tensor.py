@@ -19,6 +19,7 @@ from jfsdp.plan.axes import group_axes
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.hlo import parse_module
 from tests import reference
+from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
 
@@ -146,6 +147,14 @@ CASES = {
 def test_every_setting_equals_one_device(case):
     mesh, options = CASES[case]
     check("stacked", MESHES[mesh], **options)
+
+
+@pytest.mark.parametrize("model", ["llama-deep", pytest.param("llama-list", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+def test_a_llama_splits_its_heads(monkeypatch, model, engine):
+    """Its attention is inside a `shard_map` of its own where the engine has one around it."""
+    monkeypatch.setitem(test_parity.MESHES, "4x2", MESHES["4x2"])
+    test_parity.check(model, "4x2", "full_shard", 2, 0.5, {"engine": engine})
 
 
 @pytest.mark.parametrize(("engine", "strategy"), [("manual", "full_shard"), ("manual", "hfsdp"), ("auto", "zero1")])
