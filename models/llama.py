@@ -1,7 +1,8 @@
 """Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and the jobs that train them.
 
 One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
-Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding.
+Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding, but that heads
+and the wide dim of an MLP are split over mesh axis `tensor` where the program has one (Megatron-LM, arXiv 1909.08053).
 Values that a remat policy may name: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
@@ -34,6 +35,7 @@ from .attention import choose_attention, document_mask, document_positions
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .losses import next_token_loss, token_batch
 from .optimizers import adamw
+from .over_tensor import by_heads, over_tensor
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -137,19 +139,23 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rope(query, rope), apply_rope(key, rope)
-        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
+        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in (query, key, value))
         window = config.local_window_size
-        attended = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=True,
-            # A window that spans the sequence is no window, and XLA would still build its mask.
-            local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
-            implementation=choose_attention(config.attention, query, has_mask=mask is not None),
-        )
-        return self.o_proj(checkpoint_name(attended, "attended").reshape(batch, seq_len, -1))
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+            return jax.nn.dot_product_attention(
+                query,
+                key,
+                value,
+                mask=mask,
+                is_causal=True,
+                # A window that spans the sequence is no window, and XLA would still build its mask.
+                local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
+                implementation=choose_attention(config.attention, query, has_mask=mask is not None),
+            )
+
+        attended = by_heads(attend, query, key, value, mask=mask)
+        return self.o_proj(checkpoint_name(over_tensor(attended, 2), "attended").reshape(batch, seq_len, -1))
 
 
 class MLP(nnx.Module):
@@ -161,7 +167,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.ffn_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = (checkpoint_name(wide, "mlp_hidden") for wide in (self.gate_proj(x), self.up_proj(x)))
+        gate, up = (self.gate_proj(x), self.up_proj(x))
+        gate, up = (checkpoint_name(over_tensor(wide, -1), "mlp_hidden") for wide in (gate, up))
         return self.down_proj(jax.nn.silu(gate) * up)
 
 

@@ -282,12 +282,14 @@ def _memory(plan: Plan) -> Any:
 
 
 def _wire(plan: Plan) -> Any:
+    from jfsdp.plan.ledger import OWN
+
     table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
     for row in plan.ledger.rows:
         if max(row.measured_bytes, row.expected_bytes) < 1e5:
             continue
         table.add_row(
-            row.unit or "(root)",
+            "" if row.what == OWN else row.unit or "(root)",
             row.what,
             row.kind,
             row.dtype,
@@ -298,6 +300,9 @@ def _wire(plan: Plan) -> Any:
             "across" if row.crosses_nodes else "inside",
         )
     ledger = plan.ledger
+    if ledger.own_bytes:
+        sent = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}"
+        table.add_row("without the model's own", "", "", "", "", "", sent, f"{ledger.wire_bytes_theory / GB:.3f}", "")
     sent, theory = f"{ledger.wire_bytes / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
     table.add_row("in all", "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -10,11 +10,14 @@ from jax.extend import core
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-def depends_on(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
+def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
     """Tell for each output whether it depends on a marked input. Moves no data.
 
     Calls (jit, checkpoint, custom derivatives) are followed to the single output; loops are followed through their
     carries to a fixed point; an output of `cond` also depends on its predicate; any other equation is taken whole.
+
+    Args:
+      visit: is told every equation that a marked input reaches, perhaps several times.
     """
     reached = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
 
@@ -22,7 +25,10 @@ def depends_on(jaxpr: Any, marked: Sequence[bool]) -> list[bool]:
         return not is_literal(atom) and atom in reached
 
     for eqn in jaxpr.eqns:
-        outs = _eqn_depends_on(eqn, [is_reached(atom) for atom in eqn.invars])
+        marks = [is_reached(atom) for atom in eqn.invars]
+        if visit is not None and any(marks):
+            visit(eqn)
+        outs = _eqn_depends_on(eqn, marks, visit)
         reached.update(var for var, mark in zip(eqn.outvars, outs, strict=True) if mark)
     return [is_reached(atom) for atom in jaxpr.outvars]
 
@@ -91,12 +97,26 @@ def num_readers(jaxpr: Any) -> list[int]:
     return [readers.get(var, 0) for var in jaxpr.invars]
 
 
-def states_sharding(jaxpr: Any, but: str) -> bool:
-    """Tell whether an operation states a sharding, unless its name in the program has `but` in it. Moves no data."""
-    return any(
-        eqn.primitive.name in ("sharding_constraint", "shard_map") and but not in str(eqn.source_info.name_stack)
-        for eqn in all_eqns(jaxpr)
-    )
+def stated_axes(jaxpr: Any, but: str) -> list[frozenset[str]]:
+    """Return the mesh axes of each sharding that an operation states, but for operations with `but` in their names.
+
+    One that states none is an empty set, and one in a form without names is {"?"}. Moves no data.
+    """
+    found = (eqn for eqn in all_eqns(jaxpr) if but not in str(eqn.source_info.name_stack))
+    return [axes for axes in map(_stated_by, found) if axes is not None]
+
+
+def _stated_by(eqn: Any) -> frozenset[str] | None:
+    if eqn.primitive.name == "shard_map":
+        # JAX 0.9 and before say `manual_axes`.
+        return frozenset(map(str, eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", "?"))))
+    if eqn.primitive.name != "sharding_constraint":
+        return None
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None:
+        return frozenset("?")
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return frozenset(axis for axes in entries for axis in axes if isinstance(axis, str))
 
 
 def is_in_condition(jaxpr: Any, name: str) -> bool:
@@ -147,28 +167,28 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return _num_same(eqn.invars, body.invars) - num_carry, num_carry
 
 
-def _eqn_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
+def _eqn_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
     if not any(marked):
         return [False] * len(eqn.outvars)
     name = eqn.primitive.name
     if name == "scan":
-        return _scan_depends_on(eqn, marked)
+        return _scan_depends_on(eqn, marked, visit)
     inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
     if name != "while" and inner is not None and _is_call(inner, eqn):
-        return depends_on(inner, marked)
+        return depends_on(inner, marked, visit)
     if name == "cond" and not marked[0]:
-        branches = [depends_on(_open(branch), marked[1:]) for branch in eqn.params["branches"]]
+        branches = [depends_on(_open(branch), marked[1:], visit) for branch in eqn.params["branches"]]
         return [any(marks) for marks in zip(*branches, strict=True)]
     return [True] * len(eqn.outvars)
 
 
-def _scan_depends_on(eqn: Any, marked: list[bool]) -> list[bool]:
+def _scan_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
     """Follow a scan to a fixed point of its carry."""
     body = _open(eqn.params["jaxpr"])
     num_consts, num_carry = scan_counts(eqn)
     carry = marked[num_consts : num_consts + num_carry]
     while True:
-        outs = depends_on(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]])
+        outs = depends_on(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]], visit)
         new = [old or out for old, out in zip(carry, outs[:num_carry], strict=True)]
         if new == carry:
             return [*new, *outs[num_carry:]]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jfsdp.engine.engine import Engine, Pairs
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Leaf
 
 
@@ -90,11 +93,12 @@ class LocalEngine(Engine):
           AssertionError: if `split` is not among `axes`.
         """
         assert set(split) <= set(axes), f"{split} of {axes}"
+        dtype, grad = grad.dtype, _widened(grad, self.mesh)
         if split:
             scatter = self.layout.axes_on(self.mesh, split)
             grad = jax.lax.psum_scatter(grad, scatter, scatter_dimension=dim or 0, tiled=True)
         rest = self.layout.axes_on(self.mesh, [axis for axis in axes if axis not in split])
-        return jax.lax.psum(grad, rest) if rest else grad
+        return (jax.lax.psum(grad, rest) if rest else grad).astype(dtype)
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """Leave values as they are: inside a `shard_map` a layout is a fact. Moves no data."""
@@ -111,6 +115,17 @@ class LocalEngine(Engine):
             return ()
         entry = self.layout.on_device(self.mesh, leaf, stage).spec[leaf.dim]
         return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _widened(grad: jax.Array, mesh: Mesh) -> jax.Array:
+    """Cast what XLA:CPU would otherwise abort on; it sums 16 bits in float32 itself, so no bit differs.
+
+    In a `shard_map` that leaves an axis to XLA the sum's own computation ends in a copy, which the pass that widens it
+    (all-reduce-promotion; JAX 0.10.2, 0.12) cannot read: "Invalid binary instruction opcode copy".
+    """
+    is_part = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+    is_cpu = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "cpu"
+    return grad.astype(jnp.float32) if is_part and is_cpu and is_float(grad.dtype) and grad.itemsize < 4 else grad
 
 
 def _dim(leaf: Leaf, gone: int) -> int:

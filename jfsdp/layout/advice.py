@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jfsdp.layout.mesh import num_data_shards
+from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
@@ -23,7 +23,7 @@ class LayoutWarning(UserWarning):
 
 def advise(layout: Layout) -> list[str]:
     """Return warnings, each with a remedy; none where all is as it should be. Moves no data."""
-    found = [_other_name(layout), _no_units(layout), _replicated(layout), _padded(layout)]
+    found = [_other_name(layout), _no_units(layout), _replicated(layout), _padded(layout), _repeated(layout)]
     return [warning for warning in found if warning]
 
 
@@ -34,7 +34,7 @@ def advise_memory(layout: Layout) -> list[str]:
     nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
-    found = [_no_units(layout), _padded(layout) if padding >= LARGE_ELEMENTS else None]
+    found = [_no_units(layout), _padded(layout) if padding >= LARGE_ELEMENTS else None, _repeated(layout)]
     return [warning for warning in found if warning]
 
 
@@ -91,6 +91,19 @@ def _replicated(layout: Layout) -> str | None:
     return (
         f"{len(whole)} large leaves are whole on every device, the largest {largest.path} with "
         f"{math.prod(largest.shape):,} elements ({largest.reason}); see min_size, ignored and placements"
+    )
+
+
+def _repeated(layout: Layout) -> str | None:
+    """Axes of the model that split what it computes, and no state."""
+    used = [axis for axis in MODEL_AXES if layout.num_shards([axis]) > 1]
+    if not used:
+        return None
+    size = layout.num_shards(used)
+    return (
+        f"mesh axis {used[0]!r} (size {size}) splits what the model computes and not what is stored: each of its "
+        f"{size} devices holds the same shards of weights, gradients and optimizer states, and gathers whole weights; "
+        "where that memory is short, give its devices to 'fsdp'"
     )
 
 

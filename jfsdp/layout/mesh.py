@@ -6,9 +6,10 @@ inside a host. Code asks for the role of an axis ("the batch is split over ...")
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 AXES = ("pipe", "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
 GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
+MODEL_AXES = ("tensor",)  # the model itself is split over these, as it says in its own computation
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -146,6 +148,36 @@ def num_data_shards(sizes: Mapping[str, int]) -> int:
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too. Moves no data."""
     return tuple(name for name in mesh.axis_names if name.partition("_")[0] in DATA_AXES)
+
+
+def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes over which a model may split its own computation here: those of size 1 split nothing.
+
+    Moves no data.
+    """
+    return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
+
+
+def spans_processes(mesh: Mesh | AbstractMesh, axis: str) -> bool:
+    """Tell whether the devices along an axis belong to several processes. Moves no data."""
+    if isinstance(mesh, AbstractMesh):
+        return False
+    place = mesh.axis_names.index(axis)
+    rows = np.moveaxis(mesh.devices, place, -1).reshape(-1, mesh.shape[axis])
+    return any(len({device.process_index for device in row}) > 1 for row in rows)
+
+
+@contextlib.contextmanager
+def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Let a model that is traced here state shardings by bare PartitionSpecs, if the mesh has devices for it.
+
+    Moves no data. Where the model's axes have size 1 nothing is set, so that programs are the same as without.
+    """
+    if not model_axes(mesh):
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        yield
 
 
 def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) -> Mesh:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
+from jfsdp.plan.axes import is_own
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.hlo import Instruction, Module, parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
@@ -94,7 +96,7 @@ def audit(
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
     check = Check(layout, module, ledger, find_moves(layout, **step), allowed)
     arguments = list(_arguments(module, layout))
-    share = overlapped_share(module, collectives)
+    share = overlapped_share(module, [item for item in collectives if not is_own(layout, item)])
     findings = [
         *check.wire_dtypes(),
         *check.arguments(arguments),
@@ -149,6 +151,11 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
 
 
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
+    if ledger.own_bytes:
+        yield (
+            f"{gb(ledger.own_bytes)} of what is on the wire are the model's own: what its shardings over "
+            f"{', '.join(MODEL_AXES)} cost; theory is silent of them, and the ratio is without them"
+        )
     if not arguments:
         yield (
             "no argument of the program is named as a part of a TrainState, so that replicated parameters and "

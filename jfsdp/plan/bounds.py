@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jfsdp.layout.mesh import AXES
+from jfsdp.layout.mesh import AXES, MODEL_AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
@@ -36,7 +36,7 @@ class Bound:
     compute_s: float
     wire_bytes: float
     wire_s: float
-    items: int
+    items: float
     item: str
 
     @property
@@ -101,9 +101,10 @@ def _bound(planned: Planned, cluster: Cluster) -> Bound:
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
         for row in rows
     )
-    compute_s = _least_flops(planned) * work.items / cluster.gpu.peak_flops(work.dtype)
+    items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
+    compute_s = _least_flops(planned) * items / cluster.gpu.peak_flops(work.dtype)
     state = account(planned.model.abstract_state(planned.tx))
-    return Bound(state, compute_s, sum(row.wire_bytes for row in rows), wire_s, work.items, work.item)
+    return Bound(state, compute_s, sum(row.wire_bytes for row in rows), wire_s, items, work.item)
 
 
 def _least_flops(planned: Planned) -> float:

@@ -5,7 +5,8 @@ XLA combines collectives, renames them and takes layer dims off, so every array 
 itself: by the unit in the engine's scopes (`jfsdp.gather.layers`) where the name still has them, and by its shape
 against the leaves' stored, logical and sliced shapes. Where several leaves have that shape, the one with the most
 still to come by theory gets it; so in a list of equal layers the sums are certain and the single rows are not. What
-fits nothing is unknown, and is listed with its place in the source.
+fits nothing is unknown, and is listed with its place in the source. A collective over the axes that the model itself
+is split over (`tensor`) belongs to no leaf, whatever it carries: it is the model's own, and theory is silent of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
+from jfsdp.plan.axes import group_axes, is_own
 from jfsdp.plan.collectives import SCALARS_BYTES, Collective, wire_bytes
 from jfsdp.plan.scopes import find_scopes
 from jfsdp.plan.theory import (
@@ -32,7 +34,8 @@ from jfsdp.plan.theory import (
 )
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
-WHATS = ("parameters", "gradients", "replicated", "padding", "scalars")
+OWN = "the model's own"
+WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
 _MOVES = (GATHER, SCATTER, REDUCE)
 
@@ -66,7 +69,8 @@ class Row:
 
     Attributes:
       unit: the unit's name; "" is the root.
-      what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would.
+      what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would; OWN is
+        what the model's own shardings cost, of no unit.
       kind, dtype, axes, group_size: of the collective; `axes` is empty where the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
       count: collectives per step that carry some of it.
@@ -109,16 +113,24 @@ class Ledger:
         return sum(row.measured_bytes for row in self.rows) + self.unknown_bytes
 
     @property
+    def own_bytes(self) -> float:
+        """Those of them that the model's own shardings cost."""
+        return sum(row.measured_bytes for row in self.rows if row.what == OWN)
+
+    @property
     def wire_bytes_theory(self) -> float:
-        """Bytes that each device must send per step."""
+        """Bytes that each device must send per step, but for the model's own."""
         return sum(row.expected_bytes for row in self.rows)
 
     @property
     def wire_ratio(self) -> float:
-        """Measured over expected: 1 where nothing is sent and nothing need be, infinite where only theory is silent."""
+        """Measured over expected, but for the model's own: 1 where nothing is sent and nothing need be, infinite where
+        only theory is silent.
+        """
+        sent = self.wire_bytes - self.own_bytes
         if self.wire_bytes_theory:
-            return self.wire_bytes / self.wire_bytes_theory
-        return math.inf if self.wire_bytes else 1.0
+            return sent / self.wire_bytes_theory
+        return math.inf if sent else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as plain data."""
@@ -127,6 +139,7 @@ class Ledger:
             "wire_bytes": self.wire_bytes,
             "wire_bytes_theory": self.wire_bytes_theory,
             "wire_ratio": ratio if math.isfinite(ratio) else None,
+            "own_bytes": self.own_bytes,
             "unknown_bytes": self.unknown_bytes,
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "unknown": [_describe(item) for item in self.unknown],
@@ -153,8 +166,11 @@ def make_ledger(
     """
     moves = find_moves(layout, **step)
     attribution = _Attribution(layout, moves)
-    parts, unknown, unknown_bytes = [], [], 0.0
+    parts, unknown, unknown_bytes, own = [], [], 0.0, []
     for item in collectives:
+        if is_own(layout, item):
+            own.append(item)
+            continue
         found, lost = attribution.parts(item)
         parts += found
         if lost:
@@ -164,6 +180,7 @@ def make_ledger(
     rows = _Rows(layout, gpus_per_node)
     rows.expect(moves)
     rows.measure(parts)
+    rows.measure_own(own)
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts))
 
 
@@ -305,7 +322,7 @@ class _Rows:
             group = range(self.layout.num_shards(self.layout.data_axes)) if item.kind == PERMUTE else item.group
             axes = group_axes(self.layout, group)
             key = item.kind, part.dtype, axes, len(group)
-            crosses = None if self.gpus_per_node is None else len({i // self.gpus_per_node for i in group}) > 1
+            crosses = self._crosses(group)
             leaf = self.layout.by_path[part.path] if part.path else None
             padding = self._padding_bytes(leaf, part)
             for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding):
@@ -313,6 +330,19 @@ class _Rows:
                 if (row, item.computation, item.name) not in seen:
                     seen.add((row, item.computation, item.name))
                     self.counts[row] += item.count
+
+    def measure_own(self, collectives: Sequence[Collective]) -> None:
+        """Add what the model's own shardings cost: of no unit, and not expected by anyone."""
+        for item in collectives:
+            for dtype, size in item.wire_by_dtype.items():
+                row = ROOT, OWN, item.kind, dtype, group_axes(self.layout, item.group), item.group_size
+                self.measured[row] += item.count * size  # type: ignore[assignment]
+                self.counts[row] += item.count
+                self.crosses[row] = self._crosses(item.group)
+                self.paths.setdefault(row, {})
+
+    def _crosses(self, group: Sequence[int]) -> bool | None:
+        return None if self.gpus_per_node is None else len({i // self.gpus_per_node for i in group}) > 1
 
     def _padding_bytes(self, leaf: Leaf | None, part: Part) -> float:
         if leaf is None or not leaf.padding or leaf.dim is None:
@@ -345,7 +375,9 @@ class _Rows:
     def finish(self, allowed: float) -> tuple[Row, ...]:
         """Return the rows, units in the layout's order; scalars are expected as they are, up to an allowance."""
         order = [unit.name for unit in self.layout.units]
-        keys = sorted(self.paths, key=lambda key: (key[1] == "scalars", order.index(key[0]), WHATS.index(key[1]), key))
+        keys = sorted(
+            self.paths, key=lambda key: (key[1] in ("scalars", OWN), order.index(key[0]), WHATS.index(key[1]), key)
+        )
         scalars = [key for key in keys if key[1] == "scalars"]
         for key in scalars:
             self.expected[key] = min(self.measured[key], allowed)  # type: ignore[assignment]
@@ -361,20 +393,3 @@ class _Rows:
             )
             for key in keys
         )
-
-
-def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
-
-    Devices are numbered as in the mesh, its last axis fastest. An axis that a group spans only in part counts.
-    Moves no data.
-    """
-    places: list[list[int]] = []
-    rest = list(group)
-    for _, size in reversed(layout.mesh_sizes):
-        places.append([device % size for device in rest])
-        rest = [device // size for device in rest]
-    names = [name for name, _ in layout.mesh_sizes]
-    spans = {name: len(set(place)) for name, place in zip(names, reversed(places), strict=True)}
-    axes = tuple(name for name in names if spans[name] > 1)
-    return axes if math.prod(spans.values()) == len(set(group)) else ()

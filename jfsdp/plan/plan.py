@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.engine.schedule import Prefetch
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
@@ -96,8 +97,8 @@ class Plan:
 
     @property
     def items_per_s(self) -> float:
-        """Tokens (or images) per second and GPU."""
-        return self.work.items / self.step_s
+        """Tokens (or images) per second and GPU; all devices along the model's own axes work on the same ones."""
+        return self.work.items / self.layout.num_shards(MODEL_AXES) / self.step_s
 
     @property
     def mfu(self) -> float | None:
@@ -168,7 +169,7 @@ class Plan:
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
-            **{name: ledger[name] for name in ("wire_bytes", "wire_bytes_theory", "wire_ratio")},
+            **{name: ledger[name] for name in ("wire_bytes", "wire_bytes_theory", "wire_ratio", "own_bytes")},
             "collectives": ledger["rows"],
             "unknown_collectives": ledger["unknown"],
             "timeline": [_timed(timed) for timed in clock.collectives],

@@ -10,6 +10,8 @@
     held             gathered weights of a resharded unit that live from its forward to its backward
     overlap          too few of the bytes in loops have a matmul between start and done, or no loop has any bytes
     unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
+
+None of them is a collective over the axes that the model itself is split over (`tensor`): the model asked for it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.collectives import Collective
 from jfsdp.plan.held import find_held
 from jfsdp.plan.hlo import Instruction, Module, Shape, walk
-from jfsdp.plan.ledger import Ledger, Part
+from jfsdp.plan.ledger import OWN, Ledger, Part
 from jfsdp.plan.theory import GATHER, REDUCE, SCATTER, Move, hlo_dtype
 from jfsdp.train.gradients import group_only, is_beyond_xla
 
@@ -180,17 +182,20 @@ class Check:
     def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
         """More bytes on the wire than theory, all together."""
         ledger = self.ledger
-        size = ledger.wire_bytes - ledger.wire_bytes_theory
+        sent = ledger.wire_bytes - ledger.own_bytes
+        size = sent - ledger.wire_bytes_theory
         if size <= self.allowed:
             return
-        rows = sorted(ledger.rows, key=lambda row: row.expected_bytes - row.measured_bytes)[:3]
+        rows = sorted(
+            (row for row in ledger.rows if row.what != OWN), key=lambda row: row.expected_bytes - row.measured_bytes
+        )[:3]
         worst = [f"{_name(r.unit)} {r.kind} {r.dtype} {gb(r.measured_bytes - r.expected_bytes)}" for r in rows]
         shown = ", ".join(
             text for text, row in zip(worst, rows, strict=True) if row.measured_bytes > row.expected_bytes
         )
         path = rows[0].paths[0] if rows and rows[0].paths else ""
         message = (
-            f"{gb(ledger.wire_bytes)} per device and step, {gb(ledger.wire_bytes_theory)} by theory of strategy "
+            f"{gb(sent)} per device and step, {gb(ledger.wire_bytes_theory)} by theory of strategy "
             f"{self.layout.strategy.name!r}, more than {tolerance:.1%} above it; most of it: "
             f"{shown or 'unknown collectives'}"
         )

@@ -7,7 +7,8 @@ collective per leaf at the end. In between stand the hybrid strategies: inside a
 gathered and reduced over the group's axis, and the accumulators are summed over the groups once. A `shard_map` over
 axis `replica` alone would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 Inside a `shard_map` a model sees its device's rows only: so its rng keys are folded with the device's index, and a
-model whose state depends on the rows (batch statistics) cannot run there, nor one that states shardings of its own.
+model whose state depends on the rows (batch statistics) cannot run there, nor one that states shardings over the data
+axes. Over axes of its own (`tensor`) it may: the `shard_map` is over all others. Keys are not folded with those.
 Without accumulation hybrid strategies go there too, hfsdp, layouts with padded leaves, and models with tied embeddings:
 XLA would all-reduce what can be reduce-scattered (`is_beyond_xla`, `_shares_weights`), and put up to twice the bytes on
 the wire. But only if the loss says by its type (`Loss`) that it is a sum over rows: a scalar may be anything, a masked
@@ -35,18 +36,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
-from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, states_sharding
-from jfsdp.engine.engine import SCOPE, Engine, to_device
+from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.flat import pack_tree
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import data_axes
+from jfsdp.layout.mesh import DATA_AXES, data_axes, model_axes
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.loss import Loss, as_loss
 from jfsdp.train.state import trainable
+from jfsdp.train.survey import Survey, is_key, survey
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -57,6 +58,18 @@ class Summed(NamedTuple):
     grads: Arrays
     loss: Loss
     model_state: Arrays
+
+
+class WrittenOut(NamedTuple):
+    """How collectives are written out.
+
+    Attributes:
+      deferred: the data axes that the last microbatch sums over.
+      own: the axes that are left to XLA and to what the model states.
+    """
+
+    deferred: tuple[str, ...]
+    own: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +104,14 @@ class Gradients:
         """
         layout = self.apply.layout
         if self.held:
-            by_path = layout.by_path
-            source = source | self.apply.engine.gather_all(
-                {p: x for p, x in source.items() if by_path[p].unit in self.held}
-            )
+            held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
+            source = source | self.apply.engine.gather_all(held)
             layout = layout.gathered(self.held)
         # On one device nothing moves, and the order of movements is no matter.
-        written_out = self._written_out if self.prefetch is None or not layout.data_axes else self._manual
-        deferred = written_out(source, model_state, batch)
-        if deferred is not None:
-            return self._local(deferred, layout, source, model_state, batch, scale)
+        find = self._written_out if self.prefetch is None or not layout.data_axes else self._manual
+        written_out = find(source, model_state, batch)
+        if written_out is not None:
+            return self._local(written_out, layout, source, model_state, batch, scale)
         apply = self.apply if not self.held else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
         mesh = self.apply.engine.mesh
         rows = NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
@@ -150,14 +161,14 @@ class Gradients:
 
         return Summed(*jax.lax.scan(body, start, micro)[0])
 
-    def _manual(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...]:
-        """Return the axes that the last microbatch sums over under engine "manual".
+    def _manual(self, source: Arrays, model_state: Arrays, batch: Any) -> WrittenOut:
+        """Tell how collectives are written out under engine "manual".
 
         Raises:
           ValueError: for a model whose state depends on what a single device does not have.
         """
         try:
-            is_sum, _, problem = self._survey(source, model_state, batch)
+            found = self._survey(source, model_state, batch)
         except NameError as error:
             unbound = re.search(r"axis name: (\w+)", str(error))
             if unbound is None or unbound[1] not in self.apply.engine.mesh.axis_names:
@@ -166,27 +177,45 @@ class Gradients:
                 f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss "
                 "sees its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
             ) from error
-        if problem:
+        if found.problem:
             raise ValueError(
-                f'engine="manual": {problem}, and each device would see its own rows only; use engine="auto"'
+                f'engine="manual": {found.problem}, and each device would see its own rows only; use engine="auto"'
             )
-        if not is_sum:
+        if not found.is_sum:
             warnings.warn(
                 'engine="manual": the loss is a scalar, and is taken for the mean over its rows, all of equal weight; '
                 'if it is not (a masked mean, a contrast between rows), return a jfsdp.Loss, or use engine="auto"',
                 stacklevel=2,
             )
         layout = self.apply.layout
-        return layout.data_axes if self.once and self.accumulate > 1 else group_only(layout)
+        deferred = layout.data_axes if self.once and self.accumulate > 1 else group_only(layout)
+        return WrittenOut(deferred, self._own_axes(found))
 
-    def _written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[str, ...] | None:
-        """Tell whether collectives are written out: return the axes that the last microbatch sums over, else None."""
+    def _own_axes(self, found: Survey) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*model_axes(self.apply.engine.mesh), *found.model_axes)))
+
+    def _written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> WrittenOut | None:
+        """Tell how collectives are written out under engine "auto"; None: they are not."""
         layout = self.apply.layout
         axes = layout.data_axes if self.once else group_only(layout)
-        if not axes and not is_beyond_xla(layout) and not self._shares_weights(source, model_state, batch):
+        is_needed = axes or is_beyond_xla(layout) or self._shares_weights(source, model_state, batch)
+        if not is_needed and not model_axes(self.apply.engine.mesh):
             return None
-        is_sum, draws, problem = self._survey(source, model_state, batch)
-        if not axes and draws:
+        found = self._survey(source, model_state, batch)
+        deferred = self._deferred(found, axes) if is_needed else None
+        if deferred is None and found.gathers_rows and layout.data_axes:
+            warnings.warn(
+                "the model states of a value that depends on the rows that its first dim is split over nothing (None): "
+                'under engine "auto" every device then holds and computes the rows of all; say '
+                "PartitionSpec.UNCONSTRAINED where the model has nothing to say",
+                stacklevel=2,
+            )
+        return None if deferred is None else WrittenOut(deferred, self._own_axes(found))
+
+    def _deferred(self, found: Survey, axes: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return `axes`, which the last microbatch sums over, where collectives may be written out, else None."""
+        layout, problem = self.apply.layout, found.problem
+        if not axes and found.draws:
             return None  # fewer bytes are not worth other dropout masks than those of one device
         if self.once and self.is_asked:
             if problem:
@@ -194,7 +223,7 @@ class Gradients:
                     f'reduce="once": {problem}, and each device would see its own rows only; use reduce="every"'
                 )
             return axes
-        if not is_sum and not problem:
+        if not found.is_sum and not problem:
             problem = "the loss is a scalar, which may not be the mean of its parts (return a jfsdp.Loss)"
         if problem and axes and self.accumulate > 1:
             check_reduce_dtype(self.apply.layout, once=False)
@@ -217,55 +246,25 @@ class Gradients:
         """Cut as many rows as a microbatch has, to trace what holds for all."""
         return jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
 
-    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> tuple[bool, bool, str | None]:
-        """Tell whether the loss is a sum by its type, whether it depends on rng keys, and what of the model's state
-        differs where the rows do.
-        """
-        rows = self._first_rows(batch)
-        is_sum, names = False, []
-
-        def loss_fn(model: Any, rows: Any) -> Loss:
-            nonlocal is_sum
-            value = self.loss_fn(model, rows)
-            is_sum = hasattr(value, "total")
-            return as_loss(value)
-
-        def after(rows: Any, state: Arrays) -> list[Any]:
-            nonlocal names
-            loss, named = self.apply(loss_fn, source, state, rows)
-            names = list(named)
-            return [*named.values(), loss.total]
-
-        jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
-        num_rows = len(jax.tree.leaves(rows))
-        inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
-        keys = {name for name, value in model_state.items() if is_key(value)}
-        by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))])
-        by_keys = depends_on(jaxpr, [name in keys for name in inputs])
-        draws = by_keys[-1]
-        if states_sharding(jaxpr, but=f"{SCOPE}."):
-            return is_sum, draws, "the model states shardings of its own"
-        if is_in_condition(jaxpr, f"{SCOPE}.gather"):
-            return (
-                is_sum,
-                draws,
-                "a unit is called under a condition (cond, while), on which devices may disagree",
+    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
+        """Read what the loss and the model do; warn of what they do with the axes that are the model's."""
+        found = survey(self.apply, self.loss_fn, source, model_state, self._first_rows(batch))
+        unused = [axis for axis in model_axes(self.apply.engine.mesh) if axis not in found.model_axes]
+        if unused:
+            warnings.warn(
+                f"mesh axis {unused[0]!r} (size {self.apply.engine.mesh.shape[unused[0]]}): the model states no "
+                "sharding over it, so its devices repeat each other's work; state one in the model "
+                f"(jax.lax.with_sharding_constraint), or give its devices to {' or '.join(map(repr, DATA_AXES))}",
+                stacklevel=2,
             )
-        for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, passes_through(jaxpr), strict=False):
-            if rows_reach:
-                return is_sum, draws, f"the model's state {name} depends on the rows of the batch"
-            if name in keys and (at is None or inputs[at] != name):
-                return is_sum, draws, f"the model changes its rng key {name}"
-            if keys_reach and name not in keys:
-                return is_sum, draws, f"the model's state {name} depends on its rng keys"
-        return is_sum, draws, None
+        return found
 
     def _local(
-        self, deferred: tuple[str, ...], layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
+        self, written_out: WrittenOut, layout: Layout, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
         mesh = self.apply.engine.mesh
         kind = LocalEngine if self.prefetch is None else functools.partial(ManualEngine, prefetch=self.prefetch)
-        engine = kind(layout, mesh, deferred)
+        engine = kind(layout, mesh, written_out.deferred)
         apply = self._apply_on(engine)
         data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)
@@ -286,6 +285,7 @@ class Gradients:
         run = jax.shard_map(
             local,
             mesh=mesh,
+            axis_names={axis for axis in mesh.axis_names if axis not in written_out.own},
             in_specs=(at_rest, whole, PartitionSpec(data), whole),
             out_specs=Summed(grad_specs, whole, whole),  # type: ignore[arg-type]
             check_vma=False,
@@ -372,11 +372,6 @@ def is_beyond_xla(layout: Layout) -> bool:
 def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
     stage = dict(leaf.stages)[name]
     return () if stage is None else stage.axes
-
-
-def is_key(value: Any) -> bool:
-    """Tell whether an array holds rng keys. Moves no data."""
-    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def fold_keys(state: Arrays, index: jax.Array) -> Arrays:

@@ -55,7 +55,8 @@ class ShardingOptions:
     """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
-    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies; -1 takes the rest."""
+    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies; -1 takes the rest.
+    tensor splits what a model computes, if the model says so (the Llamas do), and no weights."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
     """ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
     Or a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""

@@ -19,7 +19,18 @@ from jfsdp.engine.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.flat import STORAGE_FORMS
-from jfsdp.layout.mesh import DATA_AXES, group_mesh, make_mesh, node_size, num_data_shards, split_mesh
+from jfsdp.layout.mesh import (
+    DATA_AXES,
+    MODEL_AXES,
+    group_mesh,
+    make_mesh,
+    model_axes,
+    model_mesh,
+    node_size,
+    num_data_shards,
+    spans_processes,
+    split_mesh,
+)
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE
@@ -96,9 +107,10 @@ def fully_shard(
       LayoutWarning: where memory is lost unasked: no units, or padding above 1 % of a model that is not small.
     """
     _check_available(engine, storage, prefetch)
-    flax_model, mp_policy = as_model(model), mp_policy or MixedPrecisionPolicy()
-    mesh = make_mesh() if mesh is None else mesh
+    mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
+    with model_mesh(mesh):
+        flax_model = as_model(model)
     mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
     shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
     resolved = resolve_units(units, flax_model.modules, shapes)
@@ -156,11 +168,17 @@ def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh {mesh!r} is a {type(mesh).__name__}; pass jfsdp.make_mesh(fsdp=8), say")
     for axis, size in mesh.shape.items():
-        if axis not in DATA_AXES and size > 1:
+        if axis not in (*DATA_AXES, *MODEL_AXES) and size > 1:
             raise ValueError(
                 f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
                 f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
             )
+    spanning = [axis for axis in model_axes(mesh) if jax.process_count() > 1 and spans_processes(mesh, axis)]
+    if spanning:
+        raise ValueError(
+            f"mesh axis {spanning[0]!r} (size {mesh.shape[spanning[0]]}) spans processes, and each process gives rows "
+            f"of its own to a batch; take a size that divides the {jax.local_device_count()} devices of a process"
+        )
 
 
 ENGINES = ("auto", "manual")
@@ -232,7 +250,8 @@ class ShardedModel:
 
     def _compile_init(self, tx: optax.GradientTransformation) -> Any:
         def make(seed: Any) -> TrainState:
-            params, model_state = self.model.create(seed)
+            with model_mesh(self.mesh):
+                params, model_state = self.model.create(seed)
             stored = {path: pad_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
             return states.make_state(self.engine, tx, stored, model_state, self.loss_scale)
 
@@ -287,6 +306,7 @@ class ShardedModel:
         """
 
         def run(state: TrainState, *inputs: Any) -> Any:
-            return self.apply(fn, state.source, state.model_state, *inputs)[0]
+            with model_mesh(self.mesh):
+                return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
         return jax.jit(run, compiler_options=compiler_options(self.mesh))

@@ -17,7 +17,7 @@ from jfsdp.engine.engine import SCOPE, is_on_host, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES, data_axes, num_data_shards
+from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards
 from jfsdp.layout.report import summary
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import HOST, Layout
@@ -228,7 +228,8 @@ class TrainStep:
         state = dataclasses.replace(state, **whole)
         state = jax.tree.map(in_memory, state, state_memories(state))
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
-        grads, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+        with model_mesh(self.mesh):
+            grads, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
             return self._apply_gradients(state, grads, loss, model_state, scale)
 

@@ -140,7 +140,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"frozen": ["embd"]}, "frozen 'embd' matches no parameter; parameters: blocks.down.kernel"),
         ({"ignored": nnx.BatchStat}, "ignored BatchStat matches no parameter.*classes of variables: Param"),
         ({"mp_policy": "bfloat16"}, "is not a jfsdp.MixedPrecisionPolicy"),
-        ({"mesh": jfsdp.make_mesh(tensor=2)}, r"axis 'tensor' \(size 2\): nothing is split over it"),
+        ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\): nothing is split over it"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, manual"),
         ({"storage": "flat"}, "use engine='manual'"),

@@ -1,0 +1,36 @@
+"""Along which mesh axes the devices of a collective differ, and so whose collective it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.table import Layout
+from jfsdp.plan.collectives import Collective
+
+
+def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
+    """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
+
+    Devices are numbered as in the mesh, its last axis fastest. An axis that a group spans only in part counts.
+    Moves no data.
+    """
+    places: list[list[int]] = []
+    rest = list(group)
+    for _, size in reversed(layout.mesh_sizes):
+        places.append([device % size for device in rest])
+        rest = [device // size for device in rest]
+    names = [name for name, _ in layout.mesh_sizes]
+    spans = {name: len(set(place)) for name, place in zip(names, reversed(places), strict=True)}
+    axes = tuple(name for name in names if spans[name] > 1)
+    return axes if math.prod(spans.values()) == len(set(group)) else ()
+
+
+def is_own(layout: Layout, item: Collective) -> bool:
+    """Tell whether a collective runs over the axes alone that the model itself is split over. Moves no data.
+
+    No strategy moves anything there: it is what the model's own shardings cost, and theory is silent of it.
+    """
+    axes = group_axes(layout, item.group)
+    return bool(axes) and set(axes) <= set(MODEL_AXES)

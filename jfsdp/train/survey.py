@@ -1,0 +1,124 @@
+"""What a loss and its model do, read from one trace: what decides whether they may run on a device's own rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, stated_axes
+from jfsdp.engine.engine import SCOPE
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, model_axes
+from jfsdp.train.loss import Loss, as_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a trace shows.
+
+    Attributes:
+      is_sum: whether the loss is a sum by its type.
+      draws: whether it depends on rng keys.
+      problem: why the model cannot run on a device's own rows; None if it can.
+      model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
+      gathers_rows: whether it states that a value which depends on the rows is whole on all devices, in some dim.
+    """
+
+    is_sum: bool
+    draws: bool
+    problem: str | None
+    model_axes: tuple[str, ...]
+    gathers_rows: bool
+
+
+def survey(apply: ShardedApply, loss_fn: Callable[..., Any], source: Arrays, model_state: Arrays, rows: Any) -> Survey:
+    """Trace a loss on the rows of a microbatch and read what it does. Moves no data."""
+    is_sum, names = False, []
+
+    def as_sum(model: Any, rows: Any) -> Loss:
+        nonlocal is_sum
+        value = loss_fn(model, rows)
+        is_sum = hasattr(value, "total")
+        return as_loss(value)
+
+    def after(rows: Any, state: Arrays) -> list[Any]:
+        nonlocal names
+        loss, named = apply(as_sum, source, state, rows)
+        names = list(named)
+        return [*named.values(), loss.total]
+
+    jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
+    num_rows = len(jax.tree.leaves(rows))
+    inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
+    keys = {name for name, value in model_state.items() if is_key(value)}
+    whole: list[Any] = []
+    by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))], whole.append)
+    by_keys = depends_on(jaxpr, [name in keys for name in inputs])
+    stated = stated_axes(jaxpr, but=f"{SCOPE}.")
+    problem = (
+        _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
+        or _condition_problem(jaxpr)
+        or _state_problem(names, inputs, keys, by_rows, by_keys, passes_through(jaxpr))
+    )
+    own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
+    return Survey(is_sum, by_keys[-1], problem, own, any(map(_is_whole, whole)))
+
+
+def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
+    """Inside a `shard_map` over the data axes a model may state shardings over its own axes alone."""
+    data = [axis for axes in stated for axis in sorted(axes) if axis.partition("_")[0] in DATA_AXES]
+    if data:
+        return (
+            f"the model states a sharding over mesh axis {data[0]!r}, which splits the batch (name its own axes alone: "
+            f"{', '.join(MODEL_AXES)}, with PartitionSpec.UNCONSTRAINED for the dims of the batch)"
+        )
+    is_own = all(axes <= set(MODEL_AXES) for axes in stated) and (has_model_axes or any(stated))
+    return "the model states shardings of its own" if stated and not is_own else None
+
+
+def _condition_problem(jaxpr: Any) -> str | None:
+    if is_in_condition(jaxpr, f"{SCOPE}.gather"):
+        return "a unit is called under a condition (cond, while), on which devices may disagree"
+    return None
+
+
+def _state_problem(
+    names: list[str],
+    inputs: list[str],
+    keys: set[str],
+    by_rows: list[bool],
+    by_keys: list[bool],
+    origins: list[int | None],
+) -> str | None:
+    for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, origins, strict=False):
+        if rows_reach:
+            return f"the model's state {name} depends on the rows of the batch"
+        if name in keys and (at is None or inputs[at] != name):
+            return f"the model changes its rng key {name}"
+        if keys_reach and name not in keys:
+            return f"the model's state {name} depends on its rng keys"
+    return None
+
+
+def _is_whole(eqn: Any) -> bool:
+    """Tell whether an operation states of some dim that it is split over nothing, and names no axis of the batch."""
+    if eqn.primitive.name != "sharding_constraint" or f"{SCOPE}." in str(eqn.source_info.name_stack):
+        return False
+    spec, free = getattr(eqn.params["sharding"], "spec", None), eqn.params["unconstrained_dims"]
+    if spec is None:
+        return False
+    entries = [*spec, *[None] * (eqn.invars[0].aval.ndim - len(spec))]
+    names = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    if any(isinstance(axis, str) and axis.partition("_")[0] in DATA_AXES for axis in names):
+        return False
+    return any(entry in (None, ()) and dim not in free for dim, entry in enumerate(entries[:1]))
+
+
+def is_key(value: Any) -> bool:
+    """Tell whether an array holds rng keys. Moves no data."""
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))

@@ -1,0 +1,300 @@
+"""Mesh axis `tensor`: a model that splits its own computation over it trains as on one device, under both engines.
+
+Limits as in test_parity.py. A device's weights are gathered from those that share its place along `tensor`.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec
+
+import jfsdp
+from jfsdp.layout.advice import LayoutWarning
+from jfsdp.plan.axes import group_axes
+from jfsdp.plan.collectives import find_collectives
+from jfsdp.plan.hlo import parse_module
+from tests import reference
+from tests.engine import test_parity
+from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
+from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+
+U = PartitionSpec.UNCONSTRAINED
+MESHES = {"4x2": {"fsdp": 4, "tensor": 2}, "2x2x2": {"replica": 2, "fsdp": 2, "tensor": 2}}
+STEPS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* splits what the model computes")
+
+
+def split(x, *, free=U):
+    """State that the last dim is split over `tensor`, where there is such an axis."""
+    if jax.sharding.get_abstract_mesh().shape.get("tensor", 1) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[free] * (x.ndim - 1), "tensor"))
+
+
+class SplitBlock(Block):
+    def __call__(self, x):
+        return x + self.down(split(jax.nn.silu(self.up(self.norm(x)))))
+
+
+class SplitTower(Tower):
+    """A tower whose blocks are wide along `tensor`."""
+
+    def __init__(self, rngs, stacked=True, dim=16, num_layers=3):
+        super().__init__(rngs, stacked, dim, num_layers)
+        for _, node in nnx.iter_graph(self):
+            if type(node) is Block:
+                node.__class__ = SplitBlock
+
+
+class Listed(SplitTower):
+    def __init__(self, rngs):
+        super().__init__(rngs, stacked=False)
+
+
+class Tied(SplitTower):
+    """Its head is its embedding: a weight with two gradients."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        return self.embed.attend(x)
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(16)(split(linen.relu(linen.Dense(64)(x))))
+
+
+class LinenTower(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(VOCAB, 16)(tokens)
+        for _ in range(2):
+            x = LinenBlock()(x)
+        return linen.Dense(VOCAB)(x)
+
+
+LINEN = (LinenTower(), (jax.ShapeDtypeStruct((16, 6), np.int32),))
+MODELS = {
+    "stacked": (SplitTower, [SplitBlock]),
+    "listed": (Listed, [SplitBlock]),
+    "tied": (Tied, [SplitBlock]),
+    "linen": (LINEN, [LinenBlock]),
+}
+
+
+def make_mesh(sizes):
+    return jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def train(model, sizes, *, accumulate=1, loss=token_loss, step_options=None, **options: Any):
+    """Take a few steps; return the state and the metrics."""
+    source, units = MODELS.get(model, (model, [SplitBlock]))
+    sharded = jfsdp.fully_shard(source, mesh=make_mesh(sizes), units=units, min_size=20, **options)
+    step, state, metrics = sharded.train_step(loss, TX, accumulate=accumulate, **(step_options or {})), None, []
+    state = sharded.init(TX)
+    for batch in make_batches(STEPS):
+        state, found = step(state, batch)
+        metrics.append({name: float(value) for name, value in found.items()})
+    return state, metrics
+
+
+def check(model, sizes, **options: Any):
+    state, metrics = train(model, sizes, **options)
+    wanted = reference.train(MODELS[model][0], token_loss, TX, make_batches(STEPS))
+    for name, series in (("loss", wanted.losses), ("grad_norm", wanted.grad_norms)):
+        found = np.array([step[name] for step in metrics])
+        assert np.abs(found / np.array(series) - 1).max() < LIMITS[name], name
+    params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
+    error, leaf = reference.worst_leaf(params, wanted.params, LEARNING_RATE * STEPS)
+    assert error < LIMITS["params"], leaf
+
+
+GRID = list(itertools.product(MODELS, MESHES, ("auto", "manual"), (1, 2)))
+QUICK = [case for place, case in enumerate(GRID) if (place + place // 4) % 3 == 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "engine", "accumulate"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.proof) for case in GRID],
+)
+def test_steps_equal_one_device(model, mesh, engine, accumulate):
+    check(model, MESHES[mesh], engine=engine, accumulate=accumulate)
+
+
+CASES = {
+    "hybrid, accumulated": ("2x2x2", {"strategy": "hybrid_shard", "accumulate": 2}),
+    "zero1 reduces once": ("4x2", {"strategy": "zero1", "accumulate": 2}),
+    "hpz": ("4x2", {"reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}}),
+    "manual, reduced once": ("4x2", {"engine": "manual", "accumulate": 2, "step_options": {"reduce": "once"}}),
+    "manual, hybrid": ("2x2x2", {"engine": "manual", "strategy": "hybrid_shard", "accumulate": 2}),
+    "manual, hpz": (
+        "4x2",
+        {"engine": "manual", "reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}},
+    ),
+    "manual, offloaded": ("4x2", {"engine": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
+    "offloaded": ("4x2", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_setting_equals_one_device(case):
+    mesh, options = CASES[case]
+    check("stacked", MESHES[mesh], **options)
+
+
+@pytest.mark.parametrize("model", ["llama-deep", pytest.param("llama-list", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+def test_a_llama_splits_its_heads(monkeypatch, model, engine):
+    """Its attention is inside a `shard_map` of its own where the engine has one around it."""
+    monkeypatch.setitem(test_parity.MESHES, "4x2", MESHES["4x2"])
+    test_parity.check(model, "4x2", "full_shard", 2, 0.5, {"engine": engine})
+
+
+@pytest.mark.parametrize(("engine", "strategy"), [("manual", "full_shard"), ("manual", "hfsdp"), ("auto", "zero1")])
+def test_sums_in_low_precision_are_those_of_the_data_axes_alone(engine, strategy):
+    """XLA:CPU aborts at a sum of 16 bits in a partly manual `shard_map`, so they are widened there."""
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
+    options: dict[str, Any] = {"engine": engine, "strategy": strategy, "mp_policy": policy, "accumulate": 2}
+    _, wide = train("listed", MESHES["2x2x2"], **options)
+    _, narrow = train("listed", {"replica": 2, "fsdp": 2}, **options)
+    np.testing.assert_allclose([m["loss"] for m in wide], [m["loss"] for m in narrow], rtol=5e-3)
+
+
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+def test_weights_are_gathered_over_the_data_axes_alone(engine):
+    """And the wide matrix products are split: half as wide on each of two devices."""
+    found, layout, text = compiled(SplitTower, engine)
+    for item in found:
+        axes = group_axes(layout, item.group)
+        assert axes in (("fsdp",), ("tensor",), ("fsdp", "tensor")), item
+        if ".gather." in item.op_name and "all_gather" in item.op_name.rpartition("/")[2]:
+            assert axes == ("fsdp",), item.op_name
+    gathers = [item for item in found if item.kind == "all-gather" and group_axes(layout, item.group) == ("fsdp",)]
+    assert len(gathers) >= 6
+    assert "f32[4,6,32]" in text.replace("f32[24,32]", "f32[4,6,32]")
+
+
+def compiled(source, engine):
+    model = jfsdp.fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20, engine=engine)
+    step = model.train_step(token_loss, TX)
+    text = step.lower(model.abstract_state(TX), make_batches(1)[0]).compile().as_text()
+    return find_collectives(parse_module(text), 8), model.layout, text
+
+
+class Dropping(nnx.Module):
+    """Drops a third of a wide value, by keys that it never changes."""
+
+    def __init__(self, rngs):
+        self.embed, self.block = nnx.Embed(VOCAB, 16, rngs=rngs), SplitBlock(16, rngs)
+        self.head, self.key = nnx.Linear(16, VOCAB, rngs=rngs), nnx.Variable(jax.random.key(3))
+
+    def __call__(self, tokens):
+        x = self.block(self.embed(tokens))
+        keep = jax.random.bernoulli(self.key[...], 0.7, x.shape)
+        return self.head(jax.numpy.where(keep, x / 0.7, 0.0))
+
+
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+def test_devices_along_the_models_axis_draw_the_same_masks(engine):
+    """So masks are those of the same data axes without it; and on other data axes they are others (manual)."""
+    wide, narrow = (train(Dropping, sizes, engine=engine)[1] for sizes in (MESHES["4x2"], {"fsdp": 4}))
+    np.testing.assert_allclose([m["loss"] for m in wide], [m["loss"] for m in narrow], rtol=1e-5)
+    np.testing.assert_allclose([m["grad_norm"] for m in wide], [m["grad_norm"] for m in narrow], rtol=1e-4)
+    other = train(Dropping, {"fsdp": 8}, engine=engine)[1]
+    is_same = np.allclose([m["loss"] for m in other], [m["loss"] for m in narrow], rtol=1e-5)
+    assert is_same == (engine == "auto")
+
+
+def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
+    state, _ = train("stacked", MESHES["4x2"], engine="manual")
+    jfsdp.save(tmp_path / "c", state)
+    for sizes in ({"fsdp": 8}, MESHES["2x2x2"]):
+        like = jfsdp.fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20)
+        back = jfsdp.restore(tmp_path / "c", like=like.abstract_state(TX))
+        for name, value in state.params.items():
+            np.testing.assert_array_equal(
+                reference.logical(state, name, value), reference.logical(back, name, back.params[name])
+            )
+
+
+def test_first_weights_are_those_of_every_mesh():
+    wide, narrow = (
+        jfsdp.fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20).init(TX)
+        for sizes in (MESHES["4x2"], {"fsdp": 4})
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(wide.params), jax.device_get(narrow.params))
+
+
+def test_evaluation_runs_on_the_models_axes_too():
+    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20)
+    state, batch = model.init(TX), make_batches(1)[0]
+    found = model.forward(lambda model, rows: token_loss(model, rows).total)(state, batch)
+    plain = token_loss(SplitTower(nnx.Rngs(0)), batch)
+    assert float(found) == pytest.approx(float(plain.total), rel=1e-3)
+
+
+def stating(spec):
+    class Stating(Tower):
+        def __call__(self, tokens):
+            return jax.lax.with_sharding_constraint(super().__call__(tokens), spec)
+
+    return Stating
+
+
+def lower(source, engine="auto", *, loss=token_loss, min_size=1024, **options: Any):
+    model = jfsdp.fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[Block], engine=engine, min_size=min_size)
+    step = model.train_step(loss, TX, **options)
+    return step.lower(model.abstract_state(TX), make_batches(1)[0])
+
+
+ONCE = {"accumulate": 2, "reduce": "once", "reshard_after_backward": False}
+
+
+@pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* states no sharding")
+@pytest.mark.parametrize(("engine", "options"), [("manual", {}), ("auto", ONCE)])
+def test_a_data_axis_in_the_model_is_refused_by_name(engine, options):
+    source = stating(PartitionSpec("fsdp", None, U))
+    with pytest.raises(ValueError, match=r"sharding over mesh axis 'fsdp', .* \(name its own axes alone: tensor"):
+        lower(source, engine, **options)
+
+
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+def test_a_model_that_states_nothing_is_told_that_its_devices_repeat_work(engine):
+    with pytest.warns(UserWarning, match=r"axis 'tensor' \(size 2\): the model states no sharding over it"):
+        lower(Tower, engine)
+
+
+def scalar_loss(model, batch):
+    return token_loss(model, batch).total / 16
+
+
+@pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* states no sharding")
+def test_rows_that_a_model_gathers_unasked_are_told():
+    """None in a spec is whole: under engine "auto" the rows of all devices come to each."""
+    with pytest.warns(UserWarning, match=r"its first dim is split over nothing \(None\)"):
+        lower(stating(PartitionSpec(None, U, None)), loss=scalar_loss)
+    lower(stating(PartitionSpec(U, U, None)), loss=scalar_loss)
+
+
+def test_that_no_memory_is_saved_is_told():
+    with pytest.warns(LayoutWarning, match=r"'tensor' \(size 2\) splits what the model computes and not what is stor"):
+        jfsdp.fully_shard(Tower, mesh=make_mesh(MESHES["4x2"]), units=[Block])
+
+
+def test_a_mesh_that_the_axis_has_size_1_on_says_nothing():
+    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], engine="manual")
+    state, step = model.init(optax.sgd(1e-2)), model.train_step(token_loss, optax.sgd(1e-2))
+    step(state, make_batches(1)[0])
+
+
+def test_batches_are_split_over_the_data_axes():
+    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock])
+    rows = model.train_step(token_loss, TX).shard_batch(make_batches(1)[0])["tokens"]
+    assert rows.sharding.shard_shape(rows.shape) == (4, 6)
