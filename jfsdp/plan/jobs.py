@@ -15,6 +15,7 @@ from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
+from jfsdp.plan.tpus import Slice
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
@@ -73,7 +74,8 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
         known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
             f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
-            "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
+            "of the cluster (--nodes x --gpus-per-node, or --tpu); change one of them, or let an axis take the rest "
+            "with -1"
         ) from error
 
 
@@ -113,7 +115,7 @@ def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
 
 def plan_job(
     options: StepOptions,
-    cluster: Cluster,
+    cluster: Cluster | Slice,
     *,
     target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
@@ -125,9 +127,9 @@ def plan_job(
       target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
 
     Raises:
-      PlanUnavailable: without a compiler for this GPU.
+      PlanUnavailable: without a compiler for this GPU or TPU.
       ValueError: for options that training would refuse.
-      EagerComputation: as `make_plan`.
+      EagerComputation, OutOfMemory: as `make_plan`.
     """
     on_progress("sharding")
     planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))

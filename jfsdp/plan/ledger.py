@@ -294,7 +294,8 @@ class _Rows:
         for move in moves:
             padding = move.wire_bytes * move.padding_share
             key = move.kind, move.dtype, move.axes, move.group_size
-            self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding)
+            is_sum = move.kind in (SCATTER, REDUCE)
+            self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding, is_sum=is_sum)
 
     def measure(self, parts: Sequence[Part]) -> None:
         """Add what was compiled."""
@@ -308,7 +309,8 @@ class _Rows:
             crosses = None if self.gpus_per_node is None else len({i // self.gpus_per_node for i in group}) > 1
             leaf = self.layout.by_path[part.path] if part.path else None
             padding = self._padding_bytes(leaf, part)
-            for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding):
+            is_sum = item.kind in (SCATTER, REDUCE) and not item.is_gather
+            for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding, is_sum=is_sum):
                 self.crosses[row] = crosses
                 if (row, item.computation, item.name) not in seen:
                     seen.add((row, item.computation, item.name))
@@ -323,12 +325,18 @@ class _Rows:
         return 0.0
 
     def _add(
-        self, sums: Counter[tuple[Any, ...]], leaf: Leaf | None, key: tuple[Any, ...], size: float, padding: float
+        self,
+        sums: Counter[tuple[Any, ...]],
+        leaf: Leaf | None,
+        key: tuple[Any, ...],
+        size: float,
+        padding: float,
+        *,
+        is_sum: bool,
     ) -> list[tuple[Any, ...]]:
         if leaf is None:
             unit, what = ROOT, "scalars"
         else:
-            is_sum = key[0] in (SCATTER, REDUCE)
             unit, what = leaf.unit, "gradients" if is_sum else "parameters"
             what = "replicated" if is_replicated(self.layout, leaf) else what
         rows = [(unit, what, *key)]

@@ -75,6 +75,7 @@ def breakdown(
     memory_stats: Any = None,
     *,
     vocab_size: int | None = None,
+    is_tpu: bool = False,
 ) -> Memory:
     """Say what the peak of a compiled step consists of. Moves no data.
 
@@ -85,12 +86,15 @@ def breakdown(
       memory_stats: `compiled.memory_analysis()`; None: the peak is what was found.
       vocab_size: by which logits are known; None: the longest dim of a matrix of the root unit, if that is more than
         twice the other.
+      is_tpu: leave out what lies in a TPU's memories besides its HBM (VMEM, SMEM, flags).
 
     Raises:
       ValueError: if the texts are of another form than expected, or of another module.
     """
     ranges, allocations = read_live_ranges(live_range_text), read_allocations(assignment_text)
     used = [allocation for allocation in allocations if not allocation.is_thread_local]
+    if is_tpu:
+        used = [allocation for allocation in used if allocation.is_host or not allocation.color]
     schedule = read_schedule(live_range_text)
     judge = Judge(Flow(module), layout, ranges, schedule, vocab_size or guess_vocab(layout))
     device = [allocation for allocation in used if not _is_on_host(allocation, judge)]

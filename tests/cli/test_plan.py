@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jfsdp.cli import main
-from jfsdp.cli.plan import print_search
+from jfsdp.cli.report import print_search
 from jfsdp.plan.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.plan import EagerComputation
