@@ -301,7 +301,7 @@ def find_gpu(name: str) -> Gpu:
     if key in _BY_NAME:
         return _BY_NAME[key]
     if _TPU.fullmatch(key):
-        raise ValueError(f"{name!r} is a TPU: give a slice, tpu=KIND:AxB such as v5e:4x4 or v5p:4x4x4, and no gpu")
+        raise ValueError(f"{name!r} is a TPU: give a slice, --tpu KIND:AxB such as v5e:4x4, and no GPU")
     close = [_BY_NAME[match].name for match in difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)]
     listed = dict.fromkeys([*close, *(gpu.name for gpu in GPUS)])
-    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}; for TPUs give tpu=KIND:AxB")
+    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}; for TPUs give --tpu KIND:AxB")
