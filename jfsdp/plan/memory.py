@@ -39,7 +39,7 @@ class Memory:
 
     Attributes:
       peak_bytes: the sum of `parts`; XLA's `peak_memory_in_bytes`, unless something lies in host memory, which XLA
-        counts as the device's: then what was found.
+        counts as the device's, or the device is a TPU, whose VMEM it counts too: then what was found.
       fragmentation_bytes: the heap of temporaries less what lies in it at the peak; not one of the parts.
       host_bytes: what one device holds in the host's memory, arguments and temporaries.
       parts: bytes by part, the keys of `PARTS`.
@@ -109,7 +109,8 @@ def breakdown(
     for buffer in held:
         parts[buffer.part] += buffer.num_bytes
     tables = sum(size for value, size in moment.covered if value.is_table)
-    peak = parts.total() + tables if host or memory_stats is None else memory_stats.peak_memory_in_bytes
+    is_stated = memory_stats is not None and not host and not is_tpu
+    peak = memory_stats.peak_memory_in_bytes if is_stated else parts.total() + tables
     parts["unattributed"] += peak - parts.total()
     temporaries = sum(allocation.num_bytes for allocation in device if allocation.is_temp)
     return Memory(

@@ -182,13 +182,16 @@ def test_what_the_compiler_refuses_for_memory_does_not_fit(monkeypatch, capsys):
 
 @needs_libtpu
 def test_a_small_step_is_planned_on_a_slice(capsys):
-    """On two rows of chips XLA:TPU makes reduce-scatters, and sends what theory says."""
+    """On two rows of chips XLA:TPU makes reduce-scatters; padded to whole tiles, and the shards moved back."""
     assert main(["plan", *TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cluster"] == {"tpu": "v5e", "topology": "v5e:2x4", "num_devices": 8}
-    assert not found["unknown_collectives"]
+    assert {row["kind"] for row in found["collectives"] if row["what"] == "gradients"} == {"reduce-scatter"}
+    assert {one["kind"] for one in found["unknown_collectives"]} <= {"collective-permute"}
+    assert 1 <= found["wire_ratio"] < 1.1
     assert sum(found["memory"].values()) == found["needed_bytes"]
-    assert abs(found["memory"]["unattributed"]) <= 0.05 * found["peak_bytes"]
+    assert 0 <= found["memory"]["unattributed"] <= 0.05 * found["peak_bytes"]
+    assert found["state_bytes"] < found["peak_bytes"] <= found["needed_bytes"] < found["limit_bytes"]
     assert found["step_s"] == pytest.approx(sum(found["critical"].values()))
     assert found["tokens_per_s_per_tpu"] > 0 and 0 < found["mfu"] < 1
 
