@@ -137,7 +137,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.jobs import plan_job
 
         with progress(quiet=self.json) as tell:
-            return plan_job(self, cluster, **self._machine(cluster), on_progress=tell)
+            return plan_job(self, cluster, **self._machine(), on_progress=tell)
 
     def _search(self, cluster: Cluster) -> int:
         from jfsdp.plan.pareto import plot_front
@@ -147,7 +147,7 @@ class PlanJob(StepOptions):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             search = search_job(
-                StepOptions(**fields), cluster, **self._machine(cluster), budget_s=self.budget, on_progress=tell
+                StepOptions(**fields), cluster, **self._machine(), budget_s=self.budget, on_progress=tell
             )
         base = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
         search = dataclasses.replace(search, base=base)
@@ -161,24 +161,20 @@ class PlanJob(StepOptions):
             print_search(search)
         return 0 if search.best else FITS_NOT
 
-    def _machine(self, cluster: Cluster | Slice) -> dict[str, Any]:
+    def _machine(self) -> dict[str, Any]:
         from jfsdp.plan.target import read_target_config
 
         text = read_target_config(self.target_config) if self.target_config else None
-        return {"target_config": text, "reserve_bytes": self._reserve_bytes(cluster)}
+        return {"target_config": text, "reserve_bytes": self._reserve_bytes()}
 
-    def _reserve_bytes(self, cluster: Cluster | Slice) -> int:
-        from jfsdp.plan.memory import RESERVE_BYTES
-
-        if self.reserve is not None:
-            return int(self.reserve * GIB)
-        return RESERVE_BYTES if cluster.chip.noun == "GPU" else 0
+    def _reserve_bytes(self) -> int | None:
+        return None if self.reserve is None else int(self.reserve * GIB)
 
     def _estimate(self, cluster: Cluster | Slice) -> int:
         from jfsdp.plan.bounds import estimate_job
 
         with failing_factory(self.factory):
-            estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes(cluster))
+            estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
         if self.json:
             print(json.dumps(estimate, indent=2))
         else:

@@ -12,7 +12,7 @@ from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import Planned, find_planned_job, matmul_elements, shard_planned
-from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
+from jfsdp.plan.memory import default_reserve, limit_bytes
 from jfsdp.plan.theory import expected_wire
 from jfsdp.plan.tpus import Slice
 from jfsdp.train.account import StateBytes, account
@@ -65,9 +65,7 @@ def bound_job(options: StepOptions, cluster: Cluster | Slice) -> Bound:
     return _bound(_shard(options, cluster), cluster)
 
 
-def estimate_job(
-    options: StepOptions, cluster: Cluster | Slice, *, reserve_bytes: int = RESERVE_BYTES
-) -> dict[str, Any]:
+def estimate_job(options: StepOptions, cluster: Cluster | Slice, *, reserve_bytes: int | None = None) -> dict[str, Any]:
     """Return the bound of a job as plain data. Moves no data.
 
     The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides.
@@ -76,6 +74,7 @@ def estimate_job(
       ValueError: for options that training would refuse.
     """
     planned = _shard(options, cluster)
+    reserve_bytes = default_reserve(cluster.chip.noun) if reserve_bytes is None else reserve_bytes
     bound, layout = _bound(planned, cluster), planned.model.layout
     return {
         "analytic": True,

@@ -12,7 +12,6 @@ import optax
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
 from jfsdp.plan.tpus import Slice
@@ -118,7 +117,7 @@ def plan_job(
     cluster: Cluster | Slice,
     *,
     target_config: str | None = None,
-    reserve_bytes: int = RESERVE_BYTES,
+    reserve_bytes: int | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.

@@ -109,8 +109,9 @@ def breakdown(
     for buffer in held:
         parts[buffer.part] += buffer.num_bytes
     tables = sum(size for value, size in moment.covered if value.is_table)
-    is_stated = memory_stats is not None and not host and not is_tpu
-    peak = memory_stats.peak_memory_in_bytes if is_stated else parts.total() + tables
+    peak = parts.total() + tables
+    if memory_stats is not None and not host and not is_tpu:
+        peak = memory_stats.peak_memory_in_bytes
     parts["unattributed"] += peak - parts.total()
     temporaries = sum(allocation.num_bytes for allocation in device if allocation.is_temp)
     return Memory(
@@ -131,6 +132,11 @@ def largest_buffers(memory: Memory, num: int = 20) -> list[tuple[str, str, int, 
         groups.setdefault((buffer.part, buffer.name), []).append(buffer.num_bytes)
     rows = [(part, name, len(sizes), sum(sizes)) for (part, name), sizes in groups.items()]
     return sorted(rows, key=lambda row: -row[3])[:num]
+
+
+def default_reserve(noun: str) -> int:
+    """Return what a step must leave to others on a "GPU", or a "TPU": libtpu has taken its part of that already."""
+    return RESERVE_BYTES if noun == "GPU" else 0
 
 
 def limit_bytes(gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:

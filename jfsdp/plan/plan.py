@@ -20,7 +20,7 @@ from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
+from jfsdp.plan.memory import Memory, breakdown, default_reserve, fits, largest_buffers, limit_bytes
 from jfsdp.plan.timeline import Rates, Speeds, Timeline, simulate
 from jfsdp.plan.tpus import Slice, TpuRates
 from jfsdp.train.account import StateBytes, account
@@ -218,7 +218,7 @@ def make_plan(
     cluster: Cluster | Slice,
     work: Work,
     *,
-    reserve_bytes: int = RESERVE_BYTES,
+    reserve_bytes: int | None = None,
     vocab_size: int | None = None,
     calls: Mapping[str, int] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
@@ -228,7 +228,8 @@ def make_plan(
     Args:
       step: of a model sharded over `topology_devices(cluster)`.
       state, batch: shapes: `model.abstract_state(tx)`, and those of one global batch.
-      reserve_bytes: GPU memory that the step must leave to others (CUDA, NCCL, the allocator).
+      reserve_bytes: memory that the step must leave to others; None: of a GPU `RESERVE_BYTES` (CUDA, NCCL, the
+        allocator), of a TPU none.
       calls: how often a unit is called per microbatch, where that is not once.
       on_progress: is told what happens next.
 
@@ -265,6 +266,6 @@ def make_plan(
             step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.config.movement
         ),
         timeline=simulate(module, collectives, _rates(cluster, state)),
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=default_reserve(cluster.chip.noun) if reserve_bytes is None else reserve_bytes,
         prefetch=step.prefetch,
     )
