@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,36 +13,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.report import GIB, print_estimate, print_plan, print_refusal, print_search
 from jfsdp.train.options import StepOptions
 
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.search import Candidate, Search
+    from jfsdp.plan.tpus import Slice
 
 FITS_NOT = 3
-GB, GIB = 1e9, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanJob(StepOptions):
-    """Say what training would do on GPUs that are not here: does it fit, what crosses the wire, how long a step takes.
+    """Say what training would do on GPUs or TPUs that are not here: does it fit, what is sent, how long a step takes.
 
-    Compiles the training step with the real XLA for GPUs, which needs none. Takes the options of scripts/train.py that
+    Compiles the training step with the real XLA for them, which needs none. Takes the options of scripts/train.py that
     decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """Such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
+    """Such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all. For TPUs see --tpu."""
+    tpu: Annotated[str | None, tyro.conf.arg(metavar="KIND:AxB|none")] = None
+    """A slice of TPUs in place of GPUs: v5e:4x4, v6e:16x16, v5p:4x4x4; needs libtpu (pip install 'jfsdp[tpu]')."""
     nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Machines."""
     gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """GPUs of each; 0: what is usual for this GPU."""
-    reserve: Annotated[float, tyro.conf.arg(metavar="GIB")] = 3.0
-    """GiB of each GPU that the step must leave to CUDA, NCCL and the allocator."""
+    reserve: Annotated[float | None, tyro.conf.arg(metavar="GIB|none")] = None
+    """GiB that the step must leave to others: of a GPU by default 3 (CUDA, NCCL, the allocator), of a TPU 0."""
     target_config: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
     dump_hlo: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
@@ -59,16 +59,17 @@ class PlanJob(StepOptions):
     plot: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
     """With --search: draw memory against time of all that was tried, as PNG or SVG."""
     analytic: bool = False
-    """Do not compile: state, bytes by formula and a roofline only. Works without the compiler for GPUs."""
+    """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""
     json: bool = False
     """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
         from jfsdp.plan.chart import plot_timeline
-        from jfsdp.plan.hardware import Cluster, find_gpu
+        from jfsdp.plan.compile import OutOfMemory
+        from jfsdp.plan.hardware import Cluster
         from jfsdp.plan.target import PlanUnavailable
 
-        cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
+        cluster = self._cluster()
         self._check_files()
         if self.analytic:
             return self._estimate(cluster)
@@ -78,10 +79,14 @@ class PlanJob(StepOptions):
             print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
             self._estimate(cluster)
             return 1
-        if self.search:
+        if self.search and isinstance(cluster, Cluster):
             return self._search(cluster)
-        with failing_factory(self.factory):
-            plan = self._plan(cluster)
+        try:
+            with failing_factory(self.factory):
+                plan = self._plan(cluster)
+        except OutOfMemory as error:
+            print_refusal(str(error), cluster, as_json=self.json)
+            return FITS_NOT
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
@@ -91,6 +96,19 @@ class PlanJob(StepOptions):
         else:
             print_plan(plan)
         return 0 if plan.fits else FITS_NOT
+
+    def _cluster(self) -> Cluster | Slice:
+        from jfsdp.plan.hardware import Cluster, find_gpu
+        from jfsdp.plan.tpus import parse_slice
+
+        if self.tpu is None:
+            return Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
+        only_gpu = {"--nodes": self.nodes != 1, "--gpus-per-node": self.gpus_per_node, "--gpu": self.gpu != "h100"}
+        only_gpu |= {"--target-config": self.target_config, "--search": self.search}
+        for option, given in only_gpu.items():
+            if given:
+                raise ValueError(f"{option} is for GPUs, and --tpu {self.tpu} names a whole slice; leave {option} out")
+        return parse_slice(self.tpu)
 
     def _check_files(self) -> None:
         """Refuse what would be written nowhere, before anything takes time."""
@@ -115,7 +133,7 @@ class PlanJob(StepOptions):
             if name and not Path(name).expanduser().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 
-    def _plan(self, cluster: Cluster) -> Plan:
+    def _plan(self, cluster: Cluster | Slice) -> Plan:
         from jfsdp.plan.jobs import plan_job
 
         with progress(quiet=self.json) as tell:
@@ -147,13 +165,16 @@ class PlanJob(StepOptions):
         from jfsdp.plan.target import read_target_config
 
         text = read_target_config(self.target_config) if self.target_config else None
-        return {"target_config": text, "reserve_bytes": int(self.reserve * GIB)}
+        return {"target_config": text, "reserve_bytes": self._reserve_bytes()}
 
-    def _estimate(self, cluster: Cluster) -> int:
+    def _reserve_bytes(self) -> int | None:
+        return None if self.reserve is None else int(self.reserve * GIB)
+
+    def _estimate(self, cluster: Cluster | Slice) -> int:
         from jfsdp.plan.bounds import estimate_job
 
         with failing_factory(self.factory):
-            estimate = estimate_job(self, cluster, reserve_bytes=int(self.reserve * GIB))
+            estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
         if self.json:
             print(json.dumps(estimate, indent=2))
         else:
@@ -161,8 +182,8 @@ class PlanJob(StepOptions):
         return 0 if estimate["state_fits"] else FITS_NOT
 
 
-def load_compiler(cluster: Cluster) -> None:
-    """Load the compiler for GPUs without the remarks that it makes where there is none.
+def load_compiler(cluster: Cluster | Slice) -> None:
+    """Load the compiler for GPUs or TPUs without the remarks that it makes where there is none.
 
     Raises:
       PlanUnavailable: if it is not there.
@@ -208,185 +229,3 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("starting") as status:
         yield lambda text: status.update(text)
-
-
-def print_plan(plan: Plan) -> None:
-    """Print a plan as tables."""
-    from jfsdp.layout.report import summary
-
-    console, cluster = make_console(), plan.cluster
-    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.gpus_per_node}"
-    console.print(f"{cluster.num_devices} x {cluster.gpu.full_name} ({nodes}): {summary(plan.layout)}")
-    if plan.prefetch is not None:
-        ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
-        console.print(f"engine manual, {ahead}, storage {plan.layout.storage}")
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    console.print(
-        f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "
-        f"({plan.reserve_bytes / GIB:g} GiB of {cluster.gpu.memory_bytes / GIB:.1f} are reserved)"
-    )
-    rate, item = plan.items_per_s, plan.work.item
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    console.print(
-        f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/GPU{mfu}; bound by {plan.bound_by}; "
-        f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"
-    )
-    for table in (_memory(plan), _wire(plan), _overlap(plan)):
-        console.print()
-        console.print(table)
-    for item_ in plan.ledger.unknown:
-        console.print(
-            f"unknown to theory: {item_.kind} {item_.dtype} {item_.total_bytes / GB:.3f} GB {short(item_.source)}"
-        )
-    console.print()
-    console.print(
-        "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
-    )
-    console.print(f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate (docs/plan.md)")
-
-
-def short(place: str) -> str:
-    """Cut the working directory off a line of source."""
-    return place.replace(f"{Path.cwd()}/", "")
-
-
-_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "images/s/GPU", "MFU")
-
-
-def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
-    return table
-
-
-def _memory(plan: Plan) -> Any:
-    from jfsdp.plan.memory import largest_buffers
-
-    memory = plan.memory
-    table = _table("memory at the peak", "GiB", "share", "largest there")
-    names: dict[str, list[str]] = {}
-    for part, name, count, size in largest_buffers(memory, 40):
-        names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / GIB:.2f}")
-    rows = {**memory.parts, "fragmentation": memory.fragmentation_bytes}
-    for part, size in sorted(rows.items(), key=lambda row: -row[1]):
-        if size >= 2**20:
-            share = size / plan.needed_bytes
-            table.add_row(part, f"{size / GIB:.3f}", f"{share:.1%}", ", ".join(names.get(part, [])[:2]))
-    table.add_row("in all", f"{plan.needed_bytes / GIB:.3f}", "100.0%", short(memory.moment))
-    if memory.host_bytes:
-        table.add_row("host memory", f"{memory.host_bytes / GIB:.3f}", "", "pinned, per device")
-    return table
-
-
-def _wire(plan: Plan) -> Any:
-    from jfsdp.plan.ledger import OWN
-
-    table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
-    for row in plan.ledger.rows:
-        if max(row.measured_bytes, row.expected_bytes) < 1e5:
-            continue
-        table.add_row(
-            "" if row.what == OWN else row.unit or "(root)",
-            row.what,
-            row.kind,
-            row.dtype,
-            f"{'/'.join(row.axes)} ({row.group_size})",
-            f"{row.count}",
-            f"{row.measured_bytes / GB:.3f}",
-            f"{row.expected_bytes / GB:.3f}",
-            "across" if row.crosses_nodes else "inside",
-        )
-    ledger = plan.ledger
-    if ledger.own_bytes:
-        sent = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}"
-        table.add_row("without the model's own", "", "", "", "", "", sent, f"{ledger.wire_bytes_theory / GB:.3f}", "")
-    sent, theory = f"{ledger.wire_bytes / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
-    table.add_row("in all", "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
-    return table
-
-
-def _overlap(plan: Plan) -> Any:
-    clock = plan.timeline
-    table = _table("a step's time", "ms", "share")
-    for name, seconds in clock.critical.items():
-        table.add_row(_CLOCK[name], f"{seconds * 1e3:.1f}", f"{seconds / clock.step_s:.1%}")
-    table.add_row("in all", f"{clock.step_s * 1e3:.1f}", "")
-    for link, seconds in plan.link_s.items():
-        if seconds:
-            table.add_row(f"on the wire: {link}", f"{seconds * 1e3:.1f}", "")
-    share = "none there" if clock.overlapped_share is None else f"{clock.overlapped_share:.1%}"
-    table.add_row("bytes in loops with a matmul behind them", "", share)
-    return table
-
-
-_CLOCK = {
-    "matmul_s": "matrix products",
-    "attention_s": "fused attention",
-    "memory_s": "everything else (memory-bound)",
-    "slowdown_s": "slowed by communication beside",
-    "exposed_s": "waiting for communication",
-    "host_exposed_s": "waiting for the host's memory",
-}
-
-
-def print_search(search: Search) -> None:
-    """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
-    console = make_console()
-    table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
-    table.columns[0].max_width = _LABEL_WIDTH
-    front = set(map(id, search.front))
-    for one in search.tried:
-        if one.is_planned:
-            mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
-            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-            rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
-            table.add_row(_short_label(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
-    console.print(search.title)
-    console.print(table)
-    for line in _not_planned(search):
-        console.print(line)
-    if search.best is None:
-        console.print(search.advice)
-        return
-    gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
-    end = "" if search.is_complete else " (the budget ended it)"
-    console.print(f"best: {search.best.label}")
-    console.print(f"{gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
-
-
-_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
-
-
-def _short_label(one: Candidate) -> str:
-    return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
-
-
-def _not_planned(search: Search) -> Iterator[str]:
-    """Yield a line per reason for which candidates were not planned: how many, and the first of them."""
-    groups: dict[str, list[Candidate]] = {}
-    for one in search.tried:
-        if not one.is_planned:
-            is_skipped = one.outcome.value == "skipped"  # their reasons say, after a colon, by how much
-            reason = one.reason.partition(":")[0] if is_skipped else one.reason
-            groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
-    for reason, several in groups.items():
-        first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
-        yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
-
-
-def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
-    """Print what is known without compiling."""
-    gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes")}
-    ms = {name: (estimate[name] or 0.0) * 1e3 for name in ("wire_s", "compute_s", "step_s_at_least")}
-    lines = [
-        f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.gpu.full_name}",
-        f"state {gib['state_bytes']:.2f} GiB of {cluster.gpu.memory_bytes / GIB:.1f} GiB per GPU; the largest unit "
-        f"takes {gib['unit_bytes']:.2f} GiB while it is gathered",
-        f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",
-        f"computing at the datasheet's peak: {ms['compute_s']:.1f} ms per step",
-        f"so a step takes at least {ms['step_s_at_least']:.1f} ms; activations and logits are not counted",
-    ]
-    make_console().print("\n".join(lines))

@@ -41,14 +41,14 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
 
-_CHATTER = ("All log messages before absl::InitializeLog()", "cudart_stub.cc")
+_CHATTER = ("All log messages before absl::InitializeLog()", "cudart_stub.cc", "Failed to find host bounds for")
 
 
 @contextlib.contextmanager
 def without_plugin_chatter() -> Iterator[None]:
-    """Hold back what JAX's CUDA plugin prints on a machine without a GPU; anything else is printed at the end.
+    """Hold back what JAX's plugins for GPUs and TPUs print on a machine without; anything else is printed at the end.
 
-    The plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0).
+    A plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0).
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:

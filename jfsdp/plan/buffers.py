@@ -64,6 +64,7 @@ class Allocation:
       is_temp: whether it is a heap of temporaries, which share it over time.
       is_thread_local: whether it belongs to a scalar computation inside a kernel; such blocks take no memory of a GPU.
       is_host: whether it lies in the host's memory.
+      color: XLA's number of the memory that it lies in; 0 is the device's own.
     """
 
     num_bytes: int
@@ -73,6 +74,7 @@ class Allocation:
     is_thread_local: bool
     is_host: bool
     values: tuple[Value, ...]
+    color: int = 0
 
     @property
     def is_table(self) -> bool:
@@ -170,15 +172,16 @@ def read_allocations(text: str) -> tuple[Allocation, ...]:
 
 
 def _allocation(num_bytes: int, facts: str, values: Sequence[Value]) -> Allocation:
-    parameter = re.search(r"parameter (\d+)", facts)
+    parameter, color = re.search(r"parameter (\d+)", facts), re.search(r"color (\d+)", facts)
     return Allocation(
         num_bytes=num_bytes,
         parameter=int(parameter[1]) if parameter else None,
         is_temp="preallocated-temp" in facts,
         is_constant="constant" in facts,
         is_thread_local="thread-local" in facts,
-        is_host=f"color {HOST_COLOR}" in facts,
+        is_host=color is not None and int(color[1]) == HOST_COLOR,
         values=tuple(values),
+        color=int(color[1]) if color else 0,
     )
 
 

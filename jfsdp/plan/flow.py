@@ -20,10 +20,10 @@ _COPIES = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier", "o
 
 
 def is_collective(instruction: Instruction, kind: str, flow: Flow | None = None) -> bool:
-    """Say whether an instruction is a collective of that kind: itself, its start, or an asynchronous call of it."""
+    """Say whether an instruction is a collective of that kind: itself, its start, or what wraps it."""
     if instruction.opcode in (kind, f"{kind}-start"):
         return True
-    if instruction.opcode != "async-start" or flow is None:
+    if instruction.opcode not in ("async-start", "fusion") or flow is None:
         return False
     return any(inner.opcode == kind for inner in flow.called(instruction))
 

@@ -58,6 +58,7 @@ class Gpu:
     host_bandwidth: float
     source: str
     is_domain_of_nodes: bool = False
+    noun = "GPU"
     link_efficiency: float = NVLINK_EFFICIENCY
     measured_links: tuple[tuple[int, float], ...] = ()
     measured_matmul: tuple[str, int, float] | None = None
@@ -300,11 +301,7 @@ def find_gpu(name: str) -> Gpu:
     if key in _BY_NAME:
         return _BY_NAME[key]
     if _TPU.fullmatch(key):
-        raise ValueError(
-            f"{name!r} is a TPU, and plans are of GPUs: XLA's texts for TPUs are not read. To see whether a step "
-            "compiles for TPUs that are not there, lower it for the devices of "
-            "jfsdp.plan.target.tpu_devices('v5e:4x4'), which takes libtpu: pip install 'jfsdp[tpu]'"
-        )
+        raise ValueError(f"{name!r} is a TPU: give a slice, --tpu KIND:AxB such as v5e:4x4, and no GPU")
     close = [_BY_NAME[match].name for match in difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)]
     listed = dict.fromkeys([*close, *(gpu.name for gpu in GPUS)])
-    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}")
+    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}; for TPUs give --tpu KIND:AxB")

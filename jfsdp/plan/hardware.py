@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from jfsdp.plan.gpus import GPUS, Gpu, dtype_name, find_gpu
 
@@ -171,6 +172,21 @@ class Cluster:
                 f"{name}: nodes={self.nodes} do not fill domains of {self.nodes_per_domain} nodes; give "
                 f"nodes_per_domain={divisors[-1]} (or {', '.join(map(str, divisors[:-1])) or 'other nodes'})"
             )
+
+    @property
+    def chip(self) -> Gpu:
+        """The GPU, by the name that slices of TPUs share."""
+        return self.gpu
+
+    def describe(self) -> str:
+        """Return the cluster in words."""
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.gpus_per_node}"
+        return f"{self.num_devices} x {self.gpu.full_name} ({nodes})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster as plain data."""
+        counts = {name: getattr(self, name) for name in ("nodes", "gpus_per_node", "num_devices")}
+        return {"gpu": self.gpu.name, **counts}
 
     @property
     def num_devices(self) -> int:

@@ -218,15 +218,16 @@ class _Attribution:
         taken: Counter[str] = Counter()
         found: list[Part] = []
         lost = 0.0
-        for shape, name in zip(item.parts, split_names(item.op_name, len(item.parts)), strict=True):
+        names = split_names(item.op_name, len(item.parts))
+        for shape, bare, name in zip(item.parts, item.unpadded or item.parts, names, strict=True):
             units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
-            path = self._find(item, shape.dims, units, taken)
+            path = self._find(item, bare.dims, units, taken)
             if path is None:
                 lost += sent
                 continue
             taken[path] += 1
-            elements = float(item.count * shape.num_elements)
+            elements = float(item.count * bare.num_elements)
             self.left[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
             unit = self.layout.by_path[path].unit if path else ROOT
             found.append(Part(item, path, unit, shape.dtype, elements, sent, name))
@@ -311,7 +312,8 @@ class _Rows:
         for move in moves:
             padding = move.wire_bytes * move.padding_share
             key = move.kind, move.dtype, move.axes, move.group_size
-            self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding)
+            is_sum = move.kind in (SCATTER, REDUCE)
+            self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding, is_sum=is_sum)
 
     def measure(self, parts: Sequence[Part]) -> None:
         """Add what was compiled."""
@@ -325,7 +327,8 @@ class _Rows:
             crosses = self._crosses(group)
             leaf = self.layout.by_path[part.path] if part.path else None
             padding = self._padding_bytes(leaf, part)
-            for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding):
+            is_sum = item.kind in (SCATTER, REDUCE) and not item.is_gather
+            for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding, is_sum=is_sum):
                 self.crosses[row] = crosses
                 if (row, item.computation, item.name) not in seen:
                     seen.add((row, item.computation, item.name))
@@ -353,12 +356,18 @@ class _Rows:
         return 0.0
 
     def _add(
-        self, sums: Counter[tuple[Any, ...]], leaf: Leaf | None, key: tuple[Any, ...], size: float, padding: float
+        self,
+        sums: Counter[tuple[Any, ...]],
+        leaf: Leaf | None,
+        key: tuple[Any, ...],
+        size: float,
+        padding: float,
+        *,
+        is_sum: bool,
     ) -> list[tuple[Any, ...]]:
         if leaf is None:
             unit, what = ROOT, "scalars"
         else:
-            is_sum = key[0] in (SCATTER, REDUCE)
             unit, what = leaf.unit, "gradients" if is_sum else "parameters"
             what = "replicated" if is_replicated(self.layout, leaf) else what
         rows = [(unit, what, *key)]

@@ -1,5 +1,7 @@
 """Devices of a cluster that is not there, to compile for: `jax.jit(...).lower(...).compile()` on them needs no GPU.
 
+TPUs likewise, with the compiler of the libtpu wheel (`tpu_devices`).
+
 [Note: the plugin without a driver] JAX's CUDA plugin looks for a driver when it is loaded, and refuses to load without
 one unless JAX_PLATFORMS leaves CUDA out or JAX_SKIP_CUDA_CONSTRAINTS_CHECK is set. Loading happens once in a process,
 at JAX's first use of a device. So a process that will only compile should start with JAX_PLATFORMS=cpu. In one that did
@@ -17,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.plan.hardware import Cluster, Gpu
+from jfsdp.plan.tpus import Slice, parse_slice
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-_TPU_HOSTS = "TPU_WORKER_HOSTNAMES"
+# Without a name libtpu looks for the hosts of a slice, and complains that there are none. Where no TPU is there to
+# share, several processes may load it.
+_TPU_ENVIRONMENT = {"TPU_WORKER_HOSTNAMES": "localhost"}
+_TPU_SHARED = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 # The CUDA that a target config names; the features that XLA turns on go by it.
 _RUNTIME_VERSION = (12, 9)
@@ -34,16 +40,19 @@ class PlanUnavailable(ValueError):
     """What compiling for absent devices needs is missing, or of another version; the message says what to install."""
 
 
-def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
+def topology_devices(cluster: Cluster | Slice, target_config: str | None = None) -> Sequence[Any]:
     """Return the devices of a cluster nobody has rented, to make a mesh of. Moves no data.
 
     Args:
       target_config: text of XLA's GpuTargetConfigProto in place of ours, for a GPU that the table lacks.
 
     Raises:
-      PlanUnavailable: if JAX's CUDA plugin is missing, of another version than JAX, or could not be loaded.
+      PlanUnavailable: if JAX's CUDA plugin (for TPUs libtpu) is missing, of another version than JAX, or could not be
+        loaded.
       ValueError: if `target_config` is not one; XLA prints the line and the field to standard error.
     """
+    if isinstance(cluster, Slice):
+        return tpu_devices(cluster.topology)
     require_gpu_compiler()
     topology = f"{cluster.num_domains}x{cluster.nodes_per_domain}x{cluster.gpus_per_node}"
     if target_config is not None:
@@ -115,6 +124,8 @@ def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None
 def tpu_devices(topology: str) -> Sequence[Any]:
     """Return the devices of a TPU slice nobody has rented, such as "v5e:4x4". Moves no data.
 
+    Dims that close to a ring are given to libtpu as such: without, it compiles the gathers on a v5p to all-reduces.
+
     Raises:
       PlanUnavailable: if the libtpu wheel is missing.
       ValueError: if there is no such slice.
@@ -126,12 +137,13 @@ def tpu_devices(topology: str) -> Sequence[Any]:
             f"{topology}: compiling for TPUs needs the libtpu wheel that belongs to JAX {_version('jax')}; found none; "
             "pip install 'jfsdp[tpu]'"
         )
-    if not re.fullmatch(r"\w+:\d+(x\d+)+", topology):
-        raise ValueError(f"{topology}: a TPU slice is written as KIND:AxB or KIND:AxBxC; give for example v5e:4x4")
-    # Without a name libtpu looks for the hosts of a slice, and complains that there are none.
-    with _environment(_TPU_HOSTS, "localhost"):
+    found = parse_slice(topology)
+    wrap = (*found.wraps, *[False] * (3 - len(found.wraps)))
+    with contextlib.ExitStack() as stack:
+        for name, value in (_TPU_ENVIRONMENT if _has_tpu() else _TPU_ENVIRONMENT | _TPU_SHARED).items():
+            stack.enter_context(_environment(name, value))
         try:
-            return _describe("tpu", topology).devices
+            return _describe("tpu", found.topology, wrap=wrap).devices
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"{topology}: libtpu {_version('libtpu')} refuses this slice: {error}") from error
 
@@ -165,7 +177,11 @@ def _plugin(cuda: int) -> tuple[str, str]:
     return f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"
 
 
-def _describe(platform: str, name: str, **options: str) -> Any:
+def _has_tpu() -> bool:
+    return any(Path("/dev").glob("accel*")) or Path("/dev/vfio").exists()
+
+
+def _describe(platform: str, name: str, **options: Any) -> Any:
     from jax.experimental import topologies
 
     # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.

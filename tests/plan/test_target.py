@@ -127,8 +127,8 @@ def test_tpus_compile_with_libtpu_and_say_what_is_missing_without(monkeypatch):
         monkeypatch.setattr("jfsdp.plan.target._version", lambda name: "1")
     else:
         compile_matmul(tpu_devices("v5e:4x4"))
-        with pytest.raises(ValueError, match=r"bogus:2x2: libtpu .* refuses this slice"):
-            tpu_devices("bogus:2x2")
+        with pytest.raises(ValueError, match=r"v5e:3x5: libtpu .* refuses this slice"):
+            tpu_devices("v5e:3x5")
     with pytest.raises(ValueError, match="a TPU slice is written as KIND:AxB"):
         tpu_devices("v5e")
 

@@ -1,0 +1,216 @@
+"""What `jfsdp plan` prints: a plan, a search, an estimate, a refusal."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jfsdp.cli.console import make_console
+
+if TYPE_CHECKING:
+    from jfsdp.plan.hardware import Cluster
+    from jfsdp.plan.plan import Plan
+    from jfsdp.plan.search import Candidate, Search
+    from jfsdp.plan.tpus import Slice
+
+GB, GIB = 1e9, 2**30
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan as tables."""
+    from jfsdp.layout.report import summary
+
+    console, cluster, noun = make_console(), plan.cluster, plan.cluster.chip.noun
+    console.print(f"{cluster.describe()}: {summary(plan.layout)}")
+    if plan.prefetch is not None:
+        ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
+        console.print(f"engine manual, {ahead}, storage {plan.layout.storage}")
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    console.print(
+        f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per {noun} "
+        f"({plan.reserve_bytes / GIB:g} GiB of {cluster.chip.memory_bytes / GIB:.1f} are reserved)"
+    )
+    rate, item = plan.items_per_s, plan.work.item
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    console.print(
+        f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/{noun}{mfu}; bound by {plan.bound_by}; "
+        f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"
+    )
+    for table in (_memory(plan), _wire(plan), _overlap(plan)):
+        console.print()
+        console.print(table)
+    for item_ in plan.ledger.unknown:
+        console.print(
+            f"unknown to theory: {item_.kind} {item_.dtype} {item_.total_bytes / GB:.3f} GB {short(item_.source)}"
+        )
+    console.print()
+    console.print(
+        "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
+    )
+    cycles = "" if noun == "GPU" else ": XLA's cycles, and a model of the links"
+    console.print(
+        f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{cycles} (docs/plan.md)"
+    )
+
+
+def print_refusal(reason: str, cluster: Cluster | Slice, *, as_json: bool) -> None:
+    """Print that the compiler refused a step because the device's memory does not hold it."""
+    if as_json:
+        print(json.dumps({"fits": False, "cluster": cluster.to_dict(), "reason": reason}, indent=2))
+        return
+    lines = [
+        f"DOES NOT FIT on {cluster.describe()}. The compiler says: {reason}",
+        "--analytic says what the state takes",
+    ]
+    make_console().print("\n".join(lines))
+
+
+def short(place: str) -> str:
+    """Cut the working directory off a line of source."""
+    return place.replace(f"{Path.cwd()}/", "")
+
+
+_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "images/s/GPU", "MFU")
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    return table
+
+
+def _memory(plan: Plan) -> Any:
+    from jfsdp.plan.memory import largest_buffers
+
+    memory = plan.memory
+    table = _table("memory at the peak", "GiB", "share", "largest there")
+    names: dict[str, list[str]] = {}
+    for part, name, count, size in largest_buffers(memory, 40):
+        names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / GIB:.2f}")
+    rows = {**memory.parts, "fragmentation": memory.fragmentation_bytes}
+    for part, size in sorted(rows.items(), key=lambda row: -row[1]):
+        if size >= 2**20:
+            share = size / plan.needed_bytes
+            table.add_row(part, f"{size / GIB:.3f}", f"{share:.1%}", ", ".join(names.get(part, [])[:2]))
+    table.add_row("in all", f"{plan.needed_bytes / GIB:.3f}", "100.0%", short(memory.moment))
+    if memory.host_bytes:
+        table.add_row("host memory", f"{memory.host_bytes / GIB:.3f}", "", "pinned, per device")
+    return table
+
+
+def _wire(plan: Plan) -> Any:
+    from jfsdp.plan.ledger import OWN
+
+    table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
+    for row in plan.ledger.rows:
+        if max(row.measured_bytes, row.expected_bytes) < 1e5:
+            continue
+        table.add_row(
+            "" if row.what == OWN else row.unit or "(root)",
+            row.what,
+            row.kind,
+            row.dtype,
+            f"{'/'.join(row.axes)} ({row.group_size})",
+            f"{row.count}",
+            f"{row.measured_bytes / GB:.3f}",
+            f"{row.expected_bytes / GB:.3f}",
+            "across" if row.crosses_nodes else "inside",
+        )
+    ledger = plan.ledger
+    if ledger.own_bytes:
+        sent = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}"
+        table.add_row("without the model's own", "", "", "", "", "", sent, f"{ledger.wire_bytes_theory / GB:.3f}", "")
+    sent, theory = f"{ledger.wire_bytes / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
+    table.add_row("in all", "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
+    return table
+
+
+def _overlap(plan: Plan) -> Any:
+    clock = plan.timeline
+    table = _table("a step's time", "ms", "share")
+    for name, seconds in clock.critical.items():
+        table.add_row(_CLOCK[name], f"{seconds * 1e3:.1f}", f"{seconds / clock.step_s:.1%}")
+    table.add_row("in all", f"{clock.step_s * 1e3:.1f}", "")
+    for link, seconds in plan.link_s.items():
+        if seconds:
+            table.add_row(f"on the wire: {link}", f"{seconds * 1e3:.1f}", "")
+    share = "none there" if clock.overlapped_share is None else f"{clock.overlapped_share:.1%}"
+    table.add_row("bytes in loops with a matmul behind them", "", share)
+    return table
+
+
+_CLOCK = {
+    "matmul_s": "matrix products",
+    "attention_s": "fused attention",
+    "memory_s": "everything else (memory-bound)",
+    "slowdown_s": "slowed by communication beside",
+    "exposed_s": "waiting for communication",
+    "host_exposed_s": "waiting for the host's memory",
+}
+
+
+def print_search(search: Search) -> None:
+    """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
+    console = make_console()
+    table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    table.columns[0].max_width = _LABEL_WIDTH
+    front = set(map(id, search.front))
+    for one in search.tried:
+        if one.is_planned:
+            mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
+            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+            rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
+            table.add_row(_short_label(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
+    console.print(search.title)
+    console.print(table)
+    for line in _not_planned(search):
+        console.print(line)
+    if search.best is None:
+        console.print(search.advice)
+        return
+    gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
+    end = "" if search.is_complete else " (the budget ended it)"
+    console.print(f"best: {search.best.label}")
+    console.print(f"{gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+
+
+_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
+
+
+def _short_label(one: Candidate) -> str:
+    return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
+
+
+def _not_planned(search: Search) -> Iterator[str]:
+    """Yield a line per reason for which candidates were not planned: how many, and the first of them."""
+    groups: dict[str, list[Candidate]] = {}
+    for one in search.tried:
+        if not one.is_planned:
+            is_skipped = one.outcome.value == "skipped"  # their reasons say, after a colon, by how much
+            reason = one.reason.partition(":")[0] if is_skipped else one.reason
+            groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
+    for reason, several in groups.items():
+        first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
+        yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
+
+
+def print_estimate(estimate: dict[str, Any], cluster: Cluster | Slice) -> None:
+    """Print what is known without compiling."""
+    gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes")}
+    ms = {name: (estimate[name] or 0.0) * 1e3 for name in ("wire_s", "compute_s", "step_s_at_least")}
+    memory = f"{cluster.chip.memory_bytes / GIB:.1f} GiB per {cluster.chip.noun}"
+    lines = [
+        f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.chip.full_name}",
+        f"state {gib['state_bytes']:.2f} GiB of {memory}; the largest unit "
+        f"takes {gib['unit_bytes']:.2f} GiB while it is gathered",
+        f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",
+        f"computing at the datasheet's peak: {ms['compute_s']:.1f} ms per step",
+        f"so a step takes at least {ms['step_s_at_least']:.1f} ms; activations and logits are not counted",
+    ]
+    make_console().print("\n".join(lines))
