@@ -54,7 +54,7 @@ class AuditProgram(StepOptions):
             tolerance=self.tolerance,
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
-            **planned.step.config.movement,
+            **planned.step.movement,
         )
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))

@@ -97,7 +97,7 @@ def _shard(options: StepOptions, cluster: Cluster | Slice) -> Planned:
 
 def _bound(planned: Planned, cluster: Cluster | Slice) -> Bound:
     layout, work = planned.model.layout, planned.work
-    rows = [row for row in expected_wire(layout, **planned.step.config.movement) if row.wire_bytes]
+    rows = [row for row in expected_wire(layout, **planned.step.movement) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)

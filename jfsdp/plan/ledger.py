@@ -159,7 +159,7 @@ def make_ledger(
     Args:
       collectives: as `find_collectives` reads them from the program.
       gpus_per_node: to tell what crosses nodes.
-      step: `accumulate`, `reduce`, `reshard_after_backward` and `calls`, as `expected_wire` takes them.
+      step: `accumulate`, `reduce`, `reshard_after_backward`, `engine` and `calls`, as `expected_wire` takes them.
 
     Raises:
       ValueError: as `expected_wire`.

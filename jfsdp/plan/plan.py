@@ -265,7 +265,7 @@ def make_plan(
             is_tpu=isinstance(cluster, Slice),
         ),
         ledger=make_ledger(
-            step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.config.movement
+            step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.movement
         ),
         timeline=simulate(module, collectives, _rates(cluster, state)),
         reserve_bytes=default_reserve(cluster.chip.noun) if reserve_bytes is None else reserve_bytes,

@@ -97,18 +97,20 @@ def expected_wire(
     accumulate: int = 1,
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
+    engine: str = "auto",
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Expected, ...]:
     """Return what a step must put on the wire; see [Note: what theory counts]. Moves no data.
 
     Args:
       accumulate, reduce, reshard_after_backward: as given to `train_step`.
+      engine: as given to `fully_shard`.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
 
     Raises:
       ValueError: for options that `train_step` refuses, and for a unit in `calls` that the layout does not have.
     """
-    step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "calls": calls}
+    step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "engine": engine, "calls": calls}
     sums: dict[tuple[Any, ...], list[float]] = {}
     paths: dict[tuple[Any, ...], dict[str, None]] = {}
     for move in find_moves(layout, reshard_after_backward=reshard_after_backward, **step):
@@ -132,6 +134,7 @@ def find_moves(
     accumulate: int = 1,
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
+    engine: str = "auto",
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
@@ -141,7 +144,8 @@ def find_moves(
     config = StepConfig(accumulate, reduce, reshard_after_backward)
     calls = _check_calls(layout, calls or {})
     data = layout.data_axes
-    deferred = data if reduces_once(layout, config) else group_only(layout)
+    once = reduces_once(layout, config, is_manual=engine == "manual")
+    deferred = data if once and (engine == "auto" or accumulate > 1) else group_only(layout)
     held = config.held_units(layout)
     running = layout.gathered(held)
     moves = []

@@ -126,6 +126,11 @@ class TrainStep:
         self._jitted: Any = None
         self._batch_shape: Any = None
 
+    @property
+    def movement(self) -> dict[str, Any]:
+        """What decides how often leaves are gathered and reduced, by the names that theory takes."""
+        return {**self.config.movement, "engine": "auto" if self.prefetch is None else "manual"}
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step.
 

@@ -249,6 +249,13 @@ def test_what_a_step_refuses_theory_refuses():
         expected_wire(layout(), accumulate=2, reduce="once")
 
 
+def test_reducing_once_under_engine_manual_gathers_every_microbatch_and_reduces_the_last():
+    found = by_what(layout(), accumulate=MICROBATCHES, reduce="once", engine="manual")
+    once = by_what(layout(), engine="manual")
+    assert found["gather forward"] == pytest.approx(MICROBATCHES * once["gather forward"])
+    assert found["reduce"] == pytest.approx(once["reduce"])
+
+
 def test_one_device_sends_nothing():
     assert expected_wire(layout(mesh=(("fsdp", 1),))) == ()
 
