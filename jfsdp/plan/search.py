@@ -2,11 +2,11 @@
 
 [Note: how the search goes]
 One kind of option after the other: where state is split, what the best of these recomputes, how many rows per device
-for the best few; over again while that gains; XLA's options at last. Before a candidate is compiled, what can be said
-without a compiler may rule it out: its state alone does not fit, or computing at the GPU's peak or its bytes on the
-wire alone take longer than the best found (so that the front lacks what would be leaner and that slow). All of it in
-the same order each time, but a budget of seconds cuts it off where the machine's speed says. Seconds are predictions
-(plan/plan.py): differences of a few percent are within their error.
+for the best few; over again while that gains; engine, depth of prefetch and storage; XLA's options at last. Before a
+candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
+at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
+leaner and that slow). All of it in the same order each time, but a budget of seconds cuts it off where the machine's
+speed says. Seconds are predictions (plan/plan.py): differences of a few percent are within their error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.pareto import pareto_front
-from jfsdp.plan.space import SearchSpace, batches, changes, leaner, placements, remats, value_names, xla_choices
+from jfsdp.plan.space import (
+    SearchSpace,
+    batches,
+    changes,
+    engines,
+    leaner,
+    placements,
+    remats,
+    value_names,
+    xla_choices,
+)
 from jfsdp.plan.target import PlanUnavailable
 from jfsdp.train.options import StepOptions
 
@@ -266,6 +276,8 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         is_first = False
     if not tries.fitting():
         return
+    for one in tries.best(1):
+        tries.try_all(engines(one, space))
     tries.share = 1.0
     for choices in xla_choices(given, cluster) if space.xla is None else space.xla:
         for one in tries.best(1):

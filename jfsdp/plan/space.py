@@ -17,10 +17,26 @@ from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import find_planned_job, shard_planned
 from jfsdp.train.options import StepOptions
 
-__all__ = ["SearchSpace", "batches", "changes", "leaner", "placements", "remats", "value_names", "xla_choices"]
+__all__ = [
+    "SearchSpace",
+    "batches",
+    "changes",
+    "engines",
+    "leaner",
+    "placements",
+    "remats",
+    "value_names",
+    "xla_choices",
+]
 
 _WHOLE_MESH = ("full_shard", "shard_grad_op", "zero2", "zero1", "ddp", "hpz")
 _GROUPS = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp")
+ENGINES = (
+    ("auto", None, "per_parameter"),
+    ("manual", 1, "per_parameter"),
+    ("manual", 2, "per_parameter"),
+    ("manual", 1, "flat"),
+)
 _MAX_SUBSETS = 3  # of so many names or fewer, every subset is tried: 7 of 3
 _MAX_DOUBLINGS = 16
 
@@ -38,6 +54,7 @@ class SearchSpace:
       xla: groups of choices for XLA, one group after the other, each choice a tuple of NAME=VALUE; by default
         `xla_choices`.
       beam: how many of the best get more rows per device.
+      engines: each as (engine, prefetch, storage); by default `ENGINES`.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -46,6 +63,7 @@ class SearchSpace:
     batches: tuple[int, ...] | None = None
     xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     beam: int = 3
+    engines: tuple[tuple[str, int | None, str], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.beam < 1:
@@ -91,6 +109,12 @@ def _group_sizes(space: SearchSpace, num: int, domain: int) -> list[int]:
 
 def _mesh(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def engines(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options under every engine, depth of prefetch and storage form."""
+    for engine, prefetch, storage in ENGINES if space.engines is None else space.engines:
+        yield dataclasses.replace(options, engine=engine, prefetch=prefetch, storage=storage)
 
 
 def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> Iterator[StepOptions]:

@@ -175,7 +175,7 @@ def test_state_that_does_not_fit_is_not_compiled():
         planned.append(options.strategy)
         return fake_plan(options, cluster, **more)
 
-    space = SearchSpace(("full_shard", "ddp"), (), (), (), ())
+    space = SearchSpace(("full_shard", "ddp"), (), (), (), (), engines=())
     result = search(StepOptions(model="llama-8b"), NODE, space, planner)
     (ddp,) = [one for one in result.tried if one.options.strategy == "ddp"]
     assert planned == ["full_shard"]
@@ -199,7 +199,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
         plan.needed_bytes, plan.fits = plan.needed_bytes + 2**37 - 2**36 * len(options.offload), False
         return plan
 
-    result = search(planner=planner, space=SearchSpace(("full_shard",), (), (), (), ()))
+    result = search(planner=planner, space=SearchSpace(("full_shard",), (), (), (), (), engines=()))
     assert result.best is None and result.gain is None and result.front == ()
     assert "nothing that was tried fits: the least is 6.0 GiB of 76.1 GiB (offload=params,opt_state)" in result.advice
     assert "take more nodes" in result.advice
@@ -210,7 +210,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
 
 def test_where_what_was_given_does_not_fit_smaller_microbatches_are_tried():
     given = dataclasses.replace(TINY, remat="none", batch_per_device=128)
-    result = search(given, space=SearchSpace(("full_shard",), (), (), (), ()))
+    result = search(given, space=SearchSpace(("full_shard",), (), (), (), (), engines=()))
     assert not result.default.fits and result.gain is None
     assert result.best and result.best.changes == {"remat": "full", "accumulate": 2}
     assert len(result.tried) == 3
@@ -302,7 +302,7 @@ def test_a_plot_is_written(found, tmp_path, kind):
 
 @pytest.mark.proof
 def test_real_plans_are_no_faster_than_their_bounds():
-    space = SearchSpace((), (), ("none",), (), (), beam=1)
+    space = SearchSpace((), (), ("none",), (), (), beam=1, engines=())
     told = []
     result = search_job(TINY, NODE, space, on_progress=told.append)
     planned = [one for one in result.tried if one.is_planned]
@@ -311,3 +311,14 @@ def test_real_plans_are_no_faster_than_their_bounds():
         bound = bound_job(one.options, NODE)
         assert one.item_s >= bound.item_s and one.needed_bytes >= bound.state_bytes
     assert sum(text.startswith("compiling ") for text in told) == len(planned)
+
+
+def test_the_best_is_tried_under_every_engine_depth_and_storage():
+    result = search(space=dataclasses.replace(SMALL, xla=()))
+    tried = {(one.options.engine, one.options.prefetch, one.options.storage) for one in result.tried}
+    assert tried == {
+        ("auto", None, "per_parameter"),
+        ("manual", 1, "per_parameter"),
+        ("manual", 2, "per_parameter"),
+        ("manual", 1, "flat"),
+    }
