@@ -37,11 +37,14 @@ def document_mask(segment_ids: jax.Array | None) -> jax.Array | None:
 # memory.
 
 
-def _cudnn_serves(query: Any, has_mask: bool) -> bool:
-    """Say whether cuDNN's flash attention takes this query on every GPU from Ampere on (Hopper would allow A = 256)."""
+def _cudnn_serves(query: Any) -> bool:
+    """Say whether cuDNN's flash attention takes this query on every GPU from Ampere on (Hopper would allow A = 256).
+
+    It has no backward for an odd length (JAX 0.10 to 0.12), nor a forward for one with a mask.
+    """
     _, seq_len, _, head_size = query.shape
     is_half = query.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and head_size % 8 == 0 and head_size <= 128 and (not has_mask or seq_len % 2 == 0)
+    return is_half and head_size % 8 == 0 and head_size <= 128 and seq_len % 2 == 0
 
 
 def _is_cuda() -> bool:
@@ -53,7 +56,7 @@ def _is_cuda() -> bool:
     return "cuda" in jax.extend.backend.get_backend().platform_version.lower()
 
 
-def choose_attention(choice: AttentionChoice, query: Any, *, has_mask: bool) -> Literal["xla", "cudnn"]:
+def choose_attention(choice: AttentionChoice, query: Any) -> Literal["xla", "cudnn"]:
     """Choose the implementation of `jax.nn.dot_product_attention`; see [Note: choosing the attention kernel].
 
     Args:
@@ -63,7 +66,7 @@ def choose_attention(choice: AttentionChoice, query: Any, *, has_mask: bool) -> 
       ValueError: for "cudnn" without half precision.
     """
     if choice == "auto":
-        return "cudnn" if _is_cuda() and _cudnn_serves(query, has_mask) else "xla"
+        return "cudnn" if _is_cuda() and _cudnn_serves(query) else "xla"
     if choice == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"attention='cudnn' needs bfloat16 or float16 activations, got {query.dtype}; "

@@ -70,7 +70,7 @@ class Attention(nn.Module):
                 value,
                 mask=mask,
                 is_causal=True,
-                implementation=choose_attention(config.attention, query, has_mask=mask is not None),
+                implementation=choose_attention(config.attention, query),
             )
         attended = checkpoint_name(attended, "attended").reshape(x.shape)
         return _dense(config.dim, _residual_init(config), "c_proj")(attended)

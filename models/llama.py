@@ -151,7 +151,7 @@ class Attention(nnx.Module):
                 is_causal=True,
                 # A window that spans the sequence is no window, and XLA would still build its mask.
                 local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
-                implementation=choose_attention(config.attention, query, has_mask=mask is not None),
+                implementation=choose_attention(config.attention, query),
             )
 
         attended = by_heads(attend, query, key, value, mask=mask)

@@ -107,7 +107,7 @@ class Attention(nnx.Module):
         heads = (*x.shape[:-1], self.config.num_heads, self.config.dim // self.config.num_heads)
         query, key, value = (part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1))
         query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
-        implementation = choose_attention(self.config.attention, query, has_mask=False)
+        implementation = choose_attention(self.config.attention, query)
         attended = jax.nn.dot_product_attention(query, key, value, implementation=implementation)
         return self.out(checkpoint_name(attended, "attended").reshape(x.shape))
 

@@ -57,10 +57,11 @@ class AuditReport:
         }
 
     def __str__(self) -> str:
-        ledger = self.ledger
+        ledger, num = self.ledger, len(self.findings)
+        verdict = f"{num} finding{'s' if num > 1 else ''}" if num else "ok"
         head = (
             f"{gb(ledger.wire_bytes)} on the wire per device and step, {gb(ledger.wire_bytes_theory)} by theory "
-            f"(ratio {ledger.wire_ratio:.4f}): " + ("ok" if self.is_ok else f"{len(self.findings)} findings")
+            f"(ratio {ledger.wire_ratio:.4f}): {verdict}"
         )
         lines = [f"{item.trap}: {item.message}{f' ({item.source})' * bool(item.source)}" for item in self.findings]
         return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
@@ -122,13 +123,19 @@ def read_module(compiled: Any) -> Module:
         return compiled
     text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
     if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
-        try:
-            text = Path(text).read_text()
-        except OSError as error:
-            raise ValueError(f"{text}: no such file, and no HLO text either ({error.strerror})") from error
+        return _read_file(Path(text))
     if not isinstance(text, str):
         raise ValueError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
     return parse_module(text)
+
+
+def _read_file(path: Path) -> Module:
+    try:
+        return parse_module(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: no such file, and no HLO text either ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_devices(module: Module, layout: Layout) -> int:

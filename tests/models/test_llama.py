@@ -355,27 +355,27 @@ def test_without_segment_ids_no_mask_enters_the_model():
 
 def test_auto_attention_is_xla_on_cpu_and_cudnn_wants_half_precision():
     query = jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.bfloat16)
-    assert attention.choose_attention("auto", query, has_mask=False) == "xla"
-    assert attention.choose_attention("cudnn", query, has_mask=False) == "cudnn"
+    assert attention.choose_attention("auto", query) == "xla"
+    assert attention.choose_attention("cudnn", query) == "cudnn"
     with pytest.raises(ValueError, match="attention='cudnn' needs bfloat16 or float16 activations, got float32"):
         make_model(attention="cudnn")(make_tokens())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "seq_len", "has_mask", "served"),
+    ("dtype", "head_size", "seq_len", "served"),
     [
-        (jnp.bfloat16, 128, 8192, False, True),
-        (jnp.float16, 64, 8191, False, True),
-        (jnp.bfloat16, 64, 8191, True, False),
-        (jnp.float32, 128, 8192, False, False),
-        (jnp.bfloat16, 256, 8192, False, False),
-        (jnp.bfloat16, 36, 8192, False, False),
+        (jnp.bfloat16, 128, 8192, True),
+        (jnp.float16, 64, 8190, True),
+        (jnp.float16, 64, 8191, False),
+        (jnp.float32, 128, 8192, False),
+        (jnp.bfloat16, 256, 8192, False),
+        (jnp.bfloat16, 36, 8192, False),
     ],
 )
-def test_auto_attention_on_cuda_takes_what_cudnn_serves(monkeypatch, dtype, head_size, seq_len, has_mask, served):
+def test_auto_attention_on_cuda_takes_what_cudnn_serves(monkeypatch, dtype, head_size, seq_len, served):
     monkeypatch.setattr(attention, "_is_cuda", lambda: True)
     query = jax.ShapeDtypeStruct((1, seq_len, 4, head_size), dtype)
-    assert attention.choose_attention("auto", query, has_mask=has_mask) == ("cudnn" if served else "xla")
+    assert attention.choose_attention("auto", query) == ("cudnn" if served else "xla")
 
 
 # ---- loss, decay, flops, jobs ----
