@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jfsdp.engine.unit import Arrays, Movement, call_unit
+from jfsdp.layout.flat import Buffer
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
 from jfsdp.layout.units import ROOT
@@ -220,6 +221,12 @@ def cast_floating(values: Any, dtype: str | None) -> Any:
 def num_sliced(leaf: Leaf, ndim: int) -> int:
     """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
     gone = len(leaf.shape) - ndim
+    if isinstance(leaf, Buffer) and gone > leaf.stacked:
+        raise ValueError(
+            f"{leaf.views[0].path}: is stored in one array with others, without its layer dim, but unit "
+            f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
+            f"units=[jfsdp.Unit(..., stacked={gone})]"
+        )
     if leaf.dim is not None and gone > leaf.dim:
         raise ValueError(
             f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "

@@ -28,16 +28,17 @@ def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Arr
     """
     lead = value.shape[:-1]
     assert len(lead) == buffer.stacked - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
-    chunks = value.reshape(*lead, -1, buffer.chunk)
+    num = value.shape[-1] // buffer.chunk if buffer.chunk else 1
+    chunks = value.reshape(*lead, num, buffer.chunk)
     leaves = {}
     for view in buffer.views:
         part = jax.lax.slice_in_dim(chunks, view.start, view.start + view.size, axis=-1)
-        part = part.reshape(*lead, -1, *view.shape)
+        part = part.reshape(*lead, num, *view.shape)
         if view.dim is None:
             leaves[view.path] = part.reshape(*lead, *view.shape)
             continue
         part = jnp.moveaxis(part, len(lead), len(lead) + view.dim)
-        shape = [*view.shape[: view.dim], -1, *view.shape[view.dim + 1 :]]
+        shape = [*view.shape[: view.dim], num * view.shape[view.dim], *view.shape[view.dim + 1 :]]
         leaves[view.path] = part.reshape(*lead, *shape)
     return leaves
 
@@ -51,13 +52,14 @@ def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.
     parts = []
     for view in buffer.views:
         part = leaves[view.path]
-        lead = part.shape[:num_lead]
+        lead, num = part.shape[:num_lead], 1
         if view.dim is not None:
-            shape = [*view.shape[: view.dim], -1, *view.shape[view.dim :]]
+            num = part.shape[num_lead + view.dim] // view.shape[view.dim]
+            shape = [*view.shape[: view.dim], num, *view.shape[view.dim :]]
             part = jnp.moveaxis(part.reshape(*lead, *shape), num_lead + view.dim, num_lead)
-        parts.append(part.reshape(*lead, -1, view.size))
+        parts.append(part.reshape(*lead, num, view.size))
     chunks = jnp.concatenate(parts, axis=-1)
-    return chunks.reshape(*chunks.shape[:num_lead], -1)
+    return chunks.reshape(*chunks.shape[:num_lead], chunks.shape[-2] * buffer.chunk)
 
 
 def pack_one(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.Array:
@@ -134,12 +136,12 @@ def stored_shards(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
 
 def open_full(layout: Layout, full: Mapping[str, jax.Array], gone: Mapping[str, int]) -> dict[str, jax.Array]:
     """Return gathered weights leaf by leaf, in their logical shape. Moves no data between devices."""
+    if not layout.buffers:
+        return dict(full)
     opened: dict[str, jax.Array] = {}
     for buffer in layout.buffers:
         if buffer.path in full:
             opened |= unpack(buffer, full[buffer.path], gone[buffer.path])
-    if not layout.buffers:
-        return dict(full)
     return unpad_all([(layout.by_path[path], gone[layout.stored_name[path]]) for path in opened], opened)
 
 

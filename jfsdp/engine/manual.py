@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr
 from jfsdp.engine.backward import Backward
 from jfsdp.engine.dataflow import value_names
 from jfsdp.engine.derivatives import Derivatives
-from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all
+from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all, to_device
 from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.forward import Forward
 from jfsdp.engine.local import LocalEngine
@@ -133,7 +133,7 @@ class ManualEngine(LocalEngine):
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
         """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
         leaf = self.layout.by_path[path]
-        grad = super().accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
+        grad = super().accumulate(leaf, to_device(grad)).astype(leaf.stage("grad").dtype)
         if set(leaf.stage(leaf.source).axes) <= set(self.accumulator_axes(leaf)):
             return grad
         # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.

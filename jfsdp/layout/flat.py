@@ -35,6 +35,7 @@ class View:
       start, size: elements of a chunk.
       shape: what a chunk holds of the leaf, its layer dims left out.
       dim: which dim of `shape` the chunks part; None where there is one chunk.
+      logical_size: elements of the whole leaf, per layer and without padding.
     """
 
     path: str
@@ -42,6 +43,7 @@ class View:
     size: int
     shape: tuple[int, ...]
     dim: int | None
+    logical_size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,12 @@ class Buffer(Leaf):
     def chunk(self) -> int:
         """Elements of one chunk, per layer."""
         return sum(view.size for view in self.views)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the stored elements that is padding of its leaves."""
+        logical = sum(view.logical_size for view in self.views)
+        return 1 - logical / self.shape[-1] if self.shape[-1] else 0.0
 
 
 def in_buffers(layout: Layout) -> Layout:
@@ -74,7 +82,10 @@ def in_buffers(layout: Layout) -> Layout:
     for leaves in groups.values():
         name = _name(leaves[0].unit, sum(buffer.unit == leaves[0].unit for buffer in buffers))
         if name in taken:
-            raise ValueError(f"{name}: flat storage gives this name to a buffer, and the model has such a parameter")
+            raise ValueError(
+                f"{name}: flat storage gives this name to a buffer, and the model has such a parameter; rename it, or "
+                "use storage='per_parameter'"
+            )
         buffers.append(_make_buffer(layout, name, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))
 
@@ -96,7 +107,7 @@ def _make_buffer(layout: Layout, name: str, leaves: Sequence[Leaf]) -> Buffer:
             dim = leaf.dim - leaf.stacked
             shape[dim] //= num_chunks
         size = math.prod(shape)
-        views.append(View(leaf.path, start, size, tuple(shape), dim))
+        views.append(View(leaf.path, start, size, tuple(shape), dim, math.prod(leaf.shape[leaf.stacked :])))
         start += size
     return Buffer(
         path=name,

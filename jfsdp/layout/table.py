@@ -88,6 +88,12 @@ class Leaf:
             return self.shape
         return (*self.shape[: self.dim], self.shape[self.dim] + self.padding, *self.shape[self.dim + 1 :])
 
+    @property
+    def padding_share(self) -> float:
+        """The share of the stored elements that is padding."""
+        stored = math.prod(self.stored_shape)
+        return 1 - math.prod(self.shape) / stored if self.padding else 0.0
+
     def spec(self, stage: str, *, sliced: int = 0, sub_axes: SubAxes | None = None) -> PartitionSpec:
         """Return the spec of a stage.
 

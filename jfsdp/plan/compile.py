@@ -89,7 +89,8 @@ def _compile(lowered: Any, options: dict[str, Any]) -> Any:
         return lowered.compile(compiler_options=options)
     except Exception as error:  # JAX wraps XLA's refusals in a RuntimeError of its own, from 0.10.2 to 0.12
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemory(str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip().splitlines()[0]) from error
+            said = str(error).partition("RESOURCE_EXHAUSTED")[2].strip(": \n") or str(error)
+            raise OutOfMemory(said.splitlines()[0]) from error
         unknown = re.search(r"No such compile option: '(\w+)'", str(error))
         if unknown is None:
             raise

@@ -87,8 +87,7 @@ class Move:
     @property
     def padding_share(self) -> float:
         """The share of those bytes that is padding."""
-        leaf = self.leaf
-        return leaf.padding / (leaf.shape[leaf.dim] + leaf.padding) if leaf.padding and leaf.dim is not None else 0.0
+        return self.leaf.padding_share
 
 
 def expected_wire(

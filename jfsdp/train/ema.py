@@ -104,10 +104,10 @@ def _placer(layout: Layout, mesh: Any, params: _Shardings, work: _Shardings) -> 
 def _place(
     engine: AutoEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    # Under flat storage averages of some leaves only stand leaf by leaf.
     here = (jax.tree.map(to_device, values) for values in (params, averages))
     opened, new = (unpack_tree(engine.layout, values) for values in here)
-    values = pack_tree(engine.layout, opened | new)
-    # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state.
-    cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in values.items()}
-    return cast, make_work(engine, cast)
+    # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state. Averages may be of
+    # some leaves of an array only, and of another dtype.
+    cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in (opened | new).items()}
+    stored = pack_tree(engine.layout, cast)
+    return stored, make_work(engine, stored)

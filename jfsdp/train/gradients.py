@@ -139,11 +139,12 @@ class Gradients:
         def gradients(state: Arrays, rows: Any) -> tuple[Arrays, Loss, Arrays]:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             weight = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
-            grads = pack_tree(layout, pull(jnp.asarray(scale / weight, jnp.float32)))
+            found = jax.tree.map(to_device, pull(jnp.asarray(scale / weight, jnp.float32)))
+            grads = pack_tree(layout, found)
             return {path: add(layout.by_path[path], value) * weight for path, value in grads.items()}, loss, after
 
         def add(leaf: Leaf, grad: jax.Array) -> jax.Array:
-            return engine.accumulate(leaf, to_device(grad)).astype(leaf.stage("grad").dtype)
+            return engine.accumulate(leaf, grad).astype(leaf.stage("grad").dtype)
 
         if self.accumulate == 1:
             grads, loss, after = gradients(model_state, batch)

@@ -19,7 +19,7 @@ import optax
 from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.roles import Role, Roles, abstract_opt_state, dotted, opt_state_by_leaf
+from jfsdp.train.roles import Role, Roles, abstract_opt_state, dotted, opt_state_by_leaf, pack_opt_state
 
 
 def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -38,13 +38,13 @@ def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax
     stored, roles = abstract_opt_state(layout, tx)[1], opt_state_by_leaf(layout, tx)[1]
 
     def init(params: Any) -> Any:
-        return pack_tree(layout, roles.map(pad_state, tx.init(cut(params))))
+        return pack_opt_state(layout, roles, roles.map(pad_state, tx.init(cut(params))))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         _check_state(stored, state)
         logical = None if params is None else cut(params)
         updates, state = tx.update(cut(updates), roles.map(cut_state, unpack_tree(layout, state)), logical)
-        return pad(updates), pack_tree(layout, roles.map(pad_state, state))
+        return pad(updates), pack_opt_state(layout, roles, roles.map(pad_state, state))
 
     def cut(values: dict[str, Any]) -> dict[str, Any]:
         values = engine.constrain(unpack_tree(layout, dict(values)), "opt") if layout.buffers else values

@@ -50,8 +50,8 @@ def reshard(
         layout = layout.layout
     _check_same_model(state.layout, layout)
     old, target = _mesh_of(state), layout
-    state, layout = _opened(state, donate), layout.per_parameter()
     mesh = _reshape(old, layout) if mesh is None else _check_mesh(mesh, layout)
+    state, layout = _opened(state, donate), layout.per_parameter()
     roles = place(layout, state.roles)
     like = dataclasses.replace(state, layout=layout, roles=roles, work={})
     shardings = state_shardings(layout, mesh, like)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -119,10 +119,21 @@ def opt_state_by_leaf(layout: Layout, tx: optax.GradientTransformation) -> tuple
     logical = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
     shapes = jax.eval_shape(tx.init, logical)
     named = jax.tree_util.tree_leaves_with_path(shapes)
+    _check_names(layout, [path for path, _ in named])
     roles = Roles(
         tuple(_place(layout, "opt_state." + dotted(path), leaf_of(layout, path), tuple(x.shape)) for path, x in named)
     )
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
+
+
+def _check_names(layout: Layout, paths: Sequence[tuple[Any, ...]]) -> None:
+    taken = {buffer.path for buffer in layout.buffers}
+    for path in paths:
+        if any(getattr(key, "key", None) in taken for key in path):
+            raise ValueError(
+                f"opt_state.{dotted(path)}: flat storage gives this name to an array of its own; use "
+                "storage='per_parameter', or another name in the optimizer's state"
+            )
 
 
 def pack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:
@@ -130,8 +141,24 @@ def pack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles
 
     Moves no data.
     """
-    packed = jax.eval_shape(functools.partial(pack_tree, layout), opt_state)
+    packed = jax.eval_shape(functools.partial(pack_opt_state, layout, roles), opt_state)
     return packed, _named_roles(layout, packed, roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+    """An array of the optimizer's own, which no buffer takes up, whatever its shape."""
+
+    value: Any
+
+
+def pack_opt_state(layout: Layout, roles: Roles, opt_state: Any) -> Any:
+    """Put the parameter-shaped arrays of a state that stands leaf by leaf into the buffers that they fill.
+
+    Moves no data between devices.
+    """
+    marked = roles.map(lambda role, x: x if role.kind is Kind.PARAMETER else _Apart(x), opt_state)
+    return jax.tree.map(lambda x: x.value if isinstance(x, _Apart) else x, pack_tree(layout, marked))
 
 
 def unpack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:

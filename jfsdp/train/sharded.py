@@ -42,7 +42,7 @@ from jfsdp.train import state as states
 from jfsdp.train.gradients import LossFn
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import StepConfig, TrainStep, check_lowers
+from jfsdp.train.step import StepConfig, TrainStep, check_lowers, check_stands
 
 
 def fully_shard(
@@ -306,6 +306,7 @@ class ShardedModel:
         """
 
         def run(state: TrainState, *inputs: Any) -> Any:
+            check_stands(state, self.layout)
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 

@@ -302,27 +302,40 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
     Raises:
       ValueError: naming the first leaf that differs, or the loss scale.
     """
-    remedy = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
-    there, wanted = _at_rest(state.layout), _at_rest(layout)
-    differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
-    forms = state.layout.storage, layout.storage
-    if forms[0] != forms[1]:
-        raise ValueError(f"the state has storage {forms[0]!r}, and this step takes {forms[1]!r}; {remedy}")
-    if differing or state.layout.mesh_sizes != layout.mesh_sizes:
-        what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
-        raise ValueError(
-            f"the state has another layout ({summary(state.layout)}) than this step ({summary(layout)}){what}; {remedy}"
-        )
+    check_stands(state, layout)
     if bool(state.loss_scale) != (loss_scale is not None):
         raise ValueError(
             f"the state has {'a' if state.loss_scale else 'no'} loss scale, and this step's precision takes "
-            f"{'one' if loss_scale else 'none'}; {remedy}(state, model)"
+            f"{'one' if loss_scale else 'none'}; {_REMEDY}(state, model)"
+        )
+
+
+_REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
+
+
+def check_stands(state: TrainState, layout: Layout) -> None:
+    """Refuse a state that stands elsewhere than a layout says.
+
+    Raises:
+      ValueError: naming the first leaf that differs, or the form of storage.
+    """
+    forms = state.layout.storage, layout.storage
+    if forms[0] != forms[1]:
+        raise ValueError(f"the state has storage {forms[0]!r}, and this model {forms[1]!r}; {_REMEDY}")
+    there, wanted = _at_rest(state.layout), _at_rest(layout)
+    differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
+    if differing or state.layout.mesh_sizes != layout.mesh_sizes:
+        what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
+        raise ValueError(
+            f"the state has another layout ({summary(state.layout)}) than this model ({summary(layout)}){what}; "
+            f"{_REMEDY}"
         )
 
 
 def _at_rest(layout: Layout) -> dict[str, Any]:
     stages = ("param", "work", "opt")
-    return {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.stored}
+    leaves = {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
+    return leaves | {buffer.path: (buffer.shape, buffer.views) for buffer in layout.buffers}
 
 
 def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:

@@ -12,7 +12,7 @@ import jax
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.table import Layout
-from jfsdp.train.roles import Roles, pack_roles, unpack_roles
+from jfsdp.train.roles import pack_opt_state, pack_roles, unpack_roles
 from jfsdp.train.state import TrainState, state_shardings, with_shardings
 
 
@@ -31,7 +31,13 @@ def in_storage(state: TrainState, layout: Layout) -> TrainState:
 
     Layout, Cost, Memory: as `by_leaf`.
     """
-    return _place(functools.partial(_packed, layout=layout), state) if layout.buffers else state
+    return _place(_packer(layout), state) if layout.buffers else state
+
+
+@functools.lru_cache(maxsize=8)
+def _packer(layout: Layout) -> Callable[[TrainState], TrainState]:
+    """Return one function for one layout, so that it is compiled once."""
+    return functools.partial(_packed, layout=layout)
 
 
 def shapes_by_leaf(state: TrainState) -> TrainState:
@@ -43,19 +49,20 @@ def opened(state: TrainState) -> TrainState:
     """Do what `by_leaf` does inside a `jit`, without placing anything."""
     layout = state.layout
     roles = unpack_roles(layout, state.opt_state, state.roles)[1]
-    return _convert(functools.partial(unpack_tree, layout), state, layout.per_parameter(), roles)
+    trees = {name: unpack_tree(layout, tree) for name, tree in _on_device(state).items()}
+    return dataclasses.replace(state, **trees, layout=layout.per_parameter(), roles=roles)
 
 
 def _packed(state: TrainState, layout: Layout) -> TrainState:
     roles = pack_roles(layout, state.opt_state, state.roles)[1]
-    return _convert(functools.partial(pack_tree, layout), state, layout, roles)
+    trees = _on_device(state)
+    packed = {name: pack_tree(layout, trees[name]) for name in ("params", "work")}
+    packed["opt_state"] = pack_opt_state(layout, state.roles, trees["opt_state"])
+    return dataclasses.replace(state, **packed, layout=layout, roles=roles)
 
 
-def _convert(change: Callable[[Any], Any], state: TrainState, layout: Layout, roles: Roles) -> TrainState:
-    trees = {name: jax.tree.map(to_device, getattr(state, name)) for name in ("params", "work", "opt_state")}
-    return dataclasses.replace(
-        state, **{name: change(tree) for name, tree in trees.items()}, layout=layout, roles=roles
-    )
+def _on_device(state: TrainState) -> dict[str, Any]:
+    return {name: jax.tree.map(to_device, getattr(state, name)) for name in ("params", "work", "opt_state")}
 
 
 def _place(convert: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import jfsdp
 from jfsdp.engine.flat import pack, unpack
 from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.plan.theory import expected_wire
 from jfsdp.train.account import account
 from jfsdp.train.state import bytes_per_device
 from jfsdp.train.storage import by_leaf, in_storage
@@ -190,7 +191,7 @@ def test_a_state_goes_out_of_its_buffers_and_back():
     assert_equal(back, state)
 
 
-shapes = st.lists(st.lists(st.integers(1, 5), min_size=0, max_size=3), min_size=1, max_size=4)
+shapes = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=4)
 
 
 @given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_devices=st.integers(1, 5))
@@ -233,8 +234,96 @@ def test_auto_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
         jfsdp.fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)
-    with pytest.raises(ValueError, match=r"the state has storage 'per_parameter', and this step takes 'flat'"):
+    with pytest.raises(ValueError, match=r"the state has storage 'per_parameter', and this model 'flat'"):
         step(make(storage="per_parameter").init(TX), make_batches(1)[0])
+
+
+def test_a_state_whose_leaves_stand_elsewhere_in_their_arrays_is_refused():
+    """Square matrices, split along one dim or the other: the arrays have one shape and the leaves other places."""
+    one, other = (make(shard_dim=lambda path, shape, dim=dim: dim if len(shape) > 2 else None) for dim in (1, 2))
+    state = one.init(TX)
+    assert {name: x.shape for name, x in state.params.items()} == {
+        name: x.shape for name, x in other.init(TX).params.items()
+    }
+    with pytest.raises(ValueError, match="the state has another layout"):
+        other.train_step(token_loss, TX)(state, make_batches(1)[0])
+    with pytest.raises(ValueError, match="the state has another layout"):
+        other.forward(lambda model, tokens: model(tokens))(state, make_batches(1)[0]["tokens"])
+
+
+def test_a_reshard_that_is_refused_leaves_the_state_alive():
+    state = make().init(TX)
+    mesh = jfsdp.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="the mesh given has axes"):
+        jfsdp.reshard(state, make(storage="per_parameter").layout, mesh=mesh, donate=True)
+    assert not any(x.is_deleted() for x in state.params.values())
+    jfsdp.reshard(state, make(storage="per_parameter"), donate=True)
+    assert all(x.is_deleted() for x in state.params.values())
+
+
+class Mixed(nnx.Module):
+    """A block that is called by schedule, and inside a vmap, where no schedule reaches it."""
+
+    def __init__(self, rngs):
+        self.block = Block(16, rngs)
+
+    def __call__(self, x):
+        x = self.block(x)
+        return x + jax.vmap(self.block)(x[None])[0]
+
+
+@pytest.mark.parametrize("storage", ["per_parameter", "flat"])
+@pytest.mark.filterwarnings("ignore:units block are called inside:UserWarning")
+def test_offloaded_weights_of_a_unit_that_is_also_called_in_place(storage):
+    def loss(model, batch):
+        out = model(batch)
+        return jfsdp.Loss((out**2).sum(), jnp.asarray(out.size, jnp.float32))
+
+    rows = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    found = []
+    for offload in (None, jfsdp.OffloadPolicy(params=True)):
+        model = make(Mixed, storage=storage, min_size=0, offload_policy=offload)
+        found.append(model.train_step(loss, TX)(model.init(TX), rows)[1])
+    np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=1e-6)
+
+
+def test_an_undeclared_stack_is_named():
+    model = make(units=[jfsdp.Unit(Block, stacked=0)], strategy="ddp")
+    with pytest.raises(ValueError, match=r"blocks.down.kernel: is stored in one array.*stacked=1"):
+        train(model)
+
+
+def test_averages_of_some_leaves_in_another_dtype():
+    class Half(Tower):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            for leaf in jax.tree.leaves(self.head, is_leaf=lambda x: isinstance(x, nnx.Param)):
+                leaf[...] = leaf[...].astype(jnp.bfloat16)
+
+    mask = lambda params: {name: "bias" in name for name in params}  # noqa: E731
+    tx = optax.chain(TX, optax.masked(jfsdp.track_ema(0.5), mask))
+    model = make(Half)
+    state = jfsdp.with_ema(model.init(tx))
+    assert jax.tree.structure(state) == jax.tree.structure(model.init(tx))
+
+
+def test_an_optimizers_own_arrays_stay_its_own():
+    """An array for each parameter that happens to have the stored shape of a padded one, and a name of ours."""
+
+    def own(shape, name="count"):
+        init = lambda params: {"own": {path: jnp.arange(40.0) for path in params}, name: jnp.zeros(())}  # noqa: E731
+        return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+    model = make()
+    state = model.init(optax.chain(own(40), optax.sgd(0.1)))
+    np.testing.assert_array_equal(jfsdp.full(state, "opt_state.0.own.head.bias"), np.arange(40))
+    with pytest.raises(ValueError, match=r"opt_state.0.flat_param: flat storage gives this name to an array of its own"):
+        model.init(optax.chain(own(40, "flat_param"), optax.sgd(0.1)))
+
+
+def test_theory_shows_the_padding_of_leaves():
+    rows = expected_wire(make(mesh="3").layout)
+    assert sum(row.wire_bytes for row in rows if row.what == "padding") > 0
 
 
 def test_a_parameter_of_a_buffers_name_is_refused():
