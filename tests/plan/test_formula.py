@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -110,4 +109,3 @@ def test_a_unit_without_figures_is_named():
 def test_more_live_copies_of_the_logits_are_stated():
     stated = dataclasses.replace(SHAPES, logits_bytes=8)
     assert stated.logits * 6 == SHAPES.logits * 8
-    assert jnp.dtype("float32").itemsize + jnp.dtype("bfloat16").itemsize == SHAPES.logits_bytes
