@@ -21,7 +21,6 @@ from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays, Traced, apply_remat, is_inexact, linearize, part, trace_unit, weave
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.modules.model import FlaxModel
 from jfsdp.plan.compile import without_cache
 from jfsdp.train.loss import as_loss
 
@@ -67,8 +66,7 @@ class _Apart(LocalEngine):
 
 
 def measure_alone(
-    layout: Layout,
-    model: FlaxModel,
+    sharded: ShardedApply,
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     model_state: Mapping[str, Any],
@@ -79,16 +77,16 @@ def measure_alone(
     Moves no data, and needs no device: one of a topology will do. Units that look alike are compiled once.
 
     Args:
-      layout: says which weights are a unit's, in which dtype it computes and what its remat saves.
+      sharded: the model, and the layout that says which weights are a unit's, their dtype and what its remat saves.
       batch: shapes of the rows of one device.
       model_state: shapes of the model's other state.
 
     Returns:
       What each unit takes, by name; "" is the root.
     """
-    layout = layout.per_parameter()
+    layout = sharded.layout.per_parameter()
     engine = _Apart(layout, jax.sharding.Mesh([device], ("fsdp",)))
-    apply = ShardedApply(model, engine)
+    apply = ShardedApply(sharded.model, engine)
     weights = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.stage("use").dtype) for leaf in layout.leaves}
     root = {path: weights.pop(path) for path in layout.unit(ROOT).leaves}
 

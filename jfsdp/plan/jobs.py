@@ -161,7 +161,7 @@ def foretell_memory(options: StepOptions, cluster: Cluster) -> Formula:
     layout, state = planned.model.layout, planned.model.abstract_state(planned.tx)
     batch = job.batch(planned.work.rows, planned.seq_len)
     device = topology_devices(dataclasses.replace(cluster, nodes=1, gpus_per_node=1))[0]
-    alone = measure_alone(layout, planned.model.model, job.loss, batch, state.model_state, device)
+    alone = measure_alone(planned.step.apply, job.loss, batch, state.model_state, device)
     shapes = Shapes(planned.work.rows, planned.seq_len, job.vocab_size, batch_bytes=size_of(jax.tree.leaves(batch)))
     assert planned.step.prefetch is not None
     return memory_formula(layout, account(state).total, shapes, alone, prefetch=planned.step.prefetch)
