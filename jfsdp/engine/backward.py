@@ -74,6 +74,18 @@ class Sums:
             self.landed += [Landed(path, gone[path], iteration, value) for path, value in values.items()]
         self.waiting = []
 
+    def hold(self, given: Any) -> Any:
+        """Make values that cannot be computed before what has landed is here: else XLA puts reductions off in a list.
+
+        Both sides of the barrier must be read: XLA (0.10.2) takes out of it what nobody reads, and its order with it.
+        Those of a stack end with their iteration anyway.
+        """
+        listed = [what for what in self.landed if not what.gone]
+        given, values = jax.lax.optimization_barrier((given, [what.value for what in listed]))
+        held = [what._replace(value=value) for what, value in zip(listed, values, strict=True)]
+        self.landed = [what for what in self.landed if what.gone] + held
+        return given
+
     def settle(self, shift: Any) -> None:
         """Add what has landed to the sums."""
         for path, gone, iteration, value in self.landed:
@@ -179,11 +191,15 @@ class Backward:
         if isinstance(item, Loop):
             self._loop(item, record, given, cts)
             return
-        # Else XLA finds what the backward computes anew to be what the forward has computed, and keeps it.
-        record, given = jax.lax.optimization_barrier((record, given))
+        unit = item.unit if isinstance(item, Call) else ROOT
+        if self.step.engine.layout.policy(unit).remat != "none":
+            # Else XLA finds what the backward computes anew to be what the forward has computed, and keeps it. Where
+            # all is saved XLA chooses better: of the logits of a loss it keeps one copy in float32 less.
+            record, given = jax.lax.optimization_barrier((record, given))
         full = self._root_weights(item, given)
         if isinstance(item, Call):
             found = self.gathers.take(given)
+            given = self.sums.hold(given)
             self.sums.turn(self.gathers.shift)
             held = self.weights.take(found, item, iteration + self.gathers.shift, given)
             full = self.step.open(item, held)
@@ -192,6 +208,8 @@ class Backward:
         if isinstance(item, Call):
             self.sums.add(item.unit, item.shards, iteration, grads)
         else:
+            # Else XLA puts off gradients of the root's weights, and keeps what makes them: those of logits, say.
+            grads, grad_diff = jax.lax.optimization_barrier((grads, grad_diff))
             _push(cts, [self.step.own(item)[path] for path in grads], list(grads.values()))
         _push(cts, part(item.is_active, item.inputs)[0], grad_diff)
 
@@ -218,6 +236,7 @@ class Backward:
         """Run the iterations that all look alike; what is on its way, what waits and what is summed is in the carry."""
         low, high = self.step.scans[id(loop)]
         start, gathers, sums = self.gathers.place, self.gathers, self.sums
+        carry = sums.hold(carry)  # else the root's gradients wait through the whole loop, or what makes them
         sums.enter(loop, high)
         waiting, landed = sums.waiting, sums.landed
 

@@ -1,19 +1,28 @@
-"""Bytes on the wire and overlap of the auto engine at real size, for the models and clusters of docs/log.md."""
+"""Bytes on the wire, overlap, memory and size of programs at real size, for the models and clusters of docs/log.md."""
+
+import re
 
 import pytest
 
+from jfsdp.plan.compile import compile_step, without_cache
 from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.jobs import find_planned_job, foretell_memory, plan_job, shard_planned
+from jfsdp.plan.target import topology_devices
 from jfsdp.train.options import StepOptions
 
 pytestmark = pytest.mark.proof
 
+FORMS = ("per_parameter", "flat")
 STRATEGIES = ("ddp", "zero1", "zero2", "full_shard", "shard_grad_op", "hybrid_shard", "hfsdp")
 
 
-def plan(num_devices, **options):
+def cluster_of(num_devices):
     per_node = 8 if num_devices % 8 == 0 else num_devices
-    cluster = Cluster(find_gpu("h100"), num_devices // per_node, per_node)
+    return Cluster(find_gpu("h100"), num_devices // per_node, per_node)
+
+
+def plan(num_devices, **options):
+    cluster = cluster_of(num_devices)
     mesh = options.get("mesh") or ("replica=-1,fsdp=8" if "h" in options.get("strategy", "")[:1] else "fsdp=-1")
     return plan_job(StepOptions(**{"seq_len": 8192, **options, "mesh": mesh}), cluster)
 
@@ -51,3 +60,55 @@ def test_large_models_hide_their_bytes(model, num_devices, engine):
 def test_other_models_send_what_theory_says(options, num_devices):
     found = plan(num_devices, **options)
     assert round(found.ledger.wire_ratio, 3) == 1, found.ledger.to_dict()
+
+
+SMALL_VOCAB = "vocab_size=16384"  # the peak is then in the backward of a unit, and not at the loss
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options"),
+    [
+        *((64, {"model": "llama-8b", "storage": form, "prefetch": k}) for form in FORMS for k in (0, 1, 2)),
+        *(
+            (64, {"model": "llama-8b", "storage": form, "prefetch": k, "model_config": (SMALL_VOCAB,)})
+            for form in FORMS
+            for k in (0, 1, 2)
+        ),
+        *((64, {"model": "llama-8b", "prefetch": k, "model_config": ("stacked=false",)}) for k in (0, 1, 2)),
+        (64, {"model": "llama-8b", "model_config": ("stacked=false", SMALL_VOCAB)}),
+        *((256, {"model": "llama-70b", "storage": form}) for form in FORMS),
+        (8, {"model": "llama-1b", "seq_len": 4096}),
+        (8, {"model": "llama-1b", "seq_len": 4096, "model_config": ("stacked=false",)}),
+        (8, {"model": "gpt2-xl", "seq_len": 1024}),
+    ],
+    ids=str,
+)
+def test_the_manual_engines_peak_is_the_formulas_within_5_percent(num_devices, options):
+    options = StepOptions(**{"seq_len": 8192, "engine": "manual", **options})
+    found = plan_job(options, cluster_of(num_devices)).memory
+    formula = foretell_memory(options, cluster_of(num_devices))
+    assert 0.95 <= found.peak_bytes / formula.peak_bytes <= 1.05, f"{formula}\n{found}"
+
+
+def program_size(num_devices, num_layers, storage):
+    """Return the lines of a step's StableHLO, and the instructions of its compiled HLO."""
+    config = (f"num_layers={num_layers}",)
+    options = StepOptions(model="llama-8b", engine="manual", seq_len=8192, storage=storage, model_config=config)
+    planned = shard_planned(options, find_planned_job(options), topology_devices(cluster_of(num_devices)))
+    with without_cache():
+        lowered = planned.step.lower(planned.model.abstract_state(planned.tx), planned.batch)
+        text = compile_step(lowered, planned.step.compiler_options).text
+    return lowered.as_text().count("\n"), len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE))
+
+
+@pytest.mark.filterwarnings("ignore:padding is:jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.parametrize("storage", FORMS)
+def test_the_manual_engines_program_grows_neither_with_depth_nor_with_devices(storage):
+    lines, instructions = program_size(8, 16, storage)
+    deeper = program_size(8, 64, storage)
+    assert deeper[0] == lines
+    assert abs(deeper[1] - instructions) <= 0.005 * instructions
+    # Over 16384 devices leaves are padded: a few operations for each, as many as for any other number of devices.
+    wider = program_size(16384, 16, storage)
+    assert wider[0] <= 1.2 * lines
+    assert wider[1] <= 1.05 * instructions
