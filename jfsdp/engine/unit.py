@@ -283,12 +283,7 @@ def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Ca
         return out, _Residuals(shards, movement.keep and movement.keep(full), saved, linear)
 
     def backward(residuals: _Residuals, cotangents: list[Any]) -> tuple[Any, list[Any], None]:
-        shards, weights, saved = residuals.shards, residuals.weights, residuals.saved
-        if movement.remat == "none":
-            # Nothing is computed anew but from weights. Of what a loss saves, XLA then keeps one float32 copy less.
-            shards, weights = jax.lax.optimization_barrier((shards, weights))
-        else:
-            shards, weights, saved = jax.lax.optimization_barrier((shards, weights, saved))
+        shards, weights, saved = jax.lax.optimization_barrier((residuals.shards, residuals.weights, residuals.saved))
         full = movement.gather(shards) if weights is None else movement.regather(weights)
         grads, grad_diff = residuals.linear.backward(full, saved, (), cotangents)
         return dict.fromkeys(shards) | movement.reduce(grads), grad_diff, None
