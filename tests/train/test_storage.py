@@ -317,9 +317,7 @@ def test_an_optimizers_own_arrays_stay_its_own():
     model = make()
     state = model.init(optax.chain(own(40), optax.sgd(0.1)))
     np.testing.assert_array_equal(jfsdp.full(state, "opt_state.0.own.head.bias"), np.arange(40))
-    with pytest.raises(
-        ValueError, match=r"opt_state.0.flat_param: flat storage gives this name"
-    ):
+    with pytest.raises(ValueError, match=r"opt_state.0.flat_param: flat storage gives this name"):
         model.init(optax.chain(own(40, "flat_param"), optax.sgd(0.1)))
 
 
