@@ -47,7 +47,7 @@ def restore(path: Any, like: TrainState) -> TrainState:
     """Read a checkpoint into the layout of another state: any mesh, any strategy.
 
     Layout:  each process reads only the slices that its devices hold.
-    Memory:  one host copy of this process's shards.
+    Memory:  one host copy of this process's shards; into flat storage a second copy of them on the devices too.
 
     Args:
       path: what `save` wrote, or one step of a run.

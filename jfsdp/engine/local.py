@@ -1,4 +1,4 @@
-"""Movements inside a `shard_map` over the whole mesh: collectives are written out, and some are left for later."""
+"""Movements inside a `shard_map` over the data axes: collectives are written out, and some are left for later."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def fully_shard(
       ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
 
     Warns:
-      LayoutWarning: where memory is lost unasked: no units, or padding above 1 % of a model that is not small.
+      LayoutWarning: where memory is lost: no units, padding above 1 % of a model that is not small, or weights that
+        are repeated over axis `tensor`.
     """
     _check_available(engine, storage, prefetch)
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()

@@ -26,7 +26,7 @@ class Survey:
       draws: whether it depends on rng keys.
       problem: why the model cannot run on a device's own rows; None if it can.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
-      gathers_rows: whether it states that a value which depends on the rows is whole on all devices, in some dim.
+      gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
     """
 
     is_sum: bool
