@@ -23,8 +23,8 @@ class Checkpointer:
 
     A save copies this process's shards to host memory and returns; the files appear under a temporary name and are
     renamed once complete, so a listed step is a whole one. Older steps are deleted only after a newer one is
-    complete, and moved aside first: a process that is killed in between leaves no half of a step. A state in flat storage
-    is copied leaf by leaf on the devices first.
+    complete, and moved aside first: a process that is killed in between leaves no half of a step. A state in flat
+    storage is copied leaf by leaf on the devices first.
 
     Args:
       directory: where steps stand; made if it is missing.
