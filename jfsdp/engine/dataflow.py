@@ -37,20 +37,60 @@ def passes_through(jaxpr: Any) -> list[int | None]:
     """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data."""
     origin: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
-        if inner is None or eqn.primitive.name == "while":
-            continue
-        if eqn.primitive.name == "scan":
-            indices = _scan_passes_through(eqn, inner)
-        elif _is_call(inner, eqn):
-            indices = passes_through(inner)
-        else:
-            continue
-        for var, index in zip(eqn.outvars, indices, strict=True):
+        for var, index in zip(eqn.outvars, _unchanged(eqn), strict=True):
             atom = None if index is None else eqn.invars[index]
             if atom is not None and not is_literal(atom) and atom in origin:
                 origin[var] = origin[atom]
     return [None if is_literal(atom) else origin.get(atom) for atom in jaxpr.outvars]
+
+
+def _unchanged(eqn: Any) -> list[int | None]:
+    """Tell for each output of an equation which of its inputs it is, unchanged."""
+    if eqn.primitive.name == "optimization_barrier":
+        return list(range(len(eqn.outvars)))
+    inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+    if inner is not None and eqn.primitive.name == "scan":
+        return _scan_passes_through(eqn, inner)
+    if inner is not None and eqn.primitive.name != "while" and _is_call(inner, eqn):
+        return passes_through(inner)
+    return [None] * len(eqn.outvars)
+
+
+def reads(jaxpr: Any, marked: Sequence[bool]) -> Iterator[tuple[int, Any]]:
+    """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
+
+    Moves no data.
+    """
+    origin = {var: place for place, (var, mark) in enumerate(zip(jaxpr.invars, marked, strict=True)) if mark}
+    for eqn in jaxpr.eqns:
+        places = [None if is_literal(atom) else origin.get(atom) for atom in eqn.invars]
+        if all(place is None for place in places):
+            continue
+        bodies = list(_bodies(eqn))
+        for inner, inputs in bodies:
+            inside = [places[index] for index in inputs]
+            for index, reader in reads(inner, [place is not None for place in inside]):
+                yield inside[index], reader  # type: ignore[misc]
+        if not bodies and eqn.primitive.name != "optimization_barrier":
+            yield from ((place, eqn) for place in places if place is not None)
+        for var, index in zip(eqn.outvars, _unchanged(eqn), strict=True):
+            if index is not None and places[index] is not None:
+                origin[var] = places[index]  # type: ignore[assignment]
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Yield what an equation runs, each with the places of its inputs among the equation's."""
+    num = len(eqn.invars)
+    if eqn.primitive.name == "while":
+        cond, both = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        yield _open(eqn.params["cond_jaxpr"]), [*range(cond), *range(both, num)]
+        yield _open(eqn.params["body_jaxpr"]), range(cond, num)
+    elif eqn.primitive.name == "cond":
+        yield from ((_open(branch), range(1, num)) for branch in eqn.params["branches"])
+    else:
+        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+        if inner is not None and len(inner.invars) == num:
+            yield inner, range(num)
 
 
 def _scan_passes_through(eqn: Any, body: Any) -> list[int | None]:

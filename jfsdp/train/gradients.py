@@ -180,7 +180,7 @@ class Gradients:
             ) from error
         if found.problem:
             raise ValueError(
-                f'engine="manual": {found.problem}, and each device would see its own rows only; use engine="auto"'
+                f'engine="manual": {found.problem}, and each device computes for itself; use engine="auto"'
             )
         if not found.is_sum:
             warnings.warn(
@@ -249,7 +249,7 @@ class Gradients:
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
         """Read what the loss and the model do; warn of what they do with the axes that are the model's."""
-        found = survey(self.apply, self.loss_fn, source, model_state, self._first_rows(batch))
+        found = survey(self.apply, self.loss_fn, source, model_state, self._first_rows(batch), self.held)
         unused = [axis for axis in model_axes(self.apply.engine.mesh) if axis not in found.model_axes]
         if unused:
             warnings.warn(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, stated_axes
+from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, reads, stated_axes
 from jfsdp.engine.engine import SCOPE
+from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, model_axes
+from jfsdp.layout.table import Layout
+from jfsdp.layout.units import ROOT
 from jfsdp.train.loss import Loss, as_loss
 
 
@@ -36,9 +39,16 @@ class Survey:
     gathers_rows: bool
 
 
-def survey(apply: ShardedApply, loss_fn: Callable[..., Any], source: Arrays, model_state: Arrays, rows: Any) -> Survey:
-    """Trace a loss on the rows of a microbatch and read what it does. Moves no data."""
-    is_sum, names = False, []
+def survey(
+    apply: ShardedApply,
+    loss_fn: Callable[..., Any],
+    source: Arrays,
+    model_state: Arrays,
+    rows: Any,
+    held: Collection[str] = (),
+) -> Survey:
+    """Trace a loss on the rows of a microbatch and read what it does; `held` units are whole. Moves no data."""
+    is_sum, names, params = False, [], unpack_tree(apply.layout, dict(source))
 
     def as_sum(model: Any, rows: Any) -> Loss:
         nonlocal is_sum
@@ -46,15 +56,15 @@ def survey(apply: ShardedApply, loss_fn: Callable[..., Any], source: Arrays, mod
         is_sum = hasattr(value, "total")
         return as_loss(value)
 
-    def after(rows: Any, state: Arrays) -> list[Any]:
+    def after(rows: Any, state: Arrays, params: Arrays) -> list[Any]:
         nonlocal names
-        loss, named = apply(as_sum, source, state, rows)
+        loss, named = apply(as_sum, params, state, rows)
         names = list(named)
         return [*named.values(), loss.total]
 
-    jaxpr = jax.make_jaxpr(after)(rows, model_state).jaxpr
-    num_rows = len(jax.tree.leaves(rows))
-    inputs = [*[""] * num_rows, *jax.tree.leaves({name: name for name in model_state})]
+    jaxpr = jax.make_jaxpr(after)(rows, model_state, params).jaxpr
+    num_rows, weights = len(jax.tree.leaves(rows)), sorted(params)
+    inputs = [*[""] * num_rows, *sorted(model_state), *[""] * len(weights)]
     keys = {name for name, value in model_state.items() if is_key(value)}
     whole: list[Any] = []
     by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))], whole.append)
@@ -63,6 +73,7 @@ def survey(apply: ShardedApply, loss_fn: Callable[..., Any], source: Arrays, mod
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
         or _condition_problem(jaxpr)
+        or _weight_problem(apply.layout, jaxpr, weights, held)
         or _state_problem(names, inputs, keys, by_rows, by_keys, passes_through(jaxpr))
     )
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
@@ -84,6 +95,21 @@ def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> st
 def _condition_problem(jaxpr: Any) -> str | None:
     if is_in_condition(jaxpr, f"{SCOPE}.gather"):
         return "a unit is called under a condition (cond, while), on which devices may disagree"
+    return None
+
+
+def _weight_problem(layout: Layout, jaxpr: Any, weights: list[str], held: Collection[str]) -> str | None:
+    """A unit's weights are whole inside its calls; elsewhere a device that computes for itself has its shard."""
+    leaves = [layout.by_path[path] for path in weights]
+    marked = [leaf.unit not in (ROOT, *held) and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
+    first = len(jaxpr.invars) - len(weights)
+    for place, eqn in reads(jaxpr, [False] * first + marked):
+        if f"{SCOPE}." not in str(eqn.source_info.name_stack):
+            leaf = leaves[place - first]
+            return (
+                f"{leaf.path} is read outside the calls of its unit {leaf.unit!r}, where a device has its shard alone "
+                "(of a penalty on weights make weight decay, in the optimizer; or leave that module out of units=)"
+            )
     return None
 
 

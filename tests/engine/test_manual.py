@@ -308,6 +308,30 @@ def test_on_one_device_the_step_is_that_of_engine_auto(storage):
         assert numbers[0] == numbers[1]
 
 
+def decayed(model, batch):
+    """A penalty on all weights, through the tree: past every guard of single variables."""
+    out = square(model, batch)
+    penalty = sum((leaf**2).sum() for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return jfsdp.Loss(out.total + penalty * out.weight, out.weight)
+
+
+def peeked(model, batch):
+    out = square(model, batch)
+    return jfsdp.Loss(out.total + model.blocks[1].up.kernel.sum() * out.weight, out.weight)
+
+
+@pytest.mark.parametrize("loss", [decayed, peeked])
+@pytest.mark.parametrize("storage", ["per_parameter", "flat"])
+def test_a_weight_that_is_read_outside_its_units_calls_is_refused_since_a_device_has_a_shard_of_it(loss, storage):
+    source = lambda rngs: Chain(rngs, "once")  # noqa: E731
+    with pytest.raises(ValueError, match=r"blocks.*is read outside the calls of its unit 'blocks\.\d'.*weight decay"):
+        train(source, loss, [rows()], engine="manual", storage=storage)
+    whole = train(source, loss, [rows()], strategy="ddp")
+    assert_close(train(source, loss, [rows()], engine="manual", strategy="ddp"), whole)
+    groups = {"strategy": "hybrid_shard", "mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
+    assert_close(train(source, loss, [rows()], **groups)[1]["loss"], whole[1]["loss"])
+
+
 def test_gradients_are_summed_in_reduce_dtype():
     """Sums of eight bfloat16 gradients: in float32 they are those of float32, but for the rounding of each."""
 

@@ -186,7 +186,7 @@ def test_a_donated_state_is_refused_before_it_reaches_xla(model):
 
 def test_a_state_of_another_strategy_is_refused(model):
     other = make(strategy="ddp").init(TX)
-    with pytest.raises(ValueError, match=r"another layout \(ddp on fsdp=8: .* than this step \(full_shard"):
+    with pytest.raises(ValueError, match=r"another layout \(ddp on fsdp=8: .* than this model \(full_shard"):
         model.train_step(token_loss, TX)(other, make_batches(1)[0])
 
 
