@@ -70,10 +70,8 @@ class Weights:
 
     def gather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
         """Gather from shards."""
-        stored = stored_shards(self.engine.layout, call.shards)
-        shards = {
-            name: at(self.source[name], iteration) if gone else self.source[name] for name, gone in stored.items()
-        }
+        values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
+        shards = {name: at(value, iteration) if gone else value for name, gone, value in values}
         return self.movement(call).gather(after(shards, tie))
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:

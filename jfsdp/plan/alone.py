@@ -17,6 +17,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays, Traced, apply_remat, is_inexact, linearize, part, trace_unit, weave
 from jfsdp.layout.table import Layout
@@ -170,7 +171,7 @@ def _split_saved(linear: Any, outs: list[Any]) -> tuple[int, int]:
     inputs = set(linear.jaxpr.invars)
     saved = shared = 0
     residuals = zip(linear.jaxpr.outvars[linear.num_out :], linear.kinds, strict=True)
-    for var in {var for var, kind in residuals if kind == "saved" and not hasattr(var, "val")}:
+    for var in {var for var, kind in residuals if kind == "saved" and not is_literal(var)}:
         if var in inputs and (var.aval.shape, var.aval.dtype) not in handed_on:
             shared += size_of([var.aval])
         else:
