@@ -35,9 +35,10 @@ def save(path: Any, state: TrainState, *, extra: Any = None) -> None:
     """
     import orbax.checkpoint as ocp
 
-    path, state = Path(path).absolute(), by_leaf(state)
+    path = Path(path).absolute()
     if path.exists():
         raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
+    state = by_leaf(state)
     check_space(path, state)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer, readable_errors(path):
         writer.save(path, save_args(state, extra))

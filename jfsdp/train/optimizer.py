@@ -19,7 +19,7 @@ import optax
 from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.roles import Role, Roles, abstract_opt_state, dotted, opt_state_by_leaf, pack_opt_state
+from jfsdp.train.roles import Role, Roles, dotted, opt_state_by_leaf, pack_opt_state, pack_roles
 
 
 def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -35,7 +35,8 @@ def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax
     """
     layout = engine.layout
     padded = {leaf.path: leaf for leaf in layout.leaves if leaf.padding}
-    stored, roles = abstract_opt_state(layout, tx)[1], opt_state_by_leaf(layout, tx)[1]
+    shapes, roles = opt_state_by_leaf(layout, tx)
+    stored = pack_roles(layout, shapes, roles)[1]
 
     def init(params: Any) -> Any:
         return pack_opt_state(layout, roles, roles.map(pad_state, tx.init(cut(params))))

@@ -110,8 +110,7 @@ class Roles:
 
 def abstract_opt_state(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
     """Return the shapes of an optimizer's state as it is stored, and the role of each of its arrays. Moves no data."""
-    shapes, roles = opt_state_by_leaf(layout, tx)
-    return pack_roles(layout, shapes, roles) if layout.buffers else (shapes, roles)
+    return pack_roles(layout, *opt_state_by_leaf(layout, tx))
 
 
 def opt_state_by_leaf(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
@@ -141,6 +140,8 @@ def pack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles
 
     Moves no data.
     """
+    if not layout.buffers:
+        return opt_state, roles
     packed = jax.eval_shape(functools.partial(pack_opt_state, layout, roles), opt_state)
     return packed, _named_roles(layout, packed, roles)
 
