@@ -14,17 +14,16 @@ replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metric
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from jfsdp.train.run.lock import InUseError, Lock
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
@@ -47,7 +46,7 @@ def newest_run_dir(name: str, root: str = "runs") -> Path:
 def checkpoint_steps(run_dir: Path) -> list[int]:
     """List the complete checkpoints of a run without opening them."""
     directory = run_dir / "checkpoints"
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit()) if directory.is_dir() else []
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal()) if directory.is_dir() else []
 
 
 def check_writable(run_dir: Path) -> None:
@@ -94,7 +93,7 @@ def resume_step(run_dir: Path, resume: str) -> int:
     steps = checkpoint_steps(run_dir)
     if resume == "auto":
         return steps[-1] if steps else 0
-    if not resume.isdigit():
+    if not resume.isdecimal():
         raise ValueError(f"--resume {resume!r} is neither auto nor a step")
     if int(resume) not in steps:
         there = ", ".join(map(str, steps)) or "none"
@@ -142,12 +141,16 @@ def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
         )
 
 
-def rewind(run_dir: Path, step: int) -> None:
+def rewind(run_dir: Path, step: int) -> Path | None:
     """Make `step` the last of a run: later checkpoints are put aside, later lines leave metrics.jsonl.
 
     Nothing is lost: both go to `replaced-N`, if a checkpoint is concerned. Lines alone, which a run wrote after its
     last checkpoint and before it was killed, are dropped: they are about to be written again.
+
+    Returns:
+      Where things were put aside; None if nothing was.
     """
+    aside = None
     later = [other for other in checkpoint_steps(run_dir) if other > step]
     metrics = run_dir / "metrics.jsonl"
     if later:
@@ -159,6 +162,7 @@ def rewind(run_dir: Path, step: int) -> None:
             os.replace(run_dir / "checkpoints" / str(other), aside / str(other))
     if metrics.exists():
         _truncate(metrics, step)
+    return aside
 
 
 def _truncate(metrics: Path, step: int) -> None:
@@ -183,34 +187,13 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     Raises:
       ValueError: if another process holds it; names it.
     """
-    path = run_dir / "lock"
-    with path.open("a+") as file:
-        if not _lock(file) or not _is_still(path, file):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ValueError(
-                f"run directory {str(run_dir)!r} is in use by {holder}; wait for it, stop it, or name another --run-dir"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _lock(file: Any) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-            raise  # else: a file system without locks, on which users have to take care themselves
-    return True
-
-
-def _is_still(path: Path, file: Any) -> bool:
-    """Tell whether the locked file is the one at `path`: the holder before may just have removed it."""
-    return path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino
+        lock = Lock(run_dir / "lock")
+    except InUseError as error:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} is in use by {error}; wait for it, stop it, or name another --run-dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,123 @@
+"""A digest of every file of a checkpoint, so that a flipped bit is told and not restored.
+
+TensorStore checks no values that it reads (orbax 0.12.8: 30 of 30 flips came back as wrong numbers). SHA-256, in the
+form of `sha256sum`: processors compute it at 1 to 2 GB/s and core, several files at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jfsdp.checkpoint.files import ARRAYS, SUMS, damaged, write_text
+
+Digests = dict[str, str]
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def list_files(path: Path) -> list[str]:
+    """List the files below a directory, as paths relative to it, but for the digests themselves."""
+    found = (Path(where) / name for where, _, names in os.walk(path) for name in names)
+    return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
+
+
+def hash_files(
+    path: Path, names: Iterable[str], on_done: Callable[[str, int], None] = lambda name, num_bytes: None
+) -> Digests:
+    """Hash files, several at once; one that cannot be read gets an empty digest.
+
+    Args:
+      on_done: called with each file's name and bytes.
+    """
+
+    def one(name: str) -> tuple[str, str]:
+        try:
+            with (path / name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                on_done(name, os.fstat(file.fileno()).st_size)
+                return name, digest
+        except OSError:
+            on_done(name, 0)
+            return name, ""
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(pool.map(one, names))
+
+
+def write_digests(path: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of a checkpoint's files, and behind them a digest of these lines."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    write_text(path / SUMS, f"{lines}# {_digest(lines)}\n")
+
+
+def read_digests(path: Path) -> Digests:
+    """Read the digests of a checkpoint's files.
+
+    Raises:
+      ValueError: if there are none, or they are themselves damaged.
+    """
+    try:
+        lines, mark, own = (path / SUMS).read_text(encoding="utf-8").rpartition("# ")
+    except FileNotFoundError:
+        raise damaged(path, f"{SUMS} is missing") from None
+    except ValueError:
+        lines, mark, own = "", "", ""
+    if not mark or own != f"{_digest(lines)}\n":
+        raise damaged(path, f"{SUMS} is not as it was written")
+    return {name: digest for digest, name in (line.split("  ", 1) for line in lines.splitlines())}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_of(name: str, parts: Iterable[str]) -> bool:
+    """Tell whether a file is needed to read these parts of the state; what belongs to none of them is needed by all."""
+    room, _, below = name.partition("/")
+    part, _, file = below.partition("/")
+    return room != ARRAYS or not file or part in parts
+
+
+def find_unnamed(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
+    """Return a line for each part of the state of which no file has a digest."""
+    missing = (part for part in parts if not any(name.startswith(f"{ARRAYS}/{part}/") for name in digests))
+    return [f"{SUMS} names no file of {ARRAYS}/{part}" for part in missing]
+
+
+def find_damage(
+    path: Path,
+    names: Iterable[str],
+    digests: Mapping[str, str],
+    on_done: Callable[[str, int], None] = lambda name, num_bytes: None,
+) -> list[str]:
+    """Compare files with their digests; return a line for each that is missing or is not as it was written."""
+    found = hash_files(path, names, on_done)
+    problems = []
+    for name, digest in found.items():
+        if not digest:
+            reason = "cannot be read" if (path / name).exists() else "is missing"
+            problems.append(f"{name} {reason}")
+        elif digest != digests[name]:
+            problems.append(f"{name} is not as it was written (its SHA-256 differs)")
+    return problems
+
+
+def check_documents(path: Path) -> None:
+    """Check the files that say what a checkpoint holds, before any of them is believed.
+
+    Raises:
+      ValueError: naming those that are damaged. Where there are no digests, nothing is checked.
+    """
+    if (path / SUMS).is_file():
+        digests = read_digests(path)
+        raise_damage(path, find_damage(path, [name for name in digests if is_of(name, ())], digests))
+
+
+def raise_damage(path: Path, problems: Sequence[str]) -> None:
+    """Raise an error that names what is damaged, if anything is."""
+    if problems:
+        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        raise damaged(path, shown)

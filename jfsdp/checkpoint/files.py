@@ -1,0 +1,166 @@
+"""What a checkpoint is on disk.
+
+    <path>/                      a step of a run, or what `save` was given
+      arrays/params/ ...         orbax: the arrays, a directory for each part of the state
+      manifest.json              format, names, logical shapes and dtypes of all arrays, step, metrics, versions
+      layout.json                the layout it was saved from, to read
+      config.json, extra.json    the caller's: how the run was configured, and where each process stood in the data
+      SHA256SUMS                 a digest of every other file; `sha256sum -c SHA256SUMS` checks them without jfsdp
+
+A step is written as `<path>.jfsdp-tmp` and renamed when the last of these files is on the disk, so a directory without
+that suffix is whole, whenever a process was killed. Checkpoints of format 1 (no digests, arrays in `state/`) are read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2
+ARRAYS, MANIFEST, LAYOUT, CONFIG, EXTRA, SUMS = (
+    "arrays",
+    "manifest.json",
+    "layout.json",
+    "config.json",
+    "extra.json",
+    "SHA256SUMS",
+)
+UNFINISHED = ".jfsdp-tmp"
+
+
+class DamagedError(ValueError):
+    """A checkpoint that is not as it was written; the message names the files."""
+
+
+def damaged(path: Any, what: str) -> DamagedError:
+    """Return the error for a checkpoint in which something is not as it was written."""
+    remedy = "restore another step (--resume STEP), or an older one with fall_back=True (--fall-back)"
+    return DamagedError(f"checkpoint {path}: is damaged: {what}; {remedy}")
+
+
+_OLD_ARRAYS, _OLD_MANIFEST = "state", Path("manifest") / "metadata"
+
+
+def part_of(name: str) -> str:
+    """Return the directory below `arrays` that holds an array: so that who wants parameters alone reads no moments."""
+    first, _, rest = name.partition(".")
+    return first if rest and first in ("params", "opt_state", "model_state") else "counters"
+
+
+def arrays_path(path: Path, manifest: dict[str, Any], name: str) -> Path:
+    """Return the directory of orbax that holds an array of a checkpoint."""
+    return path / _OLD_ARRAYS if manifest["format"] == 1 else path / ARRAYS / part_of(name)
+
+
+def make_manifest(
+    arrays: Mapping[str, Mapping[str, Any]], *, step: int | None, metrics: Mapping[str, float], num_processes: int
+) -> dict[str, Any]:
+    """Say what a checkpoint holds.
+
+    Args:
+      arrays: by name, its logical shape, dtype and `key_impl`.
+    """
+    import jax
+
+    return {
+        "format": FORMAT,
+        "step": step,
+        "metrics": dict(metrics),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"jax": jax.__version__, "orbax": importlib.metadata.version("orbax-checkpoint")},
+        "num_processes": num_processes,
+        "arrays": dict(arrays),
+    }
+
+
+def read_manifest(path: Any) -> dict[str, Any]:
+    """Read what a checkpoint says about itself: arrays, step, metrics, and from beside it layout, config and extra.
+
+    Raises:
+      ValueError: if the directory is no complete checkpoint, is damaged, or of a newer format.
+    """
+    path = Path(path)
+    if (path / _OLD_MANIFEST).is_file():
+        manifest = read_json(path, _OLD_MANIFEST) | {"config": None, "metrics": None}
+        extra = manifest["extra"]
+        manifest["extra"] = extra if isinstance(extra, list) else [extra]
+    elif (path / MANIFEST).is_file():
+        manifest = read_json(path, MANIFEST)
+    elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
+        raise damaged(path, f"{MANIFEST} is missing")
+    else:
+        steps = [step.name for step in step_paths(path)[-4:]]
+        which = f"; it is a run, with steps such as {', '.join(steps)}" if steps else ""
+        raise ValueError(
+            f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run{which}"
+        )
+    found = manifest.get("format")
+    if found not in (1, FORMAT):
+        raise ValueError(
+            f"checkpoint {path}: has format {found}; this version of jfsdp reads 1 to {FORMAT}: a newer one wrote it, "
+            "so upgrade jfsdp to read it"
+        )
+    if found == FORMAT:
+        documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
+        manifest |= {name: read_json(path, file) for name, file in documents.items()}
+    return manifest
+
+
+def step_paths(directory: Path) -> list[Path]:
+    """List the complete steps of a run, oldest first."""
+    named = (path for path in directory.glob("*") if path.name.isdecimal() and path.name == str(int(path.name)))
+    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name))
+
+
+def read_json(path: Path, name: Any) -> Any:
+    """Read one of the documents of a checkpoint.
+
+    Raises:
+      ValueError: if it is missing or damaged.
+    """
+    try:
+        return json.loads((path / name).read_bytes())
+    except FileNotFoundError:
+        raise damaged(path, f"{name} is missing") from None
+    except ValueError as error:
+        raise damaged(path, f"{name} ({error})") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a document, onto the disk and not only into its cache."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, onto the disk and not only into its cache."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Put a file onto the disk, whoever wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no directories
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,180 @@
+"""A model's layers, stacked in one array or in a list, read in the form that is wanted.
+
+The layers of a stack are told by names alone: `layers.attn.kernel [L ...]` is `layers.0.attn.kernel` to
+`layers.<L-1>.attn.kernel`, and in flax.linen `h.kernel` is `h_0.kernel` and on. Only names that would be missing are
+looked for in the other form; a list counts only if it is whole, and a stack is used up only if all of its rows are
+wanted: where a model has fewer layers than the checkpoint, the stack stays extra.
+
+Optimizers have states of one element for leaves that need none (optax's `scale_by_factored_rms`: [1], for a stack and
+for a layer alike): such a state is the same in both forms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.checkpoint.source import Index, Source
+
+_NUMBER = re.compile(r"(?P<mark>[._])(?P<number>\d+)(?=\.|$)")
+
+
+class OtherLayers:
+    """A source under the names that somebody wants, where that one has stacks for lists or lists for stacks.
+
+    Args:
+      source: the arrays that there are.
+      wanted: the names that are wanted; or by name what is, with its shape.
+    """
+
+    def __init__(self, source: Source, wanted: Iterable[str] | Mapping[str, Any]):
+        self._source = source
+        self._members = _members(source.arrays)
+        missing = [name for name in wanted if name not in source.arrays]
+        shapes = {name: tuple(wanted[name].shape) for name in missing} if isinstance(wanted, Mapping) else {}
+        same = {name: found for name in missing if (found := self._find_same(name, shapes.get(name)))}
+        rest = [name for name in missing if name not in same]
+        stacks = {name: stack for name in rest if (stack := self._find_stack(name))}
+        slices = {name: at for name in rest if (at := _find_slice(name, source.arrays))}
+        taken = {member for group in (*stacks.values(), *same.values()) for member in group}
+        taken |= _used_up(slices.values(), source.arrays)
+        self._stacks, self._slices, self._same = stacks, slices, {name: group[0] for name, group in same.items()}
+        arrays = {name: array for name, array in source.arrays.items() if name not in taken}
+        arrays |= {name: _stack_shape(source.arrays, stack) for name, stack in stacks.items()}
+        arrays |= {name: _row_shape(source.arrays[stack]) for name, (stack, _) in slices.items()}
+        arrays |= {name: source.arrays[other] for name, other in self._same.items()}
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = arrays
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return the names under which the source has an array."""
+        if name in self._stacks:
+            return self._stacks[name]
+        if name in self._same:
+            return (self._same[name],)
+        return (self._slices[name][0],) if name in self._slices else (name,)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        if name in self._slices:
+            stack, row = self._slices[name]
+            return self._source.read(stack, (slice(row, row + 1), *index))[0]
+        if name not in self._stacks:
+            return self._source.read(self._same.get(name, name), index)
+        layers, *rest = index
+        members = self._stacks[name][layers]
+        out = np.empty((len(members), *(part.stop - part.start for part in rest)), self.arrays[name].dtype)
+        for place, member in enumerate(members):
+            out[place] = self._source.read(member, tuple(rest))
+        return out
+
+    def _find_same(self, name: str, shape: tuple[int, ...] | None) -> tuple[str, ...] | None:
+        """Return the names of an optimizer's state of one element that is no array of layers in either form."""
+        if shape != (1,) or not name.startswith("opt_state."):
+            return None
+        whole = _find_whole(name, self._source.arrays)
+        found = (whole,) if whole else self._find_stack(name)
+        return found if found and self._source.arrays[found[0]].shape == shape else None
+
+    def _find_stack(self, name: str) -> tuple[str, ...] | None:
+        """Return the names of a whole list of layers that a wanted stack is made of."""
+        members = self._members.get(name, {})
+        shapes = {(self._source.arrays[m].shape, self._source.arrays[m].dtype) for m in members.values()}
+        if len(shapes) != 1 or sorted(members) != list(range(len(members))):
+            return None
+        return tuple(members[number] for number in range(len(members)))
+
+
+def _members(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Group names that have a number in them by the name without it: stack -> number -> name.
+
+    A stack that two names have the same place in is left out: `a.0.1` without its first number, and `a.1.0` without its
+    second, are both `a.1` 0, and which of them it is nobody can tell.
+    """
+    found: dict[str, dict[int, str]] = {}
+    unclear: set[str] = set()
+    for name in names:
+        for match in _NUMBER.finditer(name):
+            stack = name[: match.start()] + name[match.end() :]
+            if found.setdefault(stack, {}).setdefault(int(match["number"]), name) != name:
+                unclear.add(stack)
+    return {stack: members for stack, members in found.items() if stack not in unclear}
+
+
+def stack_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
+    """Return names with the members of a list of layers, `layers.0.attn` or `layers_0.attn`, replaced by their stacks.
+
+    Raises:
+      ValueError: if there is no such list, one is not whole, or its members differ in shape.
+    """
+    member = re.compile(rf"(^|.*\.){re.escape(layers.rstrip('_'))}[._](\d+)(\..*|$)")
+    found: dict[str, dict[int, str]] = {}
+    stack_of: dict[str, str] = {}
+    for name in arrays:
+        if match := member.match(name):
+            stack_of[name] = f"{match[1]}{layers.rstrip('_')}{match[3]}"
+            found.setdefault(stack_of[name], {})[int(match[2])] = name
+    if not found:
+        raise ValueError(f"stack={layers!r}: no array is called {layers}.0 or {layers}_0, or stands below it")
+    for stack, members in found.items():
+        shapes = {(arrays[name].shape, arrays[name].dtype) for name in members.values()}
+        if len(shapes) > 1 or sorted(members) != list(range(len(members))):
+            raise ValueError(f"stack={layers!r}: the layers of {stack} are not all there, or not all alike")
+    return list(dict.fromkeys(stack_of.get(name, name) for name in arrays))
+
+
+def list_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
+    """Return names with the stacks below `layers` replaced by the names of their members.
+
+    Raises:
+      ValueError: if there is no such stack, or arrays below it have different numbers of layers.
+    """
+    name_of, mark = layers.rstrip("_"), "_" if layers.endswith("_") else "."
+    below = re.compile(rf"(^|.*\.){re.escape(name_of)}(\..*|$)")
+    stacks = {name: match for name in arrays if (match := below.match(name)) and not re.match(r"\.\d+(\.|$)", match[2])}
+    numbers = {name: (arrays[name].shape or (0,))[0] for name in stacks}
+    if not stacks or len(set(numbers.values())) > 1:
+        shown = ", ".join(f"{name} {number}" for name, number in list(numbers.items())[:6])
+        why = f"arrays have different numbers of layers ({shown})" if stacks else "no array stands below it"
+        raise ValueError(f"unstack={layers!r}: {why}; skip= leaves arrays out")
+    out: list[str] = []
+    for name in arrays:
+        match = stacks.get(name)
+        rows = range(numbers[name]) if match else ()
+        out += [f"{match[1]}{name_of}{mark}{row}{match[2]}" for row in rows] if match else [name]
+    return out
+
+
+def _find_slice(name: str, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, int] | None:
+    """Return the stack and the row in it that a wanted member of a list is, if there is one and no more than one."""
+    found = set()
+    for match in _NUMBER.finditer(name):
+        stack, row = name[: match.start()] + name[match.end() :], int(match["number"])
+        if stack in arrays and arrays[stack].shape and row < arrays[stack].shape[0]:
+            found.add((stack, row))
+    return found.pop() if len(found) == 1 else None
+
+
+def _used_up(slices: Iterable[tuple[str, int]], arrays: Mapping[str, jax.ShapeDtypeStruct]) -> set[str]:
+    """Return the stacks all of whose rows are wanted."""
+    rows: dict[str, set[int]] = {}
+    for stack, row in slices:
+        rows.setdefault(stack, set()).add(row)
+    return {stack for stack, wanted in rows.items() if len(wanted) == arrays[stack].shape[0]}
+
+
+def _find_whole(name: str, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> str | None:
+    """Return the stack that a wanted member of a list belongs to, whatever its shape."""
+    stacks = (name[: match.start()] + name[match.end() :] for match in _NUMBER.finditer(name))
+    return next((stack for stack in stacks if stack in arrays), None)
+
+
+def _stack_shape(arrays: Mapping[str, jax.ShapeDtypeStruct], stack: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+    first = arrays[stack[0]]
+    return jax.ShapeDtypeStruct((len(stack), *first.shape), first.dtype)
+
+
+def _row_shape(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)

@@ -1,0 +1,35 @@
+"""What a path on the command line means: a checkpoint, a run with several, or a step of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jfsdp.checkpoint.files import ARRAYS, MANIFEST, SUMS, step_paths
+
+
+def find_checkpoints(path: Any) -> list[Path]:
+    """Return the checkpoints that a path names, oldest first: itself, or all steps of a run.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    path = Path(path).expanduser().absolute()
+    if any((path / name).exists() for name in (MANIFEST, SUMS, ARRAYS)) or (path / "manifest" / "metadata").exists():
+        return [path]
+    for directory in (path, path / "checkpoints"):
+        if steps := step_paths(directory):
+            return steps
+    what = "is not there" if not path.exists() else "is no checkpoint and holds none"
+    raise ValueError(
+        f"checkpoint {path}: {what}; pass a directory that jfsdp.save wrote, a step of a run, or the directory of a run"
+    )
+
+
+def find_checkpoint(path: Any) -> Path:
+    """Return the checkpoint that a path names; of a run the newest.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    return find_checkpoints(path)[-1]

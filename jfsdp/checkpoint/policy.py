@@ -1,0 +1,115 @@
+"""When a run saves, and which checkpoints it keeps: plain data, decided without reading an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from jfsdp.checkpoint.processes import only_first
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """Keep the best checkpoints by a metric that is given to `save`.
+
+    Attributes:
+      metric: its name, such as "eval_loss".
+      mode: "min" or "max": which end is best.
+      num: how many.
+    """
+
+    metric: str
+    mode: str = "min"
+    num: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"keep_best mode {self.mode!r} must be 'min' or 'max'")
+        if self.num < 1:
+            raise ValueError(f"keep_best num={self.num} must be at least 1")
+
+
+def parse_best(text: str) -> KeepBest:
+    """Read `METRIC[:min|max[:N]]`.
+
+    Raises:
+      ValueError: if it is not of this form.
+    """
+    metric, *rest = text.split(":")
+    if not metric or len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
+        raise ValueError(f"keep_best {text!r} is not METRIC[:min|max[:N]], such as eval_loss or eval_correct:max:2")
+    return KeepBest(metric, rest[0] if rest else "min", int(rest[1]) if len(rest) == 2 else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay; what any of these keeps, stays.
+
+    Attributes:
+      last: the newest so many; None keeps all.
+      every: those whose step is a multiple of this.
+      best: the best by a metric. Steps that were saved without it are not among the best.
+    """
+
+    last: int | None = 3
+    every: int | None = None
+    best: KeepBest | None = None
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"keep={self.last} must be at least 1, or None to keep all checkpoints")
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"keep_every={self.every} must be at least 1, or None")
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps to keep, in order.
+
+        Args:
+          metrics: by step, what was given to `save`.
+        """
+        steps = sorted(metrics)
+        if self.last is None:
+            return steps
+        stay = set(steps[-self.last :])
+        stay |= {step for step in steps if self.every and step % self.every == 0}
+        return sorted(stay | set(self._best(metrics)))
+
+    def _best(self, metrics: Mapping[int, Mapping[str, float]]) -> Sequence[int]:
+        """Return the best steps; of equals the later one; a metric that is not a number is never best."""
+        if self.best is None:
+            return ()
+        sign = 1 if self.best.mode == "min" else -1
+        values = {step: found[self.best.metric] for step, found in metrics.items() if self.best.metric in found}
+        comparable = [step for step, value in values.items() if value == value]
+        return sorted(comparable, key=lambda step: (sign * values[step], -step))[: self.best.num]
+
+
+class Period:
+    """When to save: every so many steps, and every so many minutes since the last save.
+
+    Args:
+      steps, minutes: 0 for never.
+    """
+
+    def __init__(self, steps: int = 0, minutes: float = 0):
+        if steps < 0 or minutes < 0:
+            raise ValueError(f"checkpoint_every={steps} and checkpoint_minutes={minutes} must be 0 (never) or positive")
+        self.steps, self.minutes = steps, minutes
+        self.restart()
+
+    def restart(self) -> None:
+        """Count minutes from now."""
+        self._since = time.monotonic()
+
+    def is_due(self, step: int, *, may_gather: bool = True) -> bool:
+        """Tell whether to save after a step. Every process calls this and gets the same answer.
+
+        Args:
+          may_gather: whether processes may wait for each other here; the minutes of several are looked at only then.
+        """
+        if self.steps and step % self.steps == 0:
+            return True
+        if not self.minutes or not may_gather:
+            return False
+        return bool(only_first(lambda: time.monotonic() - self._since >= 60 * self.minutes))

@@ -1,0 +1,208 @@
+"""Named arrays that can be read by slices, wherever they come from.
+
+A checkpoint of ours, safetensors files, a PyTorch checkpoint and a live state all look like this to whoever restores,
+converts, compares or exports: names, logical shapes and dtypes, known before anything is read, and a read of one slice
+of one array. A mapping of names is again a source, over another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+Index = tuple[slice, ...]
+_T = TypeVar("_T")
+
+
+class Source(Protocol):
+    """Arrays by name, read by slices. Reading may happen in several threads at once."""
+
+    @property
+    def arrays(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return logical shape and dtype of every array, by name."""
+        ...
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one array, in the dtype that it is stored in, into memory of its own.
+
+        Args:
+          index: a slice for each dim, with start and stop inside the array and no step; `()` for a scalar.
+        """
+        ...
+
+
+def everything(array: Any) -> Index:
+    """Return the index that reads a whole array."""
+    return tuple(slice(0, size) for size in array.shape)
+
+
+def read_whole(source: Source, name: str) -> np.ndarray:
+    """Read all of one array."""
+    return source.read(name, everything(source.arrays[name]))
+
+
+PIECE_BYTES = 16 << 20
+"""What streams arrays handles pieces of at most about this size."""
+
+
+def pieces_of(array: Any, limit: int = PIECE_BYTES) -> Iterator[Index]:
+    """Cut an array into pieces of at most `limit` bytes, as checkpoints are cut into chunks."""
+    return grid(tuple(array.shape), cell_of(tuple(array.shape), array.dtype.itemsize, limit))
+
+
+def cell_of(
+    block: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES, *, shape: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Return the shape of pieces of at most `limit` bytes that a block is cut into.
+
+    Leading dims are cut first, since layers are wanted one by one, and then the longer of the last two: a matrix is
+    read by rows as well as by columns, which are rows where it stands transposed.
+
+    Args:
+      shape: of the array that the block is a part of; dims that the block has a part of are divided without remainder,
+        so that no piece lies in two blocks.
+    """
+    sizes, whole = list(block), shape or block
+    while math.prod(sizes) * itemsize > limit:
+        leading = (dim for dim in range(len(sizes) - 2) if sizes[dim] > 1)
+        cut = [-(-n // 2) if n_of == n_all else _largest_divisor(n) for n, n_of, n_all in zip(sizes, block, whole)]
+        last = range(len(sizes))[-2:]
+        # Of a prime size 1 is all that is left, and pieces of one row would be too many: then the other dim is cut.
+        dim = next(leading, max(last, key=lambda dim: (sizes[dim] > 1, cut[dim] / sizes[dim] > 1 / 8, sizes[dim])))
+        sizes[dim] = cut[dim]
+    return tuple(sizes)
+
+
+def _largest_divisor(size: int) -> int:
+    """Return the largest proper divisor."""
+    return next((size // low for low in range(2, math.isqrt(size) + 1) if size % low == 0), 1)
+
+
+def grid(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Index]:
+    """Return where the pieces of this shape lie; none in an empty array."""
+    if not math.prod(shape):
+        return
+    starts = (range(0, size, step) for size, step in zip(shape, cell, strict=True))
+    for corner in itertools.product(*starts):
+        yield tuple(slice(at, min(at + step, size)) for at, step, size in zip(corner, cell, shape, strict=True))
+
+
+def contiguous(block: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """Return a block as C-contiguous memory; a transposed one is copied by tiles, three times as fast as numpy does."""
+    dtype = np.dtype(block.dtype if dtype is None else dtype)
+    if block.ndim < 2 or block.strides[-1] <= block.itemsize or block.flags.c_contiguous:
+        return np.ascontiguousarray(block, dtype).reshape(block.shape)
+    out = np.empty(block.shape, dtype)
+    for index in grid(block.shape, (1,) * (block.ndim - 2) + (_TILE, _TILE)):
+        out[index] = block[index]
+    return out
+
+
+_TILE = 64
+
+
+def read_ahead(tasks: Iterable[Callable[[], _T]], ahead: int) -> Iterator[_T]:
+    """Run tasks in threads and yield what they return, in order; `ahead` run or wait while one is dealt with."""
+    pool, running = ThreadPoolExecutor(ahead), deque[Future[_T]]()
+    try:
+        for task in tasks:
+            running.append(pool.submit(task))
+            if len(running) > ahead:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """Some of the arrays of a source."""
+
+    source: Source
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self.source.read(name, index)
+
+
+class Prefixed:
+    """The arrays of a source under names with something before them."""
+
+    def __init__(self, source: Source, prefix: str):
+        self._source, self._prefix = source, prefix
+        self.arrays = {prefix + name: array for name, array in source.arrays.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._source.read(name.removeprefix(self._prefix), index)
+
+
+class Unprefixed:
+    """The arrays of a source below a name, without that."""
+
+    def __init__(self, source: Source, prefix: str):
+        self._source, self._prefix = source, prefix
+        found = source.arrays.items()
+        self.arrays = {name.removeprefix(prefix): array for name, array in found if name.startswith(prefix)}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._source.read(self._prefix + name, index)
+
+
+class Recast:
+    """A source some of whose arrays come in other dtypes."""
+
+    def __init__(self, source: Source, dtypes: Mapping[str, Any]):
+        self._source, self._dtypes = source, dtypes
+        self.arrays = {
+            name: jax.ShapeDtypeStruct(array.shape, dtypes.get(name, array.dtype))
+            for name, array in source.arrays.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one array.
+
+        Raises:
+          ValueError: if a value is beyond the range of the dtype.
+        """
+        block = self._source.read(name, index)
+        if name not in self._dtypes:
+            return block
+        with np.errstate(over="ignore"):
+            cast = block.astype(self._dtypes[name], copy=False)
+        check_range(name, block, cast)
+        return cast
+
+
+def check_range(name: str, block: np.ndarray, cast: np.ndarray) -> None:
+    """Refuse a cast to which finite values are no longer finite.
+
+    Raises:
+      ValueError: naming the array and its largest value.
+    """
+    if cast.dtype == block.dtype or cast.dtype.itemsize > block.dtype.itemsize or _is_finite(cast):
+        return
+    was_finite = np.isfinite(block)
+    if (was_finite & ~np.isfinite(cast)).any():
+        largest = float(np.abs(block[was_finite]).astype(np.float64).max())
+        raise ValueError(
+            f"{name}: has values up to {largest:.4g}, beyond the range of {cast.dtype}; take bfloat16 or float32"
+        )
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Tell whether no value is infinite or NaN, a part at a time: a mask of all of them would be a third copy."""
+    flat = values.reshape(-1) if values.flags.c_contiguous else values.T.reshape(-1)
+    parts = range(0, flat.size, _CHECKED_ELEMENTS)
+    return all(bool(np.isfinite(flat[start : start + _CHECKED_ELEMENTS]).all()) for start in parts)
+
+
+_CHECKED_ELEMENTS = 1 << 16

@@ -1,0 +1,57 @@
+"""A file that one process holds as long as it lives, so that two runs do not write into one place."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+from pathlib import Path
+from typing import IO
+
+
+class InUseError(ValueError):
+    """Another process holds the lock; its message says which."""
+
+
+class Lock:
+    """A lock file, held from when this is made until `release`, or until the process ends.
+
+    Raises:
+      InUseError: if another process holds it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = path.open("a+")
+        if not _lock(self._file) or not self._is_still():
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise InUseError(holder)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Give the lock up and remove the file."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _is_still(self) -> bool:
+        """Tell whether the locked file is the one at its path: the holder before may just have removed it."""
+        try:
+            return os.fstat(self._file.fileno()).st_ino == self._path.stat().st_ino
+        except FileNotFoundError:
+            return False
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+            raise  # else: a file system without locks, on which users have to take care themselves
+    return True
