@@ -1,85 +1,141 @@
-"""The checkpoints of a run: asynchronous saves by step, the newest kept, each complete or not listed."""
+"""The checkpoints of a run: asynchronous saves by step, the chosen ones kept, each complete or not listed."""
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import time
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from jfsdp.checkpoint.store import check_space, read_manifest, readable_errors, restore, save_args
+from jfsdp.checkpoint.errors import check_path, check_writable, readable_errors
+from jfsdp.checkpoint.files import UNFINISHED, DamagedError, read_manifest, step_paths
+from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
+from jfsdp.checkpoint.processes import only_first
+from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
+from jfsdp.train.run.lock import InUseError, Lock
 from jfsdp.train.state import TrainState
-from jfsdp.train.storage import by_leaf
 
-_DELETED = "to-delete"
+_DELETED, _LOCK = "to-delete", "lock"
 
 
 class Checkpointer:
     """Checkpoints in `directory/<step>`, written in the background.
 
-    A save copies this process's shards to host memory and returns; the files appear under a temporary name and are
-    renamed once complete, so a listed step is a whole one. Older steps are deleted only after a newer one is
-    complete, and moved aside first: a process that is killed in between leaves no half of a step. A state in flat
-    storage is copied leaf by leaf on the devices first.
+    A save copies to the host what this process writes and returns; the files appear under a temporary name and are
+    renamed once all are there with their digests, so a listed step is a whole one. Older steps are deleted only after
+    a newer one is complete, and moved aside first: a process that is killed in between leaves no half of a step.
 
     Args:
-      directory: where steps stand; made if it is missing.
+      directory: where steps stand; made if it is missing. One writer at a time.
       keep: how many of the newest steps to keep; None keeps all.
+      keep_every: keep, beside these, every step that is a multiple of this.
+      keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`, or a `KeepBest`.
+      every_steps, every_minutes: when `is_due` says that it is time to save; 0: never.
 
     Raises:
       OSError: if the directory cannot be made or written to.
+      ValueError: for policies that make no sense, and a path that cannot be written to.
     """
 
-    def __init__(self, directory: Any, keep: int | None = 3):
-        import orbax.checkpoint as ocp
-
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} must be at least 1, or None to keep all checkpoints")
+    def __init__(
+        self,
+        directory: Any,
+        keep: int | None = 3,
+        *,
+        keep_every: int | None = None,
+        keep_best: KeepBest | str | None = None,
+        every_steps: int = 0,
+        every_minutes: float = 0,
+    ):
+        best = parse_best(keep_best) if isinstance(keep_best, str) else keep_best
+        self._period = Period(every_steps, every_minutes)
+        self._keep = Keep(last=keep, every=keep_every, best=best)
         self.directory = Path(directory).absolute()
+        check_path(self.directory)
         with readable_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DELETED)
-            self._is_writer = False
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._writer: Any = None
+        self._lock: Lock | None = None
+        self._needed: int | None = None
 
     def steps(self) -> list[int]:
         """List the complete steps, oldest first."""
-        import orbax.checkpoint as ocp
-
-        return sorted(ocp.utils.checkpoint_steps(self.directory))
+        return [int(path.name) for path in step_paths(self.directory)]
 
     def latest(self) -> int | None:
         """Return the newest complete step, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: TrainState, extra: Any = None) -> float:
+    def is_due(self, step: int, *, may_gather: bool = True) -> bool:
+        """Tell whether it is time to save after a step. Every process calls this and gets the same answer.
+
+        Args:
+          may_gather: whether processes may wait for each other here; minutes are looked at only then.
+        """
+        return self._period.is_due(step, may_gather=may_gather)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        extra: Any = None,
+        *,
+        config: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> float:
         """Start writing a step; return the seconds that this blocked.
 
-        Waits for the save before it, if that is still being written, and raises what went wrong with it.
+        Waits for the save before it, if that is still being written, and raises what went wrong with it. Every process
+        calls this.
+
+        Layout:  as `save` of one checkpoint: each process writes what it owns, in logical shapes.
+        Memory:  one host copy of what this process writes, until the step is complete.
 
         Args:
           extra: anything `json` writes, of this process (where it stands in the data, say).
+          config: anything `json` writes; stands beside the arrays, to read.
+          metrics: numbers by name, for `keep_best`; scalar arrays will do.
 
         Raises:
           OSError: if the disk is full or not writable; earlier checkpoints stand.
-          ValueError: if the step is there already or is older than one that is, or `extra` is not plain JSON.
+          ValueError: if the step is there already or is older than one that is, another run writes to the directory, or
+            what goes beside the state is not plain JSON.
         """
         start = time.perf_counter()
-        state = by_leaf(state)
-        args = save_args(state, _gather_json(extra))
         self.wait()
-        self._check_step(step)
-        check_space(self.directory, state)
-        with readable_errors(self.directory / str(step)):
-            self._remove_leftovers()
-            self._manager.save(step, args=args, force=True)
+        self._warn_of_metric(step, metrics or {})
+        only_first(lambda: self._prepare(step))
+        if self._writer is None:
+            from jfsdp.checkpoint.writer import Writer
+
+            self._writer = Writer()
+        self._needed = bytes_of(state)
+        self._period.restart()
+        start_save(
+            self._writer,
+            self.directory / str(step),
+            state,
+            extra=extra,
+            config=config,
+            metrics=metrics,
+            on_commit=self._prune_or_warn,
+        )
         return time.perf_counter() - start
 
-    def _check_step(self, step: int) -> None:
+    def _warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
+        best = self._keep.best
+        if best is not None and best.metric not in metrics:
+            there = ", ".join(metrics) or "none"
+            told = f"step {step} is saved without the metric {best.metric!r}, so it is not among the best"
+            warnings.warn(f"{told}; its metrics are {there}", stacklevel=3)
+
+    def _prepare(self, step: int) -> None:
+        """Check the step, and become the only writer."""
         latest = self.latest()
         if step in self.steps():
             raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
@@ -88,49 +144,143 @@ class Checkpointer:
                 f"checkpoint {self.directory / str(step)}: steps must grow, and {latest} is there; move later "
                 "steps away, or save to another directory"
             )
+        self._become_writer()
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed writer left half written. Only a writer may: a reader may be looking at a live run."""
-        if not self._is_writer and jax.process_index() == 0:
-            for path in [*self.directory.glob("*.orbax-checkpoint-tmp*"), self.directory / _DELETED]:
-                shutil.rmtree(path, ignore_errors=True)
-        self._is_writer = True
-
-    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, Any]:
-        """Read a step (default the newest) into the layout of `like`; return it and this process's `extra`.
-
-        Raises:
-          ValueError: if there is no such step (lists those there are), or it is of another model.
-        """
-        step = self.latest() if step is None else step
-        if step is None or step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"checkpoint {self.directory}: has no step {step}; the complete steps are {there}")
-        path = self.directory / str(step)
-        extras = read_manifest(path)["extra"]
-        index = jax.process_index()
-        return restore(path, like), extras[index if index < len(extras) else 0]
-
-    def wait(self) -> None:
-        """Wait until the last save is complete; raises what went wrong with it."""
-        with readable_errors(self.directory):
-            self._manager.wait_until_finished()
-        if self._is_writer and jax.process_index() == 0:
+    def _become_writer(self) -> None:
+        """Be the only one who writes here, and remove what a killed writer left half written."""
+        if self._lock is None:
+            check_writable(self.directory)
+            try:
+                self._lock = Lock(self.directory / _LOCK)
+            except InUseError as error:
+                raise ValueError(
+                    f"checkpoints {self.directory}: are written by {error}; wait for it, or save to another directory"
+                ) from None
+            for left in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
+                shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
-    def close(self) -> None:
-        """Wait for the last save and stop the writing threads."""
+    def surplus(self) -> list[int]:
+        """Return the steps that are not to be kept."""
+        metrics = {step: self._metrics(step) for step in self.steps()}
+        kept = self._keep.kept(metrics)
+        return [step for step in metrics if step not in kept]
+
+    def check_metric(self) -> None:
+        """Refuse to choose the best by a metric that no step has.
+
+        Raises:
+          ValueError: listing those there are.
+        """
+        best, steps = self._keep.best, self.steps()
+        found = {name for step in steps for name in self._metrics(step)}
+        if best is not None and best.metric not in found:
+            raise ValueError(
+                f"keep_best: no step has a metric {best.metric!r}; there are {', '.join(sorted(found)) or 'none'}"
+            )
+
+    def prune(self) -> list[int]:
+        """Delete the steps that are not to be kept; return them. For one process, when nothing is being saved.
+
+        Raises:
+          ValueError: if another run writes to the directory.
+        """
+        self.check_metric()
+        self._become_writer()
+        return self._prune()
+
+    def _prune(self) -> list[int]:
+        """Do what `prune` does; in process 0, once a newer step is complete."""
+        surplus, aside = self.surplus(), self.directory / _DELETED
+        for step in surplus:
+            aside.mkdir(exist_ok=True)
+            os.rename(self.directory / str(step), aside / str(step))
+        shutil.rmtree(aside, ignore_errors=True)
+        return surplus
+
+    def _prune_or_warn(self) -> None:
+        """Do what `_prune` does, where nobody is to think that the newest step was not written."""
+        try:
+            self._prune()
+        except OSError as error:
+            warnings.warn(f"checkpoints {self.directory}: older steps cannot be deleted: {error}", stacklevel=2)
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        if self._keep.best is None:
+            return {}
+        try:
+            return read_manifest(self.directory / str(step))["metrics"] or {}
+        except ValueError:  # damaged: it goes when it is no longer among the newest
+            return {}
+
+    def restore(
+        self,
+        like: TrainState,
+        step: int | None = None,
+        *,
+        only: str | Sequence[str] | None = None,
+        skip: str | Sequence[str] | None = None,
+        one_replica: bool = False,
+        fall_back: bool = False,
+    ) -> tuple[TrainState, Any]:
+        """Read a step (default the newest) into the layout of `like`; return it and this process's `extra`.
+
+        Waits for a save of its own that is still being written, and raises what went wrong with it.
+
+        Args:
+          only, skip, one_replica: as in `restore` of one checkpoint.
+          fall_back: where the step is damaged, warn and take the newest whole one before it.
+
+        Raises:
+          ValueError: if there is no such step (lists those there are), it is damaged, or of another model.
+        """
         self.wait()
-        self._manager.close()
+        steps = only_first(self.steps)
+        step = max(steps, default=None) if step is None else step
+        if not steps:
+            raise ValueError(f"checkpoint {self.directory}: holds no complete step yet")
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"checkpoint {self.directory}: has no step {step}; the complete steps are {there}")
+        path = self.directory / str(step)
+        try:
+            state = restore(path, like, only=only, skip=skip, one_replica=one_replica)
+        except DamagedError as error:
+            earlier = [other for other in steps if other < step]
+            if not fall_back or not earlier:
+                raise
+            warnings.warn(f"{error}. Falling back to step {earlier[-1]}", stacklevel=2)
+            how: dict[str, Any] = {"only": only, "skip": skip, "one_replica": one_replica, "fall_back": True}
+            return self.restore(like, earlier[-1], **how)
+        extras = read_manifest(path)["extra"]
+        index = jax.process_index()
+        return state, extras[index if index < len(extras) else 0]
 
+    def __enter__(self) -> Checkpointer:
+        return self
 
-def _gather_json(extra: Any) -> list[Any]:
-    """Collect every process's extra, in the order of the processes, on all of them."""
-    if jax.process_count() == 1:
-        return [extra]
-    from jax.experimental import multihost_utils
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
-    data = np.frombuffer(json.dumps(extra).encode(), np.uint8)
-    length = int(np.max(multihost_utils.process_allgather(np.asarray(data.size))))
-    rows = multihost_utils.process_allgather(np.pad(data, (0, length - data.size), constant_values=ord(" ")))
-    return [json.loads(bytes(row).decode()) for row in rows]
+    def wait(self) -> None:
+        """Wait until the last save is complete; raises what went wrong with it. Every process calls this."""
+        if self._writer is not None:
+            with readable_errors(self.directory, self._needed):
+                wait_for(self._writer)
+
+    def close(self, *, alone: bool = False) -> None:
+        """Wait for the last save and stop the writing threads. Every process calls this.
+
+        Args:
+          alone: wait for this process's part and ask no other: after an error that the others may not have.
+        """
+        try:
+            if not alone:
+                self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None

@@ -1,159 +1,280 @@
-"""Write a state to a directory and read it back, through orbax: every process its own shards."""
+"""Write a state to a directory and read it back: every process its own shards."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import errno
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jfsdp.checkpoint.tree import check_matches, entries, make_manifest, rebuild
+from jfsdp.checkpoint.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
+from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
+from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.place import place
+from jfsdp.checkpoint.processes import in_all, only_first, together
+from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.source import Only, Source
+from jfsdp.layout.report import layout_to_dict, list_differences
+from jfsdp.layout.select import select_leaves
+from jfsdp.layout.table import close_names
+from jfsdp.train.run.lock import InUseError, Lock
 from jfsdp.train.state import TrainState, with_work
-from jfsdp.train.storage import by_leaf, in_storage, shapes_by_leaf
-
-STATE, MANIFEST = "state", "manifest"
 
 
-def save(path: Any, state: TrainState, *, extra: Any = None) -> None:
+def save(path: Any, state: TrainState, *, extra: Any = None, config: Any = None) -> None:
     """Write one checkpoint and wait until it is complete. It appears at `path` whole or not at all.
 
-    Layout:  each process writes the shards that it owns; names and logical shapes carry no mesh and no strategy.
-    Memory:  one host copy of this process's shards; under flat storage a second copy of them on the devices too.
+    Layout:  each process writes what it owns, each part once; names and logical shapes carry no mesh, no strategy and
+             no storage form. Nothing is gathered, and nothing copied on the devices.
+    Memory:  one host copy of what this process writes.
 
     Args:
       path: a directory that does not exist yet; a step directory of a run has the same form.
-      extra: anything `json` writes; returned by `read_manifest`.
+      extra: anything `json` writes, of this process; returned by `read_manifest`, in a list by process.
+      config: anything `json` writes; stands beside the arrays, to read.
 
     Raises:
       ValueError: if `path` exists: nothing saved is ever overwritten.
       OSError: if the disk is full or not writable.
     """
-    import orbax.checkpoint as ocp
+    from jfsdp.checkpoint.writer import Writer
 
     path = Path(path).absolute()
+    writer, held = Writer(), []
+    try:
+        only_first(lambda: _check_free(path))
+        start_save(writer, path, state, extra=extra, config=config, claim=lambda: take(path, held))
+        with readable_errors(path, bytes_of(state)):
+            wait_for(writer)
+    finally:
+        writer.close()
+        for lock in held:
+            lock.release()
+
+
+def take(path: Path, held: list[Lock]) -> None:
+    """Become the only one who writes a checkpoint; the lock is added to `held`."""
+    try:
+        held.append(Lock(path.with_name(f"{path.name}{UNFINISHED}.lock")))
+    except InUseError as error:
+        raise ValueError(
+            f"checkpoint {path}: is being written by {error}; wait for it, or choose another path"
+        ) from None
+    _check_free(path)
+
+
+def _check_free(path: Path) -> None:
     if path.exists():
         raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
-    state = by_leaf(state)
-    check_space(path, state)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer, readable_errors(path):
-        writer.save(path, save_args(state, extra))
 
 
-def restore(path: Any, like: TrainState) -> TrainState:
-    """Read a checkpoint into the layout of another state: any mesh, any strategy.
-
-    Layout:  each process reads only the slices that its devices hold.
-    Memory:  one host copy of this process's shards; into flat storage a second copy of them on the devices too.
+def start_save(
+    writer: Any,
+    path: Path,
+    state: TrainState,
+    *,
+    extra: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    on_commit: Callable[[], Any] = lambda: None,
+    claim: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy a state to the host and begin to write it. Every process calls this; see `Checkpointer.save`.
 
     Args:
-      path: what `save` wrote, or one step of a run.
-      like: a state, or `model.abstract_state(tx)`; its arrays are not read.
-
-    Raises:
-      ValueError: if there is no checkpoint, or names, shapes or dtypes differ; lists them.
+      claim: called in process 0 before what stands in the way is removed; raises if another one is writing there.
     """
-    path = Path(path).absolute()
-    mesh: Any = getattr(like.step.sharding, "mesh", None)
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")
-    manifest, shapes = read_manifest(path), shapes_by_leaf(like)
-    check_matches(path, manifest, shapes)
-    named = entries(shapes)
-    arrays = _read_arrays(path / STATE, {name: entry.value for name, entry in named.items()})
-    state = rebuild(shapes, arrays, {name: manifest["arrays"][name]["key_impl"] for name in named})
-    return in_storage(with_work(state, shapes), like.layout)
+    from jfsdp.checkpoint.writer import check_dtypes, copy_pieces, remove_unfinished
+
+    arrays = logical_arrays(state)
+    check_dtypes(arrays)
+    documents = _documents(state, arrays, extra, config, metrics)
+    partial, needed = path.with_name(path.name + UNFINISHED), sum(map(num_bytes, arrays.values()))
+
+    def prepare() -> None:
+        check_path(path)
+        check_space(path, needed)
+        with readable_errors(path, needed):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            claim()
+            remove_unfinished(partial)
+            partial.mkdir()
+
+    only_first(prepare)
+    pieces = in_all(lambda: copy_pieces(state))  # orbax would wait long for a process that cannot hold its copy
+    with readable_errors(path, needed):
+        writer.start(partial, path, pieces, documents, on_commit)
 
 
-def _read_arrays(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    import orbax.checkpoint as ocp
+def wait_for(writer: Any) -> None:
+    """Wait until what a writer writes is complete in every process; raises what went wrong with it.
 
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in wanted.items()}
-    # Not strict: padding differs from layout to layout; logical shapes were compared before ([Note: what a
-    # checkpoint holds]).
-    how = {
-        name: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=tuple(x.shape), dtype=x.dtype, strict=False)
-        for name, x in shapes.items()
-    }
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore(path, ocp.args.PyTreeRestore(shapes, restore_args=how))
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"checkpoint {path.parent}: its arrays cannot be read: {error}") from error
-
-
-def read_manifest(path: Any) -> dict[str, Any]:
-    """Read what a checkpoint says about itself: arrays, layout, and the caller's extra.
-
-    Raises:
-      ValueError: if the directory is no complete checkpoint.
+    What is half written is removed then: where a disk was full, the next save needs the room.
     """
-    file = Path(path) / MANIFEST / "metadata"
-    if not file.is_file():
-        raise ValueError(
-            f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run"
-        )
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path}: its manifest is damaged ({error}); restore another step") from error
-
-
-def save_args(state: TrainState, extra: Any) -> Any:
-    """Return what orbax is to write: arrays by name, and the manifest."""
-    import orbax.checkpoint as ocp
-
-    arrays = {name: entry.value for name, entry in entries(state).items()}
-    manifest = make_manifest(state, extra)
-    try:
-        json.dumps(manifest)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"extra: {error}; what goes beside a state must be plain JSON") from error
-    return ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(arrays), MANIFEST: ocp.args.JsonSave(manifest)})
-
-
-def check_space(path: Path, state: TrainState) -> None:
-    """Refuse to begin a save that the disk cannot hold.
-
-    Raises:
-      OSError: naming the bytes needed and free.
-    """
-    parent = next(p for p in [path, *path.parents] if p.exists())
-    needed = sum(_owned_bytes(entry.value) for entry in entries(state).values())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"checkpoint needs about {needed:,} bytes, {free:,} are free; earlier ones are untouched",
-            str(path),
-        )
-
-
-def _owned_bytes(array: jax.Array) -> int:
-    """Return what this process writes of an array: each shard once, whoever else holds a copy of it."""
-    return sum(shard.data.nbytes for shard in array.addressable_shards if shard.replica_id == 0)
-
-
-@contextlib.contextmanager
-def readable_errors(path: Any) -> Iterator[None]:
-    """Turn what storage libraries raise for a full or unwritable disk into an OSError that says what still stands."""
-    try:
-        yield
-    except Exception as error:
-        for code, phrases in _DISK_ERRORS.items():
-            if getattr(error, "errno", None) == code or any(phrase in str(error) for phrase in phrases):
-                reason = f"checkpoint was not written ({phrases[0]}); earlier checkpoints are untouched"
-                raise OSError(code, reason, str(path)) from error
+        if not all(together(writer.wait)):
+            raise OSError(errno.EIO, "a process did not write its part of the checkpoint; earlier ones are untouched")
+    except Exception:
+        if jax.process_index() == 0:
+            writer.remove_unfinished()
         raise
 
 
-_DISK_ERRORS: dict[int, tuple[str, ...]] = {
-    errno.ENOSPC: ("No space left on device", "ENOSPC", "RESOURCE_EXHAUSTED"),
-    errno.EACCES: ("Permission denied", "PERMISSION_DENIED"),
-    errno.EROFS: ("Read-only file system",),
-    errno.EDQUOT: ("Disk quota exceeded",),
-}
+def bytes_of(state: TrainState) -> int:
+    """Return the bytes of a checkpoint of a state, over all processes. Moves no data."""
+    return sum(map(num_bytes, logical_arrays(state).values()))
+
+
+def _documents(
+    state: TrainState, arrays: Mapping[str, Logical], extra: Any, config: Any, metrics: Mapping[str, float] | None
+) -> dict[str, Any]:
+    """Return what stands beside the arrays of a state, by file."""
+
+    def check() -> Any:
+        for name, value in (("extra", extra), ("config", config)):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}: {error}; what goes beside a state must be plain JSON") from error
+        return extra
+
+    extras = together(check)
+    manifest = make_manifest(
+        {name: array.to_dict() for name, array in arrays.items()},
+        step=int(state.step),
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        num_processes=jax.process_count(),
+    )
+    return {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config, EXTRA: extras}
+
+
+def restore(
+    path: Any,
+    like: TrainState,
+    *,
+    only: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
+    one_replica: bool = False,
+) -> TrainState:
+    """Read a checkpoint into another state: any mesh, strategy, engine and storage, layers stacked or listed.
+
+    The files that are read are checked against their digests before; the processes share that work.
+
+    Layout:  each process reads only the slices that its devices hold, in chunks of at most about 16 MiB.
+    Cost:    no communication, but where `one_replica` says so.
+    Memory:  on the host, twice the blocks that are read at once: 1 GiB, or one device's block of the largest array if
+             that is larger; and 256 MiB of chunks. `jfsdp.checkpoint.place.peak_bytes` gives the number.
+
+    Args:
+      path: what `save` wrote, or one step of a run.
+      like: a state, or `model.abstract_state(tx)`; its arrays are not read, but for those that `only` and `skip` leave
+        as they are, which it must then hold.
+      only, skip: read arrays whose names match these globs, or a name above them, and no others: `only="params"` drops
+        the optimizer's state of the checkpoint, `skip="params.lm_head"` leaves a new head new.
+      one_replica: where several devices hold the same block (hybrid strategies, ddp), the first of them alone reads
+        it and sends it to the others, by an all-reduce: for a file system that is slower than the network.
+
+    Raises:
+      ValueError: if there is no checkpoint, files are damaged (names them), or names, shapes or dtypes differ (lists
+        them).
+    """
+    if not isinstance(like, TrainState):
+        raise ValueError(
+            f"checkpoint {path}: `like` is a {type(like).__name__}; pass a state, or model.abstract_state(tx)"
+        )
+    mesh: Any = getattr(like.step.sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")
+    if (only is not None or skip is not None) and not isinstance(like.step, jax.Array):
+        raise ValueError(f"checkpoint {path}: only= and skip= leave arrays as they are; pass a live state as `like`")
+    source, view, wanted = in_all(lambda: _open(path, like, only, skip))
+    source.check({name for want in wanted for name in view.sources(want)})
+    return fill(like, view, wanted, one_replica=one_replica)
+
+
+def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[CheckpointSource, OtherLayers, list[str]]:
+    """Open a checkpoint, and see that it is of the state that is asked for; return it also under that one's names."""
+    source, asked = CheckpointSource(path), logical_arrays(like)
+    wanted = choose(asked, only, skip)
+    view = OtherLayers(source, {name: asked[name] for name in wanted})
+    check_matches(source, view, like, wanted, only is None and skip is None)
+    return source, view, wanted
+
+
+def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_replica: bool = False) -> TrainState:
+    """Return a state with some of its arrays read from a source, and the others as they are in `like`.
+
+    Layout, Cost, Memory: as `restore`.
+    """
+    arrays = contents(like)
+    is_read = [any(name in wanted for name in stored.logical) for stored in arrays]
+    chosen = Only(source, {name: source.arrays[name] for name in wanted})
+    read = [_as_shape(stored, wanted) for stored, is_wanted in zip(arrays, is_read, strict=True) if is_wanted]
+    placed = iter(place(read, chosen, one_replica=one_replica))
+    values = [next(placed) if is_wanted else stored.value for stored, is_wanted in zip(arrays, is_read, strict=True)]
+    return with_work(rebuild(like, values), like)
+
+
+def _as_shape(stored: Stored, wanted: Collection[str]) -> Stored:
+    """Forget the values of an array that is read as a whole."""
+    x = stored.value
+    if not all(name in wanted for name in stored.logical):
+        return stored
+    return dataclasses.replace(stored, value=jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+
+
+def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
+    """Return the names that `only` chooses and `skip` does not.
+
+    Raises:
+      ValueError: if a pattern matches nothing, or nothing is left.
+    """
+    chosen = list(arrays) if only is None else _matching("only", only, arrays)
+    skipped = set() if skip is None else set(_matching("skip", skip, arrays))
+    left = [name for name in arrays if name in set(chosen) and name not in skipped]
+    if not left:
+        raise ValueError(f"only={only!r} and skip={skip!r} leave nothing to read; widen one of them")
+    return left
+
+
+def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any]) -> list[str]:
+    """Return the names that patterns choose; one that chooses nothing is an error that tells close names."""
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            select_leaves(what, pattern, arrays, {})
+        except ValueError:
+            near = [name for name in arrays if f".{pattern}" in f".{name}"][:6]
+            tops = sorted({name.partition(".")[0] for name in arrays})
+            told = f"such as {', '.join(near)}" if near else close_names(pattern, arrays)
+            raise ValueError(
+                f"{what}={pattern!r} matches no array; names begin with {', '.join(tops)}; {told}"
+            ) from None
+    return list(select_leaves(what, patterns, arrays, {}))
+
+
+def check_matches(
+    source: CheckpointSource, view: Source, like: TrainState, wanted: Collection[str], whole: bool
+) -> None:
+    """Compare what a checkpoint holds with what is asked for, by name, logical shape and dtype.
+
+    Raises:
+      ValueError: listing missing, extra and differing names.
+    """
+    impls = source.key_impls
+    there = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
+    asked = logical_arrays(like)
+    ours = {name: _show(asked[name], asked[name].key_impl) for name in wanted}
+    kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype")
+    lines = list_differences(there, ours, owners=("checkpoint has", "the model has"), kinds=kinds)
+    if lines:
+        raise ValueError(f"checkpoint {source.path} is of another model or optimizer:\n{lines}")
+
+
+def _show(array: Any, key_impl: str | None) -> str:
+    keys = f" of {key_impl} keys" if key_impl else ""
+    return f"{jax.numpy.dtype(array.dtype).name}{list(array.shape)}{keys}"

@@ -117,7 +117,9 @@ def test_extra_may_be_left_out_or_be_anything_that_json_writes(checkpoints):
 
 
 def test_a_run_is_found_again_by_another_checkpointer(checkpoints):
-    save_steps(checkpoints(), 1, 2)
+    first = checkpoints()
+    save_steps(first, 1, 2)
+    first.close()
     again = checkpoints()
     assert again.steps() == [1, 2]
     save_steps(again, 3, 4)
@@ -181,7 +183,7 @@ def test_a_step_older_than_the_newest_is_refused_and_nothing_is_deleted(checkpoi
 
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
     run = checkpoints()
-    with pytest.raises(ValueError, match=r"run: has no step None; the complete steps are none"):
+    with pytest.raises(ValueError, match=r"run: holds no complete step yet"):
         run.restore(first_state())
     save_steps(run, 1, 2)
     with pytest.raises(ValueError, match=r"run: has no step 3; the complete steps are 1, 2"):
@@ -278,7 +280,7 @@ def complete(directory: Path) -> list[int]:
 
 
 def unfinished(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if not path.name.isdigit()]
+    return [path.name for path in directory.iterdir() if not path.name.isdigit() and path.name != "lock"]
 
 
 def kill_while_saving(script: Path, directory: Path, delay_s: float) -> None:
@@ -328,13 +330,38 @@ def test_old_steps_are_moved_aside_before_they_are_deleted(tmp_path, checkpoints
 
 def test_an_unfinished_step_is_not_listed_and_makes_way_for_a_whole_one(tmp_path, checkpoints):
     """What a kill leaves, made by hand: the temporary directory of a step, with a part of its files."""
-    save_steps(checkpoints(), 1, 2)
+    first = checkpoints()
+    save_steps(first, 1, 2)
+    first.close()
     whole = tmp_path / "run" / "2"
-    partial = tmp_path / "run" / "3.orbax-checkpoint-tmp"
+    partial = tmp_path / "run" / "3.jfsdp-tmp"
     shutil.copytree(whole, partial)
-    (partial / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
+    (partial / "SHA256SUMS").unlink()
     run = checkpoints()
     assert run.steps() == [1, 2]
     assert step_of(run.restore(first_state())[0]) == 2
     save_steps(run, 3)
     assert step_of(run.restore(first_state())[0]) == 3
+
+
+def test_the_newest_step_is_the_one_just_saved_though_it_is_still_being_written(checkpoints):
+    run = checkpoints()
+    for step in (1, 2, 3):
+        run.save(step, state_of(step))
+        assert step_of(run.restore(first_state())[0]) == step
+
+
+def test_an_older_step_that_cannot_be_deleted_does_not_undo_the_newest(checkpoints, monkeypatch):
+    run = checkpoints(keep=1)
+    save_steps(run, 1)
+    rename = os.rename
+
+    def fail(source: Any, target: Any) -> None:
+        if Path(target).parent.name == "to-delete":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.warns(UserWarning, match="older steps cannot be deleted"):
+        save_steps(run, 2)
+    assert run.steps() == [1, 2]

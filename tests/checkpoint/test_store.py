@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.store import MANIFEST, read_manifest
+from jfsdp.checkpoint.digest import hash_files, list_files, write_digests
+from jfsdp.checkpoint.files import MANIFEST, read_manifest
 from jfsdp.train.roles import leaf_of
 from jfsdp.train.state import TrainState
 from jfsdp.train.storage import by_leaf
@@ -208,10 +211,10 @@ def test_names_in_the_manifest_carry_no_mesh_and_no_strategy(saved):
 
 
 def test_extra_comes_back_from_the_manifest(saved, tmp_path):
-    assert read_manifest(saved("one"))["extra"] == {"from": "one"}
+    assert read_manifest(saved("one"))["extra"] == [{"from": "one"}]
     extra = {"list": [1, 2.5, None, "ü"], "nested": {"big": 2**60}}
     jfsdp.save(tmp_path / "c", saved_state("one"), extra=extra)
-    assert read_manifest(tmp_path / "c")["extra"] == extra
+    assert read_manifest(tmp_path / "c")["extra"] == [extra]
 
 
 def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
@@ -304,16 +307,20 @@ def test_long_lists_of_differences_are_cut_and_counted(saved):
 def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
     path = tmp_path / "c"
     shutil.copytree(saved("one"), path)
-    file = path / MANIFEST / "metadata"
+    file = path / MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    with pytest.raises(ValueError, match=r"has format 99; this version of jfsdp reads 1"):
+    write_digests(path, hash_files(path, list_files(path)))
+    with pytest.raises(
+        ValueError, match=r"has format 99; this version of jfsdp reads 1 to 2: a newer one wrote it, so upgrade"
+    ):
         jfsdp.restore(path, like=make_model("one").abstract_state(TX))
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, used=10**6, free=100))
     with pytest.raises(
-        OSError, match=r"checkpoint needs about [\d,]+ bytes, 100 are free; earlier ones are untouched"
+        OSError,
+        match=r"checkpoint needs about [\d,]+ bytes, 100 are free; nothing was written",
     ) as e:
         jfsdp.save(tmp_path / "c", saved_state("full8"))
     assert e.value.errno == errno.ENOSPC
@@ -333,6 +340,47 @@ def test_an_extra_that_json_cannot_write_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="not JSON serializable; what goes beside a state must be plain JSON"):
         jfsdp.save(tmp_path / "c", saved_state("one"), extra={1, 2})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "100%", "a%41", "a#b", "a?b", "a*b", "a:b", "äö"])
+def test_a_path_is_no_url_and_no_pattern(name, tmp_path):
+    (tmp_path / "aA").mkdir()
+    jfsdp.save(tmp_path / name / "c", saved_state("one"))
+    restored = jfsdp.restore(tmp_path / name / "c", like=make_model("one").abstract_state(TX))
+    assert_same_bits(logical(restored), logical(saved_state("one")))
+
+
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has a '\[' in its path"):
+        jfsdp.save(tmp_path / "lr[1]" / "c", saved_state("one"))
+    with pytest.raises(ValueError, match=r"has a '\[' in its path"):
+        jfsdp.Checkpointer(tmp_path / "lr[1]")
+    assert not (tmp_path / "lr[1]").exists()
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    """Whoever wrote it, and the directories too: a power failure leaves no step that is listed and not whole."""
+    synced, fsync, rename = set(), os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file))[1])
+    found = []
+
+    def watched(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(target) == tmp_path / "c":
+            everything = [Path(source), *Path(source).rglob("*")]
+            found.extend((str(path), path.stat().st_ino in synced) for path in everything)
+        rename(source, target, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rename", watched)
+    jfsdp.save(tmp_path / "c", saved_state("one"))
+    assert found and [path for path, is_synced in found if not is_synced] == []
+    assert tmp_path.stat().st_ino in synced
+
+
+def test_what_orbax_did_not_merge_is_never_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", lambda self, directory: None)
+    with pytest.raises(OSError, match="did not merge"):
+        jfsdp.save(tmp_path / "c", saved_state("one"))
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_directory_below_a_file_cannot_be_written(tmp_path):
@@ -359,7 +407,7 @@ def test_errors_of_storage_libraries_become_one_kind_of_error(raised, code, tmp_
     def fail(*args: Any, **kwargs: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
     with pytest.raises(OSError, match=r"checkpoint was not written .*; earlier checkpoints are untouched") as error:
         jfsdp.save(tmp_path / "c", saved_state("one"))
     assert error.value.errno == code

@@ -265,12 +265,12 @@ def test_a_model_on_a_mesh_without_devices_has_shapes_only():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "full_shard"])
 def test_a_save_asks_for_the_bytes_that_it_writes(strategy):
-    from jfsdp.checkpoint.store import _owned_bytes
-    from jfsdp.checkpoint.tree import entries
+    from jfsdp.checkpoint.store import bytes_of
+    from jfsdp.checkpoint.writer import copy_pieces
 
     state = make(strategy=strategy).init(TX)
-    whole = sum(entry.value.nbytes for entry in entries(state).values())
-    assert sum(_owned_bytes(entry.value) for entry in entries(state).values()) == whole
+    written = [data.nbytes for pieces in copy_pieces(state).values() for _, data in pieces.parts]
+    assert sum(written) == bytes_of(state)
 
 
 def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):

@@ -1,0 +1,221 @@
+"""The arrays of a training state under logical names, and where each device's block of them lies.
+
+[Note: what a checkpoint holds]
+Arrays are stored by logical name: `params.<name>`, `opt_state.<path>`, `model_state.<name>`, `step`, `num_skipped`,
+`loss_scale.<name>`, in their logical shape. No strategy, mesh, engine or storage form is part of a name or a shape:
+padding is left out, and a buffer of flat storage is written as the leaves in it, each from the very block that a device
+holds. The low-precision copy of strategies that keep one is not written: it is the cast of the master.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.source import Index
+from jfsdp.layout.flat import Buffer, View
+from jfsdp.layout.table import Layout
+from jfsdp.train.roles import dotted
+from jfsdp.train.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Logical:
+    """A logical array: what a checkpoint says of it. `key_impl` is the rng implementation if it is the data of keys."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    key_impl: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dtype": jnp.dtype(self.dtype).name, "key_impl": self.key_impl}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one block of a stored array holds of a logical one.
+
+    Attributes:
+      index: which part of the logical array; padding is outside of it.
+      of: returns that part of a block, as a view that can be written.
+    """
+
+    name: str
+    index: Index
+    of: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array of a state as it stands at rest (keys as their data), or its shape.
+
+    Attributes:
+      logical: by name, the logical arrays that it holds.
+      blocks: by name, the largest part of each that one device's block holds.
+      parts: `f(index)` -> the parts of a block, given by its index in the stored array.
+    """
+
+    value: Any
+    logical: Mapping[str, Logical]
+    blocks: Mapping[str, tuple[int, ...]]
+    parts: Callable[[tuple[slice, ...]], list[Part]]
+
+
+def contents(state: TrainState) -> list[Stored]:
+    """List the arrays of a state, or of its shapes, in the order of its tree. Moves no data between devices."""
+    buffers = {buffer.path: buffer for buffer in state.layout.buffers}
+    shapes = {role.name: role.shape for role in state.roles.arrays}
+    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
+    found = []
+    for path, value in jax.tree_util.tree_leaves_with_path(_trees(state)):
+        data, impl = _key_data(value)
+        place = next((place for place, key in enumerate(path) if getattr(key, "key", None) in buffers), None)
+        if place is None:
+            shape = tuple(data.shape) if impl else shapes.get(dotted(path), tuple(data.shape))
+            found.append(_one(dotted(path), data, Logical(shape, data.dtype, impl)))
+        else:
+            name = tuple(dotted(keys) for keys in (path[:place], path[place + 1 :]))
+            found.append(_many(state.layout, buffers[path[place].key], data, name))
+    return found
+
+
+def logical_arrays(state: TrainState) -> dict[str, Logical]:
+    """Return name, logical shape and dtype of every array of a state, or of its shapes. Moves no data."""
+    return {name: array for stored in contents(state) for name, array in stored.logical.items()}
+
+
+def rebuild(like: TrainState, arrays: list[jax.Array]) -> TrainState:
+    """Build a state out of its arrays, in the order of `contents`. The low-precision copy is left empty."""
+    values, tree = jax.tree.flatten(_trees(like))
+    new = [
+        jax.random.wrap_key_data(array, impl=_key_data(value)[1]) if _is_key(value) else array
+        for value, array in zip(values, arrays, strict=True)
+    ]
+    return TrainState(**jax.tree.unflatten(tree, new), work={}, layout=like.layout, roles=like.roles)
+
+
+def _trees(state: TrainState) -> dict[str, Any]:
+    fields = [field.name for field in dataclasses.fields(state) if field.name not in ("work", "layout", "roles")]
+    return {name: getattr(state, name) for name in fields}
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(value: Any) -> tuple[Any, str | None]:
+    if not _is_key(value):
+        return value, None
+    if isinstance(value, jax.Array):
+        return jax.random.key_data(value), str(jax.random.key_impl(value))
+    impls: list[Any] = []
+    data = jax.eval_shape(lambda key: (impls.append(jax.random.key_impl(key)), jax.random.key_data(key))[1], value)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=value.sharding), str(impls[0])
+
+
+def _one(name: str, data: Any, logical: Logical) -> Stored:
+    """Describe a stored array that is one logical array, with padding at the end of one dim."""
+
+    def parts(index: tuple[slice, ...]) -> list[Part]:
+        inside = _cut(_bounds(index, data.shape), logical.shape)
+        sizes = tuple(slice(0, part.stop - part.start) for part in inside)
+        return [Part(name, inside, lambda block: block[(*sizes, ...)])]
+
+    return Stored(data, {name: logical}, {name: _smaller(_block_shape(data), logical.shape)}, parts)
+
+
+def one_array(name: str, logical: Any, stored: Any) -> Stored:
+    """Describe one array that stands alone: its logical shape and dtype, and its stored shape and sharding."""
+    return _one(name, stored, Logical(tuple(logical.shape), logical.dtype))
+
+
+def _many(layout: Layout, buffer: Buffer, data: Any, around: tuple[str, ...]) -> Stored:
+    """Describe a buffer of flat storage: the leaves in it, under their names in the tree where it stands."""
+    names = {view.path: ".".join(filter(None, (around[0], view.path, around[1]))) for view in buffer.views}
+    logical = {names[view.path]: Logical(layout.by_path[view.path].shape, data.dtype) for view in buffer.views}
+    lead = data.shape[: buffer.stacked]
+
+    def parts(index: tuple[slice, ...]) -> list[Part]:
+        *_, flat = _bounds(index, data.shape)
+        return [
+            _view_part(view, names[view.path], logical[names[view.path]].shape, lead, chunk, flat.start, buffer.chunk)
+            for chunk in range(flat.start // max(buffer.chunk, 1), -(-flat.stop // max(buffer.chunk, 1)))
+            for view in buffer.views
+        ]
+
+    blocks = {
+        names[view.path]: _smaller((*lead, *view.shape), logical[names[view.path]].shape) for view in buffer.views
+    }
+    return Stored(data, logical, blocks, parts)
+
+
+def _view_part(
+    view: View, name: str, shape: tuple[int, ...], lead: tuple[int, ...], chunk: int, first: int, chunk_size: int
+) -> Part:
+    """Return what one chunk holds of a leaf, in a block that begins at element `first` of each layer."""
+    begin = chunk * chunk_size + view.start - first
+    index = [slice(0, size) for size in (*lead, *view.shape)]
+    if view.dim is not None:
+        place, size = len(lead) + view.dim, view.shape[view.dim]
+        index[place] = slice(chunk * size, (chunk + 1) * size)
+    inside = _cut(tuple(index), shape)
+    sizes = tuple(slice(0, part.stop - part.start) for part in inside)
+
+    def of(block: np.ndarray) -> np.ndarray:
+        return block[..., begin : begin + view.size].reshape((*lead, *view.shape))[(*sizes, ...)]
+
+    return Part(name, inside, of)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
+def _cut(index: Index, shape: tuple[int, ...]) -> Index:
+    return tuple(slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, shape, strict=True))
+
+
+def _smaller(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(min, one, other))
+
+
+def _block_shape(data: Any) -> tuple[int, ...]:
+    return tuple(data.sharding.shard_shape(tuple(data.shape)))
+
+
+def num_bytes(array: Logical) -> int:
+    """Return the bytes of a logical array."""
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+
+
+def owned_shards(arrays: list[Stored]) -> list[list[Any]]:
+    """List the shards of each array that this process writes: each part of it has one writer among all devices.
+
+    Of the devices that hold the same part the one writes that has least to write so far, the largest arrays first: so
+    that replicas share the work. Every process comes to the same answer.
+    """
+    copies = [_num_copies(stored.value.sharding, tuple(stored.value.shape)) for stored in arrays]
+    load = {num: [0] * num for num in copies}
+    found: list[list[Any]] = [[] for _ in arrays]
+    for place in sorted(range(len(arrays)), key=lambda place: -arrays[place].value.nbytes):
+        value, loads = arrays[place].value, load[copies[place]]
+        turn = loads.index(min(loads))
+        loads[turn] += value.nbytes
+        found[place] = [shard for shard in value.addressable_shards if shard.replica_id == turn]
+    return found
+
+
+def _num_copies(sharding: Any, shape: tuple[int, ...]) -> int:
+    """Return how many devices hold the same part of an array."""
+    blocks = {_hashable(index) for index in sharding.devices_indices_map(shape).values()}
+    return len(sharding.device_set) // len(blocks)
+
+
+def _hashable(index: tuple[slice, ...]) -> tuple[tuple[Any, Any], ...]:
+    return tuple((part.start, part.stop) for part in index)

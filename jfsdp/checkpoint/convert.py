@@ -1,0 +1,200 @@
+"""One checkpoint into another: other dtypes, layers stacked or listed, some of the arrays, chunks for another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.contents import Logical
+from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
+from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
+from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
+from jfsdp.layout.rules import choose_dim
+from jfsdp.layout.select import select_leaves
+from jfsdp.train.run.lock import Lock
+
+MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
+"""What writing from a source takes on the host at most: 8 pieces at once, each as it is stored, read, cast, encoded and
+gathered into a file; and as much again in fragments that malloc keeps (measured: half of that)."""
+
+
+def choose_dtypes(arrays: Mapping[str, jax.ShapeDtypeStruct], casts: Sequence[str]) -> dict[str, Any]:
+    """Read casts such as `bfloat16` (all parameters) and `opt_state=float32`, later ones first; by name of the array.
+
+    Only floating arrays are cast.
+
+    Raises:
+      ValueError: for an unknown dtype, or a pattern that matches nothing.
+    """
+    chosen: dict[str, Any] = {}
+    for cast in casts:
+        pattern, equals, dtype = cast.rpartition("=")
+        try:
+            wanted = jnp.dtype(dtype)
+        except TypeError as error:
+            raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
+        if not jnp.issubdtype(wanted, jnp.floating) or wanted.itemsize < 2:
+            raise ValueError(
+                f"dtype {dtype!r} does not hold weights without a scale; such as float32, bfloat16, float16"
+            )
+        names = select_leaves("dtype", pattern if equals else "params", arrays, {})
+        chosen |= {name: wanted for name in names if jnp.issubdtype(arrays[name].dtype, jnp.floating)}
+    return chosen
+
+
+def convert(
+    path: Any,
+    target: Any,
+    *,
+    casts: Sequence[str] = (),
+    stack: str | None = None,
+    unstack: str | None = None,
+    only: str | Sequence[str] | None = None,
+    skip: str | Sequence[str] | None = None,
+    num_shards: int = 1,
+    progress: Callable[[str, int], None] = lambda what, num_bytes: None,
+) -> None:
+    """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
+
+    A checkpoint needs none of this to be restored on another mesh, strategy, engine, storage or form of layers.
+
+    Memory:  `MEMORY_BYTES`, whatever the size of the checkpoint.
+
+    Args:
+      path: one checkpoint.
+      target: a directory that does not exist yet.
+      casts: as `choose_dtypes`.
+      stack: the name of a list of layers, such as "layers" of `layers.0.attn` (or `layers_0.attn`), to be one stack.
+      unstack: the name of a stack of layers to be a list; "h_" makes `h_0` of `h`, as flax.linen calls them.
+      only, skip: patterns of names, as in `restore`.
+      num_shards: chunks are cut for so many devices, along the dim that the general rule splits.
+      progress: called with each array's name, and the bytes of the piece that was read.
+
+    Raises:
+      ValueError: if there is no checkpoint, it is damaged, `target` exists, or an argument matches nothing.
+      OSError: if the disk is full or not writable.
+    """
+    from jfsdp.checkpoint.store import choose
+
+    source = CheckpointSource(path, cache_bytes=STREAM_BYTES)
+    if source.path in Path(target).expanduser().absolute().parents:
+        raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
+    names = choose(source.arrays, only, skip)
+    source.check(names)
+    view: Source = Only(source, {name: source.arrays[name] for name in names})
+    if stack is not None:
+        view = _under(view, stack_names(view.arrays, stack))
+    if unstack is not None:
+        view = _under(view, list_names(view.arrays, unstack))
+    chosen = list(view.arrays)
+    view = Recast(view, choose_dtypes(view.arrays, casts))
+    impls = {name: impl for name, impl in source.key_impls.items() if impl}
+    manifest = {key: source.manifest[key] for key in ("step", "metrics") if key in source.manifest}
+    manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
+    documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
+    write_source(target, view, chosen, manifest, documents, key_impls=impls, num_shards=num_shards, progress=progress)
+
+
+def _under(source: Source, names: Sequence[str]) -> Source:
+    """Return a source under names some of which are stacks of its lists, or members of its stacks."""
+    view = OtherLayers(source, names)
+    return Only(view, {name: view.arrays[name] for name in names})
+
+
+def write_source(
+    target: Any,
+    source: Source,
+    names: Sequence[str],
+    manifest: Mapping[str, Any],
+    documents: Mapping[str, Any],
+    *,
+    key_impls: Mapping[str, str] | None = None,
+    num_shards: int = 1,
+    progress: Callable[[str, int], None] = lambda what, num_bytes: None,
+) -> None:
+    """Write arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
+
+    Args:
+      names: which arrays.
+      manifest, documents: what stands beside them; format, date, versions and names are added.
+
+    Raises:
+      ValueError: if `target` exists, or another process writes it.
+      OSError: if the disk is full or not writable.
+    """
+    from jfsdp.checkpoint.store import take
+    from jfsdp.checkpoint.writer import Writer, remove_unfinished
+
+    target = Path(target).expanduser().absolute()
+    if target.exists():
+        raise ValueError(f"checkpoint {target}: exists already; choose another path, or remove it first")
+    check_path(target)
+    arrays = {name: source.arrays[name] for name in names}
+    needed = sum(array.size * array.dtype.itemsize for array in arrays.values())
+    check_space(target, needed)
+    partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
+    stacked = _stacked(documents.get(LAYOUT), names)
+    blocks = {name: _block_shape(name, array, num_shards, stacked[name]) for name, array in arrays.items()}
+    pieces = {name: _lazy(source, name, block, progress) for name, block in blocks.items()}
+    described = {name: _describe(array, (key_impls or {}).get(name)) for name, array in arrays.items()}
+    whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
+    try:
+        with readable_errors(target, needed):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            take(target, held)
+            remove_unfinished(partial)
+            partial.mkdir()
+            writer.start(partial, target, pieces, {MANIFEST: whole, **documents})
+            writer.wait()
+    finally:
+        writer.close()
+        if held:  # else it is another one's
+            remove_unfinished(partial)
+        for lock in held:
+            lock.release()
+
+
+def _describe(array: Any, key_impl: str | None) -> dict[str, Any]:
+    return Logical(tuple(array.shape), array.dtype, key_impl).to_dict()
+
+
+def _lazy(source: Source, name: str, block: tuple[int, ...], progress: Callable[[str, int], None]) -> Any:
+    """Return the pieces of an array, each read when it is written; blocks of this shape begin a chunk."""
+    from jfsdp.checkpoint.writer import Pieces
+
+    array = source.arrays[name]
+
+    def reader(index: Index) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            piece = contiguous(source.read(name, index))
+            progress(name, piece.nbytes)
+            return piece
+
+        return read
+
+    cell = cell_of(block, array.dtype.itemsize, shape=tuple(array.shape))
+    parts = [(index, reader(index)) for index in grid(tuple(array.shape), cell)]
+    return Pieces(tuple(array.shape), np.dtype(array.dtype), cell, parts)
+
+
+def _stacked(layout: Any, names: Sequence[str]) -> dict[str, int]:
+    """Return how many leading dims of arrays are layer dims, as the layout says of the leaf that ends their name."""
+    known = {leaf["path"]: leaf["stacked"] for leaf in (layout or {}).get("leaves", ())}
+    tails = {name: [name.split(".", cut)[-1] for cut in range(name.count(".") + 1)] for name in names}
+    return {name: next((known[tail] for tail in tails[name] if tail in known), 0) for name in names}
+
+
+def _block_shape(name: str, array: Any, num_shards: int, stacked: int) -> tuple[int, ...]:
+    """Return the shape of what one of so many devices would hold of an array by the general rule."""
+    if num_shards == 1 or not array.size:
+        return tuple(array.shape)
+    stacked = min(stacked, max(len(array.shape) - 1, 0))
+    dim = choose_dim(name, tuple(array.shape), num_shards, stacked=stacked, min_size=0).dim
+    return tuple(-(-size // num_shards) if at == dim else size for at, size in enumerate(array.shape))

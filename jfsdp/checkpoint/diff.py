@@ -1,0 +1,126 @@
+"""How two sources of arrays differ: names, shapes, dtypes and values, without holding either."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.source import Source, pieces_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How one array differs that both have in one shape.
+
+    Attributes:
+      max_abs: the largest absolute difference; infinite where one has a NaN or infinity and the other has not.
+      max_rel: the same over the largest absolute value of the first; 0 where that is 0.
+      num_elements: how many elements differ.
+      at: the index of the largest difference.
+    """
+
+    name: str
+    max_abs: float
+    max_rel: float
+    num_elements: int
+    at: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """How two sources differ; `values` is sorted, the largest relative difference first."""
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    kinds: tuple[tuple[str, str, str], ...]
+    values: tuple[Difference, ...]
+    num_equal: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.only_first or self.only_second or self.kinds or self.values)
+
+
+def diff(first: Source, second: Source, *, progress: Callable[[str, int], None] = lambda what, n: None) -> Differences:
+    """Compare two sources. Layers that one has stacked and the other in a list are compared all the same.
+
+    Arrays of different dtype are compared in value too, in float64 or in integers.
+
+    Memory:  pieces of 16 MiB, and what the sources keep.
+    """
+    other = OtherLayers(second, first.arrays)
+    shared = [name for name in first.arrays if name in other.arrays]
+    kinds, values, num_equal = [], [], 0
+    for name in shared:
+        one, two = first.arrays[name], other.arrays[name]
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            kinds.append((name, _show(one), _show(two)))
+        if one.shape != two.shape:
+            continue
+        found = _compare(first, other, name, progress)
+        num_equal += found is None and one.dtype == two.dtype
+        values += [] if found is None else [found]
+    values.sort(key=lambda found: (-found.max_rel, found.name))
+    return Differences(
+        tuple(name for name in first.arrays if name not in other.arrays),
+        tuple(name for name in other.arrays if name not in first.arrays),
+        tuple(kinds),
+        tuple(values),
+        num_equal,
+    )
+
+
+def _show(array: Any) -> str:
+    return f"{jnp.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def _compare(first: Source, second: Source, name: str, progress: Callable[[str, int], None]) -> Difference | None:
+    """Compare two arrays of one shape, piece by piece; None where no value differs (0 and -0 do not)."""
+    largest, scale, count, at = -1.0, 0.0, 0, ()
+    for index in pieces_of(first.arrays[name]):
+        one, two = first.read(name, index), second.read(name, index)
+        progress(name, one.nbytes + two.nbytes)
+        differs = _differs(one, two)
+        scale = max(scale, _largest(one))
+        if not differs.any():
+            continue
+        count += int(np.count_nonzero(differs))
+        gap = np.where(differs, _gap(one, two), -1.0)
+        place = np.unravel_index(int(np.argmax(gap)), gap.shape)
+        if gap[place] > largest:
+            largest = float(gap[place])
+            at = tuple(int(p) + part.start for p, part in zip(place, index, strict=True))
+    if not count:
+        return None
+    return Difference(name, largest, largest / scale if scale else 0.0, count, at)
+
+
+def _differs(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    if one.dtype == two.dtype:
+        return (one != two) & ~(_is_nan(one) & _is_nan(two))
+    return (_wide(one) != _wide(two)) & ~(_is_nan(one) & _is_nan(two))
+
+
+def _is_nan(block: np.ndarray) -> np.ndarray:
+    return np.isnan(block) if jnp.issubdtype(block.dtype, jnp.inexact) else np.zeros(block.shape, bool)
+
+
+def _wide(block: np.ndarray) -> np.ndarray:
+    return block.astype(np.complex128 if np.iscomplexobj(block) else np.float64)
+
+
+def _gap(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap = np.abs(_wide(one) - _wide(two))
+    return np.where(np.isnan(gap), np.inf, gap)
+
+
+def _largest(block: np.ndarray) -> float:
+    wide = np.abs(_wide(block))
+    finite = wide[np.isfinite(wide)]
+    return float(finite.max()) if finite.size else 0.0

@@ -1,0 +1,63 @@
+"""What one replica has read, on all of them: for file systems that are slower than the network between devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def is_first_replica(sharding: Any, device: Any) -> bool:
+    """Tell whether a device is the first of those that hold the same block."""
+    mesh = sharding.mesh
+    place = np.argwhere(mesh.devices == device)[0]
+    names = _repeated_over(sharding)
+    return all(at == 0 for name, at in zip(mesh.axis_names, place, strict=True) if name in names)
+
+
+def from_first_replica(array: jax.Array) -> jax.Array:
+    """Give every device the block that the first of its replicas holds; the others hold zeros.
+
+    Layout:  [D/axes F] in the first replica, zeros elsewhere -> [D/axes F].
+    Cost:    an all-reduce of each block over the axes that the array is not split over.
+    Memory:  one more copy of the array, until the old one is dropped.
+    Dtype:   bits are summed as integers, so every value comes through as it is.
+    """
+    sharding: Any = array.sharding
+    axes = _repeated_over(sharding)
+    if not axes:
+        return array
+    on_devices = sharding.with_memory_kind(None)  # offloaded arrays cannot be computed with where they lie
+    total = _sum(sharding.mesh, sharding.spec, axes)(jax.device_put(array, on_devices))
+    return jax.device_put(total, sharding)
+
+
+def _repeated_over(sharding: NamedSharding) -> tuple[str, ...]:
+    used = {name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
+    return tuple(name for name in sharding.mesh.axis_names if name not in used and sharding.mesh.shape[name] > 1)
+
+
+@functools.cache
+def _sum(mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
+    def add(block: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(block):
+            return jax.lax.complex(add(block.real), add(block.imag))
+        bits = _as_bits(block)
+        total = jax.lax.psum(bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits, axes).astype(bits.dtype)
+        return total if total.dtype == block.dtype else jax.lax.bitcast_convert_type(total, block.dtype)
+
+    return jax.jit(
+        jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+        out_shardings=NamedSharding(mesh, spec),
+    )
+
+
+def _as_bits(block: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(block.dtype, jnp.floating):
+        return block
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[block.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(block, bits)

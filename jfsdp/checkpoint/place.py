@@ -1,0 +1,128 @@
+"""Fill the arrays of a state from any source: each process reads the slices that its devices hold, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.checkpoint.contents import Stored
+from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
+from jfsdp.checkpoint.processes import in_all
+from jfsdp.checkpoint.source import Index, Source
+
+IN_FLIGHT_BYTES = 1 << 30
+"""Blocks that are being read at once are at most this large together, or one block if that is larger."""
+_THREADS = 16
+
+
+def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) -> list[jax.Array]:
+    """Read the blocks of stored arrays and put them on their devices.
+
+    Layout:  logical arrays by name -> each stored array in its own sharding; padding is zero.
+    Cost:    each process reads each block that its devices hold once, also where several hold it.
+    Memory:  `peak_bytes` on the host, beside what the source keeps.
+
+    Every process calls this, and what one of them cannot read is an error in all.
+
+    Args:
+      one_replica: only the first of the devices that hold a block reads it, and sends it to the others.
+    """
+    placed = in_all(lambda: _read(arrays, source, one_replica))
+    return [_join(stored, placed[id(stored)], one_replica) for stored in arrays]
+
+
+def _read(arrays: list[Stored], source: Source, one_replica: bool) -> dict[int, list[jax.Array]]:
+    """Read the blocks of stored arrays onto their devices; return them by the id of their array."""
+    blocks = [block for stored in arrays for block in _blocks(stored, one_replica)]
+    pool = ThreadPoolExecutor(_THREADS)
+    reading: deque[tuple[_Block, Future[np.ndarray]]] = deque()
+    placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
+    held = 0
+    try:
+        for block in [*blocks, None]:
+            while reading and (block is None or held + block.num_bytes > IN_FLIGHT_BYTES):
+                oldest, future = reading.popleft()
+                placed[id(oldest.stored)] += oldest.put(future.result())
+                held -= oldest.num_bytes
+            if block is not None:
+                reading.append((block, pool.submit(block.read, source)))
+                held += block.num_bytes
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return placed
+
+
+def _join(stored: Stored, pieces: list[jax.Array], one_replica: bool) -> jax.Array:
+    sharding = stored.value.sharding
+    array = jax.make_array_from_single_device_arrays(tuple(stored.value.shape), sharding, pieces)
+    return from_first_replica(array) if one_replica else array
+
+
+def peak_bytes(arrays: list[Stored]) -> int:
+    """Return how many bytes on the host reading these arrays takes at most, beside what the source keeps.
+
+    Those are the blocks in flight, and the slices that are copied into them.
+    """
+    sizes = [block.num_bytes for stored in arrays for block in _blocks(stored, one_replica=False)]
+    return 2 * min(max([IN_FLIGHT_BYTES, *sizes]), sum(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A part of a stored array that devices of this process hold."""
+
+    stored: Stored
+    index: Index
+    devices: list[Any]
+    is_read: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.index)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.stored.value.dtype.itemsize
+
+    def read(self, source: Source) -> np.ndarray:
+        """Read the block; zeros where it is padding, or another device's to read."""
+        if not self.is_read:
+            return np.zeros(self.shape, self.stored.value.dtype)
+        block = self._start()
+        for part in self.stored.parts(self.index):
+            if part.name in source.arrays and all(place.stop > place.start for place in part.index):
+                part.of(block)[...] = source.read(part.name, part.index)
+        return block
+
+    def _start(self) -> np.ndarray:
+        """Return what stands where nothing is read: what the state holds already, if it is a live one."""
+        if isinstance(self.stored.value, jax.Array):
+            shard = next(s for s in self.stored.value.addressable_shards if s.device == self.devices[0])
+            return np.array(shard.data)
+        return np.zeros(self.shape, self.stored.value.dtype)
+
+    def put(self, block: np.ndarray) -> list[jax.Array]:
+        """Put the block onto its devices; it is there when this returns."""
+        kind = self.stored.value.sharding.memory_kind
+        shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.devices]
+        return jax.block_until_ready([jax.device_put(block, sharding) for sharding in shardings])
+
+
+def _blocks(stored: Stored, one_replica: bool) -> list[_Block]:
+    """List the blocks of a stored array that this process holds, each with the devices that hold it."""
+    sharding, shape = stored.value.sharding, tuple(stored.value.shape)
+    held: dict[tuple[Any, bool], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        is_read = not one_replica or is_first_replica(sharding, device)
+        held.setdefault((bounds, is_read), []).append(device)
+    return [
+        _Block(stored, tuple(slice(*pair) for pair in bounds), devices, is_read)
+        for (bounds, is_read), devices in held.items()
+    ]

@@ -1,0 +1,99 @@
+"""Whether a checkpoint is what was written: every file, every chunk, every number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
+from jfsdp.checkpoint.files import SUMS, part_of
+from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.source import PIECE_BYTES, Source, grid
+
+MEMORY_BYTES = 16 * PIECE_BYTES
+"""What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
+
+Progress = Callable[[str, int], None]
+
+
+def _no_progress(what: str, num_bytes: int) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What was found.
+
+    Attributes:
+      problems: a line for each; empty for a checkpoint that is as it was written.
+      remarks: what is odd and harms nothing.
+      num_files, num_bytes, num_arrays: what was checked.
+    """
+
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...]
+    num_files: int
+    num_bytes: int
+    num_arrays: int
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
+    """Check every file against its digest, then read every chunk of every array, and look for what is not finite.
+
+    Memory:  `MEMORY_BYTES`.
+
+    Args:
+      path: one checkpoint.
+      progress: called with what was checked, and its bytes.
+
+    Raises:
+      ValueError: if there is no checkpoint at all.
+    """
+    path = Path(path).absolute()
+    try:
+        source = CheckpointSource(path, cache_bytes=0)
+        digests = read_digests(path) if source.manifest["format"] > 1 else {}
+    except ValueError as error:
+        if not (path / SUMS).exists() and not (path / "arrays").exists():
+            raise
+        return Verified((str(error),), (), 0, 0, 0)
+    is_old = source.manifest["format"] == 1
+    parts = {part_of(name) for name in source.arrays}
+    problems = [] if is_old else find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
+    there = list_files(path)
+    remarks = [f"{name} is not part of the checkpoint" for name in there if digests and name not in digests]
+    if is_old:
+        remarks.append("format 1: has no digests, so flipped bits cannot be told; `jfsdp checkpoint convert` adds them")
+    if not problems:
+        problems = [line for name in source.arrays for line in _check_array(source, name, progress)]
+    num_bytes = sum((path / name).stat().st_size for name in there)
+    return Verified(tuple(problems), tuple(remarks), len(there), num_bytes, len(source.arrays))
+
+
+def _check_array(source: CheckpointSource, name: str, progress: Progress) -> list[str]:
+    """Read every chunk of an array; return a line if one cannot be read, or is not finite."""
+    try:
+        chunks = grid(source.arrays[name].shape, source.chunk_shape(name))
+        num_bad = sum(_not_finite(source, name, index, progress) for index in chunks)
+    except ValueError as error:
+        return [str(error)]
+    total = math.prod(source.arrays[name].shape)
+    return [f"{name}: {num_bad:,} of {total:,} elements are not finite"] if num_bad else []
+
+
+def _not_finite(source: Source, name: str, index: tuple[slice, ...], progress: Progress) -> int:
+    block = source.read(name, index)
+    progress(name, block.nbytes)
+    if not jnp.issubdtype(block.dtype, jnp.inexact):
+        return 0
+    return block.size - int(np.count_nonzero(np.isfinite(block)))

@@ -1,0 +1,370 @@
+"""Write a state through orbax: each process what it owns, in logical shapes, with digests before the commit.
+
+Orbax commits what its handlers wrote (barriers between processes, threads in the background); what is ours is the leaf
+that it writes, `Pieces`: the parts of a logical array that this process owns, whatever the form in which the state
+stores them. The directories that come out are orbax's own, and any orbax reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.future as futures
+import tensorstore as ts
+
+from jfsdp.checkpoint.contents import Stored, contents, owned_shards
+from jfsdp.checkpoint.digest import Digests, hash_files, list_files, write_digests
+from jfsdp.checkpoint.files import ARRAYS, part_of, sync_directory, sync_file, write_json
+from jfsdp.checkpoint.source import Index, cell_of
+from jfsdp.train.state import TrainState
+
+FILE_BYTES = 128 << 20
+"""Chunks are gathered into files of about this size: they wait in memory until one is full, and a core hashes each."""
+
+_LOADING = 8
+"""So many pieces are loaded at once where they are read while they are written."""
+
+
+@dataclasses.dataclass
+class Pieces:
+    """The parts of one logical array that this process writes, none larger than `block`.
+
+    Attributes:
+      parts: where each part lies, and the part: on the host, or a function that reads it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    block: tuple[int, ...]
+    parts: Sequence[tuple[Index, np.ndarray | Callable[[], np.ndarray]]]
+
+
+def check_dtypes(arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays of a dtype that cannot be stored, before anything is copied.
+
+    Raises:
+      ValueError: naming array and dtype.
+    """
+    for name, array in arrays.items():
+        try:
+            ts.dtype(np.dtype(array.dtype).name)
+        except (TypeError, ValueError) as error:
+            kind = np.dtype(array.dtype).name
+            raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
+
+
+def copy_pieces(state: TrainState) -> dict[str, Pieces]:
+    """Copy to the host what this process writes of a state.
+
+    Layout:  each part of each array once among all processes; padding is left out.
+    Memory:  one host copy of what this process writes.
+    """
+    arrays = contents(state)
+    owned = owned_shards(arrays)
+    for shards in owned:
+        for shard in shards:
+            shard.data.copy_to_host_async()
+    parts: dict[str, list[tuple[Index, np.ndarray]]] = {}
+    for stored, shards in zip(arrays, owned, strict=True):
+        parts |= {name: [] for name in stored.logical}
+        for shard in shards:
+            _add(parts, stored, shard)
+    return {
+        name: Pieces(logical.shape, np.dtype(logical.dtype), stored.blocks[name], parts[name])
+        for stored in arrays
+        for name, logical in stored.logical.items()
+    }
+
+
+def _add(parts: dict[str, list[tuple[Index, np.ndarray]]], stored: Stored, shard: Any) -> None:
+    block = np.asarray(shard.data)
+    if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
+        block = block.copy()  # else a view of what the next step overwrites, since it is donated
+    for part in stored.parts(shard.index):
+        data = part.of(block)
+        if data.size:
+            parts[part.name].append((part.index, data))
+
+
+class _PiecesHandler(ocp.type_handlers.ArrayHandler):
+    """What orbax calls to write `Pieces`; to who reads them they are arrays like any other."""
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
+        loading = asyncio.Semaphore(_LOADING)
+
+        async def write_part(store: Any, index: Index, part: Any) -> None:
+            if isinstance(part, np.ndarray):
+                await store[index].write(part, can_reference_source_data_indefinitely=True)
+                return
+            async with loading:
+                await store[index].write(await asyncio.to_thread(part), can_reference_source_data_indefinitely=True)
+
+        async def write(pieces: Pieces, info: Any) -> None:
+            spec = ocp.type_handlers.get_json_tspec_write(
+                info,
+                use_ocdbt=True,
+                global_shape=pieces.shape,
+                local_shape=cell_of(pieces.block, pieces.dtype.itemsize, shape=pieces.shape),
+                dtype=pieces.dtype,
+                process_index=jax.process_index(),
+                arg=ocp.SaveArgs(),
+            )
+            store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+            await asyncio.gather(*[write_part(store, *part) for part in pieces.parts])
+
+        async def write_all() -> None:
+            await asyncio.gather(*[write(*pair) for pair in zip(values, infos, strict=True) if all(pair[0].shape)])
+
+        return [futures.CommitFutureAwaitingContractedSignals(write_all(), name="pieces")]
+
+
+class _StateHandler(ocp.AsyncCheckpointHandler):
+    """Writes each part of a state into its own directory, and hashes what this process wrote.
+
+    Attributes:
+      error: what went wrong in the background. It is kept, and raised by `Writer`: one that orbax sees in one process
+        leaves the others waiting at its next barrier (orbax 0.12: for ten minutes).
+    """
+
+    def __init__(self) -> None:
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (Pieces, _PiecesHandler()),
+            (jax.Array, ocp.type_handlers.ArrayHandler()),  # orbax warns if there is none
+        )
+        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+        self.error: BaseException | None = None
+
+    async def async_save(self, directory: Any, args: _SaveState) -> Any:
+        parts: dict[str, dict[str, Pieces]] = {}
+        for name, pieces in args.arrays.items():
+            parts.setdefault(part_of(name), {})[name] = pieces
+        commits: list[Any] = []
+        self._parts, self.error = tuple(parts), None
+        with self.kept_errors():
+            for part, arrays in parts.items():
+                where = directory / part
+                where.mkdir(exist_ok=True)
+                save = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=FILE_BYTES)
+                commits += await self._handler.async_save(where, args=save) or []
+        return [_Commit(self, commits, Path(directory))]
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("states are written asynchronously")
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("states are read by jfsdp.checkpoint.reader")
+
+    def finalize(self, directory: Any) -> None:
+        with self.kept_errors():
+            _check_all_wrote(Path(directory))
+            for part in self._parts:
+                self._handler.finalize(directory / part)
+                _check_merged(Path(directory / part))
+
+    @contextlib.contextmanager
+    def kept_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+@ocp.args.register_with_handler(_StateHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _SaveState(ocp.args.CheckpointArgs):
+    arrays: Mapping[str, Pieces]
+
+
+@dataclasses.dataclass
+class _Commit:
+    """What orbax waits for in the background: that everything of this process is written, and hashed after that."""
+
+    handler: _StateHandler
+    commits: list[Any]
+    directory: Path
+
+    def result(self, timeout: int | None = None) -> None:
+        with self.handler.kept_errors():
+            for commit in self.commits:
+                commit.result(timeout=timeout)
+            if self.handler.error is None:
+                self._hash()
+
+    def _hash(self) -> None:
+        mine = f"ocdbt.process_{jax.process_index()}/"
+        names = [name for name in list_files(self.directory) if name.partition("/")[2].startswith(mine)]
+        marks = {name: _mark(self.directory / name) for name in names}
+        digests = hash_files(self.directory, names)
+        found = {name: [digests[name], *marks[name]] for name in names}
+        write_json(_digests_of(self.directory, jax.process_index()), found)
+
+
+def _mark(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+class _IncompleteError(Exception):
+    """A process did not write its part; it knows why."""
+
+
+_WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """Wait for what is still being written when a program ends without `close`."""
+    for writer in list(_WRITERS):
+        try:
+            if not writer.wait():
+                print("jfsdp: the last checkpoint was not written: another process failed", file=sys.stderr)
+        except Exception as error:
+            print(f"jfsdp: the last checkpoint was not written: {error}", file=sys.stderr)
+
+
+# `atexit` is too late: by then thread pools take no more work, and orbax gives them some. Python has no other place
+# that is early enough (looked for in 3.11 to 3.14).
+getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+
+
+class Writer:
+    """Writes checkpoints one after the other, each in the background. No program ends before they are written."""
+
+    def __init__(self) -> None:
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        self._handler = _StateHandler()
+        self._orbax = ocp.AsyncCheckpointer(self._handler, async_options=options)
+        self._thread: threading.Thread | None = None
+        self._partial: Path | None = None
+        self._error: BaseException | None = None
+        _WRITERS.add(self)
+
+    def start(
+        self, partial: Path, path: Path, arrays: Mapping[str, Pieces], documents: Mapping[str, Any],
+        on_commit: Callable[[], Any] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Begin to write a checkpoint; it stands at `path` once it is complete. Every process calls this.
+
+        Args:
+          partial: the directory to write into, beside `path`; process 0 has made it.
+          documents: by file name, what stands beside the arrays.
+          on_commit: called in process 0 once the checkpoint is complete.
+        """
+        self._partial = partial
+        self._orbax.save(partial / ARRAYS, _SaveState(arrays))
+
+        def finish() -> None:
+            try:
+                self._orbax.wait_until_finished()
+                if self._handler.error is not None:
+                    raise self._handler.error
+                if jax.process_index() == 0:
+                    _commit(partial, path, documents)
+                    on_commit()
+            except BaseException as error:  # raised by `wait`, in the thread that is listened to
+                self._error = error
+
+        self._thread = threading.Thread(target=finish, name="jfsdp-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> bool:
+        """Wait until what was begun is complete; raise what went wrong with it in this process.
+
+        Returns:
+          False where another process could not write its part.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, _IncompleteError):
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    def remove_unfinished(self) -> None:
+        """Remove what was half written; for process 0, after every process's `wait`."""
+        if self._partial is not None:
+            remove_unfinished(self._partial)
+
+    def close(self) -> None:
+        """Wait, and stop the threads."""
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+
+
+def _commit(partial: Path, path: Path, documents: Mapping[str, Any]) -> None:
+    """Write what stands beside the arrays and the digests of all files, and give the checkpoint its name."""
+    hashed = _take_digests(partial / ARRAYS)
+    for name, value in documents.items():
+        write_json(partial / name, value)
+    rest = [name for name in list_files(partial) if name not in hashed]
+    write_digests(partial, hashed | hash_files(partial, rest))
+    for name in list_files(partial):
+        sync_file(partial / name)  # orbax syncs the arrays, and not what it writes beside them
+    for directory, _, _ in os.walk(partial):
+        sync_directory(Path(directory))
+    if path.exists():
+        raise ValueError(f"checkpoint {path}: was made by somebody else meanwhile; nothing is overwritten")
+    os.rename(partial, path)
+    sync_directory(path.parent)
+
+
+def _check_all_wrote(arrays: Path) -> None:
+    for index in range(jax.process_count()):
+        if not _digests_of(arrays, index).exists():
+            raise _IncompleteError(index)
+
+
+def _check_merged(part: Path) -> None:
+    """Refuse to commit what orbax left in parts: it only warns where it finds nothing to merge, and nothing is read."""
+    names = [path.name for path in part.iterdir()]
+    if any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names:
+        raise OSError(errno.EIO, "orbax did not merge what the processes wrote", str(part))
+
+
+def _digests_of(arrays: Path, index: int) -> Path:
+    """Return the file in which a process says what it wrote, until all is committed."""
+    return arrays / f"digests.{index}.json"
+
+
+def _take_digests(arrays: Path) -> Digests:
+    """Collect the digests that each process took of its own files, as far as these are as they were then."""
+    found: Digests = {}
+    for index in range(jax.process_count()):
+        file = _digests_of(arrays, index)
+        try:
+            hashed = json.loads(file.read_text())
+        except (FileNotFoundError, ValueError) as error:
+            raise _IncompleteError(index) from error
+        for name, (digest, *mark) in hashed.items():
+            if digest and (arrays / name).exists() and _mark(arrays / name) == mark:
+                found[f"{ARRAYS}/{name}"] = digest
+        file.unlink()
+    return found
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what a killed process left of a checkpoint that never became one."""
+    shutil.rmtree(path, ignore_errors=True)

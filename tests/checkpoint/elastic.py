@@ -1,0 +1,199 @@
+"""Runs that are saved under one setting and go on under another; also called in the processes of `tests.processes`."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+
+import jfsdp
+from jfsdp.train.roles import dotted
+from jfsdp.train.storage import by_leaf
+from tests.models_small import VOCAB, make_batches, token_loss
+from tests.pairwise import cover
+
+TX = optax.adamw(1e-2, eps=1e-4)
+BEFORE, AFTER, ROWS = 3, 5, 24
+
+MESHES = {
+    "1": {"fsdp": 1},
+    "2": {"fsdp": 2},
+    "8": {"fsdp": 8},
+    "2x4": {"replica": 2, "fsdp": 4},
+    "3": {"fsdp": 3},
+    "2 processes": {"replica": 2, "fsdp": 2},  # each has two devices
+}
+STRATEGIES = {
+    "full_shard": {},
+    "zero1": {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16")},  # keeps a copy in bfloat16 at rest
+    "hybrid_shard": {},
+    "ddp": {},
+}
+FORMS = {"auto": {}, "manual": {"engine": "manual"}, "flat": {"engine": "manual", "storage": "flat"}}
+COLUMNS = {
+    "mesh": list(MESHES),
+    "strategy": list(STRATEGIES),
+    "form": list(FORMS),
+    "layers": ["stacked", "listed"],
+}
+
+
+class Block(nnx.Module):
+    """As little as can be trained: these tests compile dozens of steps."""
+
+    def __init__(self, dim, rngs):
+        self.scale = nnx.Param(jnp.ones(dim))
+        self.up = nnx.Linear(dim, dim, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.up(x)) * self.scale
+
+
+class Net(nnx.Module):
+    """Embedding, blocks (stacked under a scan, or a list), head; the vocabulary is prime and divides by no mesh."""
+
+    def __init__(self, rngs, stacked, dim=12, num_layers=2):
+        self.stacked = stacked
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, dim)))
+        if stacked:
+            make = nnx.vmap(lambda rngs: Block(dim, rngs), in_axes=0, out_axes=0)
+            self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
+        else:
+            self.blocks = nnx.List([Block(dim, rngs) for _ in range(num_layers)])
+        self.head = nnx.Linear(dim, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed[...][tokens]
+        if self.stacked:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        else:
+            for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+                x = block(x)
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a run is laid out."""
+
+    mesh: str
+    strategy: str
+    form: str
+    layers: str
+
+    def __str__(self) -> str:
+        return " ".join(dataclasses.astuple(self)).replace("2 processes", "2procs").replace(" ", ",")
+
+    @property
+    def is_remote(self) -> bool:
+        return self.mesh == "2 processes"
+
+
+# Every pair of values of two columns stands in some setting.
+SETTINGS = [Setting(*row) for row in cover(COLUMNS)]
+
+
+def covering_pairs():
+    """Choose pairs of settings, source and target: every value of the one with every value of the other, and each
+    setting as source and as target; and of every form, one that goes on as it was."""
+    pairs = {pair: _met(*pair) for pair in itertools.product(SETTINGS, SETTINGS)}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(pairs, key=lambda pair: len(pairs[pair] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    same = [next((s, s) for s in SETTINGS if (s.form, s.is_remote) == key) for key in _FORMS_AND_PLACES]
+    return chosen + [pair for pair in same if pair not in chosen]
+
+
+_FORMS_AND_PLACES = list(itertools.product(FORMS, (False, True)))
+
+
+def _met(source, target):
+    ours, theirs = (enumerate(dataclasses.astuple(setting)) for setting in (source, target))
+    return {*itertools.product(ours, theirs), ("from", source), ("to", target)}
+
+
+@functools.cache
+def model(setting: Setting) -> jfsdp.ShardedModel:
+    sizes = MESHES[setting.mesh]
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    source = functools.partial(Net, stacked=setting.layers == "stacked")
+    options: dict[str, Any] = {**STRATEGIES[setting.strategy], **FORMS[setting.form]}
+    return jfsdp.fully_shard(source, mesh=mesh, strategy=setting.strategy, units=[Block], min_size=20, **options)
+
+
+@functools.cache
+def train_step(setting: Setting) -> Any:
+    return model(setting).train_step(token_loss, TX)
+
+
+def train(setting, state, first, num):
+    """Take steps on this process's share of the batches; return the state and the losses."""
+    size, index = ROWS // jax.process_count(), jax.process_index()
+    losses = []
+    for batch in make_batches(BEFORE + AFTER, rows=ROWS)[first : first + num]:
+        own = {name: rows[index * size : (index + 1) * size] for name, rows in batch.items()}
+        state, metrics = train_step(setting)(state, own)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def bits(state: jfsdp.TrainState) -> dict[str, str]:
+    """Say what every logical array of a state is, down to its bits; layers are stacked, and keys are their data."""
+    state = by_leaf(state)
+    shapes = {role.name: role.shape for role in state.roles.arrays}
+    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
+    arrays = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, work={})):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        whole = multihost_utils.process_allgather(value, tiled=True) if jax.process_count() > 1 else np.asarray(value)
+        name = dotted(path)
+        inside = tuple(map(slice, shapes.get(name, whole.shape)))
+        padding = whole.copy()
+        padding[inside] = 0
+        assert not padding.any(), f"{name}: padding is not zero"
+        arrays[name] = whole[inside]
+    return {name: describe(value) for name, value in stack_layers(arrays).items()}
+
+
+def stack_layers(arrays):
+    """Stack what a list of layers holds: `blocks.0.up.kernel` and on are `blocks.up.kernel`."""
+    found, layers = {}, {}
+    for name, value in arrays.items():
+        match = re.fullmatch(r"(.*\bblocks)\.(\d+)\.(.*)", name)
+        if match:
+            layers.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = value
+        else:
+            found[name] = value
+    return found | {name: np.stack([values[n] for n in range(len(values))]) for name, values in layers.items()}
+
+
+def describe(value: np.ndarray) -> str:
+    return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+
+
+def begin(fields, path):
+    """Train and save; return the state's bits and the losses of the steps that follow."""
+    setting = Setting(*fields)
+    state, _ = train(setting, model(setting).init(TX, seed=SETTINGS.index(setting)), 0, BEFORE)
+    jfsdp.save(path, state)
+    found = bits(state)
+    return found, train(setting, state, BEFORE, AFTER)[1]
+
+
+def go_on(fields, path):
+    """Restore what `begin` saved, maybe under another setting; return what it does."""
+    setting = Setting(*fields)
+    state = jfsdp.restore(path, like=model(setting).abstract_state(TX))
+    found = bits(state)
+    return found, train(setting, state, BEFORE, AFTER)[1]

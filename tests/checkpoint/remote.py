@@ -1,0 +1,177 @@
+"""What each of several processes does with checkpoints, and says of it; called through `tests.processes`."""
+
+import contextlib
+import errno
+import functools
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+import jfsdp
+from jfsdp.checkpoint import reader, writer
+from jfsdp.checkpoint.contents import logical_arrays
+from jfsdp.checkpoint.files import DamagedError
+from jfsdp.checkpoint.manager import Checkpointer
+from jfsdp.checkpoint.reader import CheckpointSource
+from tests.checkpoint.elastic import bits
+
+TX = optax.adam(1e-3)
+
+
+class Net(nnx.Module):
+    """Matrices of some size, a vector and a matrix that divide by nothing, and keys."""
+
+    def __init__(self, rngs):
+        self.large = nnx.Param(jax.random.normal(rngs.params(), (128, 64)))
+        self.wide = nnx.Param(jax.random.normal(rngs.params(), (32, 96)))
+        self.odd = nnx.Param(jax.random.normal(rngs.params(), (13, 11)))
+        self.bias = nnx.Param(jax.random.normal(rngs.params(), (7,)))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+@functools.cache
+def model(strategy: str, storage: str) -> jfsdp.ShardedModel:
+    engine: dict[str, Any] = {"engine": "manual", "storage": storage} if storage == "flat" else {}
+    mesh = jfsdp.make_mesh(replica=2 if strategy == "hybrid_shard" else 1)
+    return jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
+
+
+def state_of(strategy: str, storage: str = "per_parameter", seed: int = 0) -> jfsdp.TrainState:
+    state = model(strategy, storage).init(TX, seed=seed)
+    moments = jax.tree.map(lambda x: x + 1 if x.ndim == 0 else x * 2, state.opt_state)
+    return jfsdp.TrainState(**{**vars(state), "opt_state": moments})
+
+
+def bounds(index) -> list[list[int]]:
+    return [[part.start, part.stop] for part in index]
+
+
+def save(strategy, storage, path):
+    """Save; return the shapes of all arrays, the parts of them that this process wrote, and the files it hashed."""
+    state, copied, hashed = state_of(strategy, storage), [], []
+    copy, hash_files = writer.copy_pieces, writer.hash_files
+    with (
+        mock.patch.object(writer, "copy_pieces", lambda state: copied.append(copy(state)) or copied[-1]),
+        mock.patch.object(writer, "hash_files", lambda path, names: hashed.extend(names) or hash_files(path, names)),
+    ):
+        jfsdp.save(path, state, extra={"process": jax.process_index()})
+    (pieces,) = copied
+    return {
+        "shapes": {name: array.shape for name, array in logical_arrays(state).items()},
+        "parts": [[name, bounds(index)] for name, piece in pieces.items() for index, _ in piece.parts],
+        "bytes": sum(data.nbytes for piece in pieces.values() for _, data in piece.parts),
+        "hashed": hashed,
+        "bits": bits(state),
+    }
+
+
+@contextlib.contextmanager
+def counted_reads():
+    """List what is read of a checkpoint: names, and which slices."""
+    found, read = [], CheckpointSource.read
+
+    def counted(self, name, index):
+        found.append([name, bounds(index)])
+        return read(self, name, index)
+
+    with mock.patch.object(CheckpointSource, "read", counted):
+        yield found
+
+
+def restore(strategy, storage, path, one_replica):
+    """Restore; return what this process read, and what came of it."""
+    like = model(strategy, storage).abstract_state(TX)
+    with counted_reads() as reads:
+        state = jfsdp.restore(path, like=like, one_replica=one_replica)
+    return {"reads": reads, "bits": bits(state)}
+
+
+@functools.cache
+def run(directory) -> Checkpointer:
+    return Checkpointer(directory)
+
+
+def save_step(directory, step, failing=None):
+    """Save a step of a run; in one of the processes the disk is full at a given place."""
+    state = state_of("full_shard", seed=step)
+    with failure(failing if failing and failing[0] == jax.process_index() else None):
+        run(directory).save(step, state, {"process": jax.process_index(), "step": step})
+        run(directory).wait()
+    return run(directory).steps()
+
+
+def save_unwritable_extra(path):
+    """Save; what one of the processes gives beside the state is no JSON."""
+    jfsdp.save(path, state_of("full_shard"), extra={jax.process_index()} if jax.process_index() else 0)
+
+
+def failure(where):
+    if where is None:
+        return contextlib.nullcontext()
+    targets = {
+        "write": (writer.ts, "open"),
+        "hash": (writer._Commit, "_hash"),
+        "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
+        "commit": (writer, "write_digests"),
+    }
+    full = OSError(errno.ENOSPC, "No space left on device")
+    return mock.patch.object(*targets[where[1]], side_effect=full)
+
+
+def restore_step(directory, fall_back):
+    state, extra = run(directory).restore(state_of("full_shard"), fall_back=fall_back)
+    return {"step": run(directory).steps(), "extra": extra, "bits": bits(state)}
+
+
+def restore_unreadable(directory, place, index, step, fall_back=False):
+    """Restore the newest step, of which one process cannot open or read something."""
+    if jax.process_index() != index:
+        return restore_step(directory, fall_back)["extra"]
+    targets = {"documents": "__init__", "digests": "check", "array": "read"}
+    original = getattr(CheckpointSource, targets[place])
+
+    def fail(self, *args):
+        path = args[0] if place == "documents" else self.path
+        if str(path).endswith(f"/{step}"):
+            raise DamagedError("not here")
+        return original(self, *args)
+
+    if place == "digests":
+        with mock.patch.object(reader, "find_damage", side_effect=DamagedError("not here")):
+            return restore_step(directory, fall_back)["extra"]
+    with mock.patch.object(CheckpointSource, targets[place], fail):
+        return restore_step(directory, fall_back)["extra"]
+
+
+def save_without_memory(directory, step):
+    """Save a step of which one process cannot hold a copy."""
+    lacking = mock.patch.object(writer, "copy_pieces", side_effect=MemoryError("no memory"))
+    with lacking if jax.process_index() else contextlib.nullcontext():
+        run(directory).save(step, state_of("full_shard"))
+
+
+def leave_alone(directory, step):
+    """Save a step; then one process ends with an error, of which the other learns nothing."""
+    own = Checkpointer(directory)
+    own.save(step, state_of("full_shard", seed=step), {"step": step})
+    if jax.process_index():
+        own.close(alone=True)
+        return []
+    while not own.steps():
+        time.sleep(0.01)
+    own.close(alone=True)
+    return own.steps()
+
+
+def bits_of(seed):
+    return bits(state_of("full_shard", seed=seed))
+
+
+def num_elements(parts) -> int:
+    return sum(int(np.prod([stop - start for start, stop in index])) for _, index in parts)

@@ -1,0 +1,244 @@
+"""Disks that are full or cannot be written, and two who write to one place."""
+
+import errno
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jfsdp
+from jfsdp.checkpoint import writer
+from tests.checkpoint.test_damage import state_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path) -> Any:
+    with_step = jfsdp.Checkpointer(tmp_path / "run")
+    with_step.save(1, state_of(1))
+    with_step.wait()
+    yield with_step
+    with_step.close()
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+PLACES: dict[str, Any] = {
+    "an array": (writer.ts, "open", FULL),
+    "an array, as TensorStore says it": (writer.ts, "open", ValueError("RESOURCE_EXHAUSTED: Failed to write")),
+    "the digests of a process": (writer._Commit, "_hash", FULL),
+    "a document": (writer, "write_json", FULL),
+    "the digests": (writer, "write_digests", FULL),
+    "the last sync": (writer, "sync_directory", FULL),
+    "the rename": (writer.os, "rename", FULL),
+}
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_disk_that_fills_up_while_writing_costs_that_save_alone(place, run, monkeypatch):
+    """Simulated at each kind of write; for real in the proof below."""
+    where, name, error = PLACES[place]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(OSError, match=r"No space left on device\); it needs about [\d,]+ bytes; earlier") as told:  # noqa: PT012
+            run.save(2, state_of(2))
+            run.wait()
+    assert told.value.errno == errno.ENOSPC and told.value.filename == str(run.directory)
+    assert run.steps() == [1] and int(run.restore(state_of(3))[0].step) == 1
+    run.save(2, state_of(2))
+    run.wait()
+    assert run.steps() == [1, 2] and int(run.restore(state_of(3))[0].step) == 2
+    assert sorted(path.name for path in run.directory.iterdir()) == ["1", "2", "lock"], "nothing is left behind"
+
+
+IN_A_SMALL_FILE_SYSTEM = """
+import errno, os, shutil, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+import jfsdp
+
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=True)
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (512, 512)))  # a mebibyte
+
+model = jfsdp.fully_shard(Net)
+state = model.init(optax.sgd(1.0))
+run = jfsdp.Checkpointer(disk / "run")
+run.save(1, state); run.wait()
+
+def refused(action, code, *words):
+    try:
+        action()
+    except OSError as error:
+        assert error.errno == code and all(word in str(error) for word in words), error
+    else:
+        raise AssertionError("it was not refused")
+
+def save(step):
+    run.save(step, state); run.wait()
+
+ballast = disk / "ballast"
+ballast.write_bytes(bytes(2_700_000))
+refused(lambda: save(2), errno.ENOSPC, "needs about 2,118,", "are free")  # with what stands beside the arrays
+before, shutil.disk_usage = shutil.disk_usage, lambda path: SimpleNamespace(free=10**12)  # it fills up just after
+refused(lambda: save(2), errno.ENOSPC, "No space left on device", "needs about 1,048,5", "earlier checkpoints")
+refused(lambda: jfsdp.save(disk / "c", state), errno.ENOSPC, "No space left on device")
+assert run.steps() == [1] and not (disk / "c").exists()
+jax.tree.map(lambda a, b: (a == b).all() or 1 / 0, run.restore(state)[0].params, state.params)
+ballast.unlink()
+save(3)
+assert run.steps() == [1, 3]
+run.close()
+
+subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+run = jfsdp.Checkpointer(disk / "run")
+assert run.steps() == [1, 3]
+assert run.restore(state)[0].params["weight"].shape == (512, 512), "reading needs no writing"
+refused(lambda: save(4), errno.EROFS, "Read-only file system", str(disk / "run"))
+refused(lambda: jfsdp.save(disk / "c", state), errno.EROFS, "Read-only file system", str(disk / "c"))
+print("proved")
+"""
+
+
+@pytest.mark.proof
+def test_a_disk_that_is_full_and_then_read_only_for_real(tmp_path):
+    """A file system of 4 MiB in memory, mounted in a name space of its own."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "script.py").write_text(IN_A_SMALL_FILE_SYSTEM)
+    command = ["unshare", "-Urm", sys.executable, tmp_path / "script.py", tmp_path / "disk"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "proved\n", done.stderr
+
+
+def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, monkeypatch):
+    """Simulated, since permissions do not stop root."""
+    other = jfsdp.Checkpointer(tmp_path / "other")
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("jfsdp.checkpoint.errors.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(writer, "copy_pieces", lambda state: pytest.fail("copied"))
+    with pytest.raises(OSError, match=r"Read-only file system.*: '.*/other'") as told:
+        other.save(1, state_of(1))
+    assert told.value.errno == errno.EROFS
+    assert other.steps() == []
+
+
+# ---- two who write to one place ----
+
+
+def test_a_second_writer_of_a_run_is_told_who_the_first_is(run, tmp_path):
+    second = jfsdp.Checkpointer(tmp_path / "run")
+    assert int(second.restore(state_of(3))[0].step) == 1, "reading is free"
+    with pytest.raises(ValueError, match=r"checkpoints .*/run: are written by process \d+ on .*; wait for it, or save"):
+        second.save(2, state_of(2))
+    assert second.steps() == [1]
+    run.close()
+    second.save(2, state_of(2))
+    second.close()
+    assert run.steps() == [1, 2]
+
+
+WRITER = """
+import sys, time
+import optax
+from flax import nnx
+import jax.numpy as jnp
+import jfsdp
+from jfsdp.checkpoint import writer
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.zeros((4, 4)))
+
+state = jfsdp.fully_shard(Net).init(optax.sgd(1.0))
+if sys.argv[1] == "run":
+    run = jfsdp.Checkpointer(sys.argv[2])
+    run.save(7, state)
+    run.wait()
+    print("holds", flush=True)
+else:
+    write = writer.write_digests
+    writer.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
+    jfsdp.save(sys.argv[2], state)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path) -> Any:
+    """Start a process that holds a run, or is just writing a checkpoint; return it."""
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER)
+    started: list[Any] = []
+
+    def start(*args: Any) -> Any:
+        command = [sys.executable, script, *args]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        assert started[-1].stdout.readline() == "holds\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_writer_in_another_process_is_named_and_its_end_frees_the_run(other_process, tmp_path):
+    first = other_process("run", tmp_path / "run")
+    second = jfsdp.Checkpointer(tmp_path / "run")
+    with pytest.raises(ValueError, match=f"are written by process {first.pid} on "):
+        second.save(8, state_of(1))
+    assert second.steps() == [7]
+    first.kill()
+    first.wait()
+    second.save(8, state_of(1))
+    second.close()
+    assert second.steps() == [7, 8]
+
+
+def test_one_checkpoint_is_not_written_by_two_at_once(other_process, tmp_path):
+    """The second would take the first one's files away, and both would end up in one directory."""
+    first = other_process("save", tmp_path / "c")
+    with pytest.raises(ValueError, match=f"checkpoint .*/c: is being written by process {first.pid} on "):
+        jfsdp.save(tmp_path / "c", state_of(1))
+    first.kill()
+    first.wait()
+    jfsdp.save(tmp_path / "c", state_of(1))
+    assert int(jfsdp.restore(tmp_path / "c", like=state_of(2)).step) == 1
+    assert not list(tmp_path.glob("c.*")), "what the killed one left is cleaned up"
+
+
+def test_of_many_that_save_one_checkpoint_exactly_one_does(tmp_path):
+    states, found, told = [state_of(step) for step in (1, 2, 3)], [], []
+
+    def save(state: Any) -> None:
+        try:
+            jfsdp.save(tmp_path / "c", state)
+            found.append(int(state.step))
+        except ValueError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=functools.partial(save, state)) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1 == len(list(tmp_path.iterdir()))
+    assert all("is being written by" in message or "exists already" in message for message in told), told
+    assert int(jfsdp.restore(tmp_path / "c", like=states[0]).step) == found[0]

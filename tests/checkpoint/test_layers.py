@@ -1,0 +1,152 @@
+"""Layers in a stack read as a list, and in a list as a stack: NNX and Linen, with the states of Adam and Adafactor."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jfsdp
+from jfsdp.train.state import TrainState
+from jfsdp.train.storage import by_leaf
+from tests.checkpoint.elastic import Net
+
+DIM, LAYERS = 12, 3
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
+}
+STORAGES: dict[str, dict[str, Any]] = {"by leaf": {}, "flat": {"engine": "manual", "storage": "flat"}}
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(DIM, name="up")(x), None
+
+
+class LinenNet(nn.Module):
+    stacked: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.stacked:
+            stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            return stack(name="h")(x, None)[0]
+        for number in range(LAYERS):
+            x, _ = Layer(name=f"h_{number}")(x, None)
+        return x
+
+
+@functools.cache
+def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
+    example = (jax.ShapeDtypeStruct((8, DIM), jnp.float32),)
+    source: Any = (LinenNet(stacked), example)
+    if api == "nnx":
+        source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
+    return jfsdp.fully_shard(source, min_size=8, **STORAGES[storage])
+
+
+def logical(state: TrainState) -> dict[str, np.ndarray]:
+    state = by_leaf(state)
+    values = {f"params.{name}": x for name, x in state.params.items()}
+    values |= {role.name: x for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state), strict=True)}
+    shapes = {role.name: role.shape for role in state.roles.arrays}
+    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
+    return {name: np.asarray(x)[tuple(map(slice, shapes[name]))] for name, x in values.items()}
+
+
+def lived_in(state: TrainState) -> TrainState:
+    """Moments of their own: every element another, padding zero."""
+
+    def change(role: Any, x: jax.Array) -> jax.Array:
+        inside = np.zeros(x.shape, np.float32)
+        if x.ndim and x.size > 1:
+            part = tuple(map(slice, role.shape))
+            inside[part] = 1 + np.arange(inside[part].size).reshape(inside[part].shape)
+        return jax.device_put(jnp.asarray(inside, x.dtype) + (x if x.ndim == 0 else 0), x.sharding)
+
+    return TrainState(**{**vars(state), "opt_state": state.roles.map(change, state.opt_state)})
+
+
+CASES = list(itertools.product(("nnx", "linen"), OPTIMIZERS, (True, False), STORAGES))
+
+
+@pytest.mark.parametrize(("api", "optimizer", "stacked", "storage"), CASES)
+def test_every_layer_is_found_in_the_other_form(api, optimizer, stacked, storage, tmp_path):
+    tx, mark = OPTIMIZERS[optimizer], "." if api == "nnx" else "_"
+    state = lived_in(model(api, stacked, "by leaf").init(tx, seed=1))
+    jfsdp.save(tmp_path / "c", state)
+    found = logical(jfsdp.restore(tmp_path / "c", like=model(api, not stacked, storage).abstract_state(tx)))
+    given = logical(state)
+    stacks, lists = (given, found) if stacked else (found, given)
+    layers = "blocks" if api == "nnx" else "h"
+    seen = set()
+    for name, value in stacks.items():
+        if f".{layers}." not in name:
+            assert value.tobytes() == lists[name].tobytes(), name
+            continue
+        for number in range(LAYERS):
+            member = name.replace(f".{layers}.", f".{layers}{mark}{number}.")
+            row = value if value.shape == (1,) == lists[member].shape else value[number]
+            assert row.shape == lists[member].shape and row.tobytes() == lists[member].tobytes(), member
+            seen.add(member)
+    assert {name for name in lists if f".{layers}{mark}" in name} == seen and seen
+
+
+def test_a_list_that_is_not_whole_is_no_stack(tmp_path):
+    """Four layers wanted of three, two wanted of three: neither is filled in or left out."""
+    tx = OPTIMIZERS["adam"]
+    for stacked, num, words in [(False, 4, "missing"), (True, 4, "another shape"), (True, 2, "another shape")]:
+        path = tmp_path / f"{stacked}{num}"
+        jfsdp.save(path, model("nnx", not stacked, "by leaf").init(tx))
+        other = jfsdp.fully_shard(functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num), min_size=8)
+        with pytest.raises(ValueError, match=words):
+            jfsdp.restore(path, like=other.abstract_state(tx))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_model_with_fewer_layers_than_the_checkpoint_is_refused_in_either_form(stacked, tmp_path):
+    def abstract(stacked, num_layers):
+        source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num_layers)
+        return jfsdp.fully_shard(source, min_size=8)
+
+    tx = OPTIMIZERS["adam"]
+    jfsdp.save(tmp_path / "c", abstract(stacked, 3).init(tx))
+    fewer = abstract(not stacked, 2)
+    with pytest.raises(ValueError, match=r"params\.blocks\.(scale|up\.bias)"):
+        jfsdp.restore(tmp_path / "c", like=fewer.abstract_state(tx))
+    if not stacked:
+        return
+    with pytest.raises(ValueError, match=r"in the checkpoint but not in the model: blocks\.scale"):
+        jfsdp.load_pretrained(tmp_path / "c", fewer, tx)
+    chosen = jfsdp.restore(tmp_path / "c", like=fewer.init(tx), only="params")
+    assert chosen.params.keys() == fewer.init(tx).params.keys()
+
+
+@pytest.mark.parametrize("only", [None, "params"])
+@pytest.mark.parametrize("stacks_are_saved", [True, False])
+def test_lists_of_lists_are_not_guessed(stacks_are_saved, only, tmp_path):
+    """`a.0.1` may be row 1 of `a.0`, and layer 0 of `a.1`."""
+
+    class Stacks(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (2, 4, 4))) for _ in range(2)])
+
+    class Lists(nnx.Module):
+        def __init__(self, rngs):
+            rows = [[nnx.Param(jax.random.normal(rngs.params(), (4, 4))) for _ in range(2)] for _ in range(2)]
+            self.a = nnx.List([nnx.List(row) for row in rows])
+
+    tx = optax.sgd(1.0)
+    nets = (Stacks, Lists) if stacks_are_saved else (Lists, Stacks)
+    saved, wanted = (jfsdp.fully_shard(net, min_size=4) for net in nets)
+    jfsdp.save(tmp_path / "c", saved.init(tx))
+    with pytest.raises(ValueError, match="missing from the checkpoint: params"):
+        jfsdp.restore(tmp_path / "c", like=wanted.init(tx), only=only)

@@ -1,0 +1,182 @@
+"""Awkward leaves and every kind of optimizer's state, out of and into every storage form, with and without padding."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.checkpoint.files import read_manifest
+from jfsdp.train.storage import by_leaf
+from tests.checkpoint.elastic import bits
+
+
+class Zoo(nnx.Module):
+    """One of each; trained but for the booleans, the integers and the frozen one. Statistics and keys stand beside."""
+
+    def __init__(self, rngs):
+        normal = functools.partial(jax.random.normal, rngs.params())
+        self.scalar = nnx.Param(normal(()))
+        self.empty = nnx.Param(normal((0, 8)))
+        self.prime = nnx.Param(normal((31,)))
+        self.prime_matrix = nnx.Param(normal((13, 11)))
+        self.matrix = nnx.Param(normal((16, 24)))
+        self.kernel = nnx.Param(normal((3, 3, 8, 5)))
+        self.flags = nnx.Param(normal((9, 8)) > 0)
+        self.complex = nnx.Param(normal((8, 5), jnp.complex64))
+        self.integers = nnx.Param(jnp.arange(40).reshape(8, 5))
+        self.half = nnx.Param(normal((8, 10), jnp.bfloat16))
+        self.frozen = nnx.Param(normal((8, 8)))
+        self.norm = nnx.BatchNorm(24, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.keys = nnx.Variable(jax.random.split(jax.random.key(3, impl="rbg"), 4))
+        self.empty_statistics = nnx.BatchStat(jnp.zeros((4, 0)))
+
+    def __call__(self, x):
+        x = self.dropout(self.norm(x @ self.matrix[...]))
+        terms = [self.scalar, self.prime, self.prime_matrix, self.kernel, self.complex, self.half, self.empty]
+        return (x**2).mean() + sum((jnp.abs(term[...].astype(jnp.complex64)) ** 2).sum() for term in terms)
+
+
+def loss(model, batch):
+    return jfsdp.Loss(model(batch) * batch.shape[0], jnp.asarray(batch.shape[0], jnp.float32))
+
+
+def real_or_complex(params: Any) -> Any:
+    return {name: "complex" if jnp.iscomplexobj(x) else "real" for name, x in params.items()}
+
+
+def parts_of(params: Any) -> Any:
+    return {name: "matrices" if x.ndim > 1 else "other" for name, x in params.items()}
+
+
+OPTIMIZERS = {
+    "adam": optax.adamw(1e-2),
+    "adafactor": optax.partition(
+        {"real": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), "complex": optax.sgd(1e-2, 0.9)},
+        real_or_complex,
+    ),
+    "partition": optax.partition({"matrices": optax.adam(1e-2), "other": optax.sgd(1e-2, 0.9)}, parts_of),
+    "averages, bfloat16 moments": optax.chain(jfsdp.low_precision_state(optax.adam(1e-2)), jfsdp.track_ema(0.9)),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "by leaf, 8": {"devices": 8},
+    "flat, 3": {"devices": 3, "engine": "manual", "storage": "flat"},
+    "flat, 8, copies": {"devices": 8, "engine": "manual", "storage": "flat", "strategy": "zero1"},
+}
+
+
+@functools.cache
+def model(form: str) -> jfsdp.ShardedModel:
+    options = dict(FORMS[form])
+    mesh = jfsdp.make_mesh(devices=jax.devices()[: options.pop("devices")])
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16" if "copies" in form else None)
+    return jfsdp.fully_shard(Zoo, mesh=mesh, mp_policy=policy, frozen=["frozen"], min_size=8, **options)
+
+
+@functools.cache
+def trained(form: str, optimizer: str) -> jfsdp.TrainState:
+    """A state after two steps, with moments, statistics and counts that are not those of the first."""
+    first, tx = next(iter(FORMS)), OPTIMIZERS[optimizer]
+    if form != first:  # the manual engine refuses batch statistics
+        return jfsdp.reshard(trained(first, optimizer), model(form))
+    state, step = model(form).init(tx), model(form).train_step(loss, tx)
+    for seed in range(2):
+        state, _ = step(state, np.random.default_rng(seed).normal(size=(24, 16)).astype(np.float32))
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Any:
+    @functools.cache
+    def save(form: str, optimizer: str) -> Path:
+        path = tmp_path_factory.mktemp("zoo") / "c"
+        jfsdp.save(path, trained(form, optimizer))
+        return path
+
+    return save
+
+
+PAIRS = [(source, target) for source in list(FORMS)[:2] for target in FORMS]
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source} to {target}" for source, target in PAIRS])
+def test_every_bit_comes_back_in_every_form(source, target, optimizer, saved):
+    like = model(target).abstract_state(OPTIMIZERS[optimizer])
+    state = jfsdp.restore(saved(source, optimizer), like=like)
+    assert bits(state) == bits(trained(source, optimizer))
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    assert set(state.work) == set(like.work)
+
+
+def test_the_zoo_is_stored_as_it_is_called(saved):
+    """What the test above is worth: leaves of every kind, in logical shapes, none of them zero by chance."""
+    arrays = read_manifest(saved("flat, 3", "adafactor"))["arrays"]
+    kinds = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in arrays.items()}
+    assert kinds["params.scalar"] == ((), "float32")
+    assert kinds["params.empty"] == ((0, 8), "float32")
+    assert kinds["params.prime_matrix"] == ((13, 11), "float32")
+    assert kinds["params.flags"] == ((9, 8), "bool")
+    assert kinds["params.complex"] == ((8, 5), "complex64")
+    assert kinds["params.half"] == ((8, 10), "bfloat16")
+    assert kinds["model_state.empty_statistics"] == ((4, 0), "float32")
+    assert arrays["model_state.keys"]["key_impl"] == "rbg"
+    assert any(name.startswith("opt_state") and "v_row" in name and len(shape) for name, (shape, _) in kinds.items())
+    first, state = by_leaf(model("flat, 3").init(OPTIMIZERS["adam"])), by_leaf(trained("flat, 3", "adam"))
+    changed = {name for name, x in state.params.items() if (np.asarray(x) != np.asarray(first.params[name])).any()}
+    assert changed == set(state.params) - {"empty", "flags", "integers", "frozen"}
+    assert (np.asarray(state.model_state["norm.mean"]) != np.asarray(first.model_state["norm.mean"])).any()
+
+
+# ---- parts of a state ----
+
+
+CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
+    "params": ({"only": "params"}, lambda name: name.startswith("params.")),
+    "three leaves": (
+        {"only": ["params.matrix", "params.prime*"]},
+        lambda name: name in ("params.matrix", "params.prime", "params.prime_matrix"),
+    ),
+    "all but one": ({"skip": "params.matrix"}, lambda name: name != "params.matrix"),
+    "no optimizer": (
+        {"skip": ["opt_state", "step"]},
+        lambda name: not name.startswith("opt_state.") and name != "step",
+    ),
+    "both": (
+        {"only": ["params", "opt_state"], "skip": ["params.matrix", "opt_state.0.*.matrix"]},
+        lambda name: name.startswith(("params.", "opt_state.")) and not name.endswith(".matrix"),
+    ),
+}
+
+
+@pytest.mark.parametrize("target", list(FORMS))
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_what_is_chosen_is_read_and_the_rest_stays(target, choice, saved):
+    """Also where one flat buffer holds leaves of both kinds."""
+    how, is_read = CHOICES[choice]
+    like = model(target).init(OPTIMIZERS["adam"], seed=5)
+    ours, theirs = bits(like), bits(trained("by leaf, 8", "adam"))
+    state = jfsdp.restore(saved("by leaf, 8", "adam"), like=like, **how)
+    found = bits(state)
+    assert found == {name: theirs[name] if is_read(name) else ours[name] for name in ours}
+    assert {name for name in ours if ours[name] != theirs[name] and is_read(name)}, "something was read"
+    assert bits(like) == ours
+    for name, copy in state.work.items():
+        np.testing.assert_array_equal(np.asarray(copy), np.asarray(state.params[name].astype("bfloat16")))
+
+
+def test_a_pattern_that_chooses_nothing_and_shapes_alone_are_refused(saved):
+    path, live = saved("by leaf, 8", "adam"), model("flat, 3").init(OPTIMIZERS["adam"])
+    with pytest.raises(ValueError, match=r"only='params.matrx' matches no array"):
+        jfsdp.restore(path, like=live, only="params.matrx")
+    with pytest.raises(ValueError, match="leave nothing to read"):
+        jfsdp.restore(path, like=live, only="params.matrix", skip="params")
+    with pytest.raises(ValueError, match="pass a live state as `like`"):
+        jfsdp.restore(path, like=model("flat, 3").abstract_state(OPTIMIZERS["adam"]), only="params")
