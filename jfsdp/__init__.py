@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jfsdp.checkpoint.foreign.pretrained import load_pretrained
     from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.schedule import Prefetch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
+    "checkpoint.foreign.pretrained": ("load_pretrained",),
     "checkpoint.store": ("restore", "save"),
     "engine.schedule": ("Prefetch",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
@@ -79,6 +81,7 @@ __all__ = [
     "find_job",
     "full",
     "fully_shard",
+    "load_pretrained",
     "low_precision_state",
     "make_abstract_mesh",
     "make_mesh",

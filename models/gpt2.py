@@ -34,6 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import choose_attention, document_mask, document_positions
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
+from .gpt2_hf import PRETRAINED
 from .losses import next_token_loss, token_batch
 from .optimizers import adamw
 
@@ -205,6 +206,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
+        "pretrained": PRETRAINED,
     }
 
 

@@ -33,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import choose_attention, document_mask, document_positions
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
+from .llama_hf import PRETRAINED
 from .losses import next_token_loss, token_batch
 from .optimizers import adamw
 from .over_tensor import by_heads, over_tensor
@@ -253,8 +254,9 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
 
     Returns:
       `model` (rngs -> module), `config`, `loss`, `units`, `batch` ((batch_size, seq_len) -> shapes), `optimizer`
-      (learning rate or schedule -> optax), `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float) and
-      `configure` (changed fields of the config, by keyword -> another job).
+      (learning rate or schedule -> optax), `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float),
+      `configure` (changed fields of the config, by keyword -> another job) and `pretrained` (names in checkpoints of
+      Hugging Face).
     """
 
     def configure(**overrides: Any) -> dict[str, Any]:
@@ -271,6 +273,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
+        "pretrained": PRETRAINED,
     }
 
 

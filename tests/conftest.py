@@ -11,6 +11,8 @@ import pytest
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Nothing is fetched: models of other people are made here, with random weights.
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

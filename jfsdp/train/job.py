@@ -39,6 +39,8 @@ class Job:
         for MFU; None if unknown.
       configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
       config: the model's configuration, any dataclass; written beside checkpoints.
+      pretrained: how checkpoints of Hugging Face call the model's parameters, a dict (docs/pretrained.md); None: the
+        model has none there.
 
     Raises:
       ValueError: for an unknown kind of data.
@@ -58,6 +60,7 @@ class Job:
     flops_per_token: Callable[[int], float] | None = None
     configure: Callable[..., Any] | None = None
     config: Any = None
+    pretrained: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:

@@ -239,6 +239,29 @@ class ShardedModel:
         make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
         return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
 
+    def init_from(self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: int = 0) -> TrainState:
+        """Make the first state around parameters that are on the devices already; they are given up.
+
+        Layout:  each leaf in its stored shape, as its `param` stage says (`leaf_shapes`).
+        Memory:  the state; no second copy of the parameters, but under flat storage.
+
+        Args:
+          params: by name, every leaf.
+          seed: of the rest of the model's state (rng keys).
+        """
+        with model_mesh(self.mesh):
+            keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
+            model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
+        make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
+        made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are packed or cut
+            return made(dict(params), jax.device_put(model_state, self._whole()))
+
+    def leaf_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the leaves as they are stored one by one: shape, dtype and sharding. Moves no data."""
+        return {leaf.path: self.layout.abstract(self.mesh, leaf, "param") for leaf in self.layout.leaves}
+
     def _place(self, path: str, value: jax.Array) -> jax.Array:
         """Send each device its part of a leaf of the given instance."""
         leaf = self.layout.by_path[path]

@@ -1,0 +1,101 @@
+"""How the dims of one array stand in another: a transposition, a permutation, or several dims merged into one.
+
+Written as a text of named dims, our array's before the arrow and the other's behind it: `"in out -> out in"`,
+`"d heads size -> (heads size) d"`. A slice of either array is found in the other, and only that much is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from jfsdp.checkpoint.source import Index
+
+Shape = tuple[int, ...]
+
+_SHORTHANDS = {"transpose": "a b -> b a"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """The dims of our array, and those of the other, each made of one or several of ours, major to minor."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[tuple[str, ...], ...]
+
+    def their_shape(self, shape: Shape) -> Shape:
+        """Return the shape of the other array, from ours."""
+        sizes = dict(zip(self.ours, shape, strict=True))
+        return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
+
+    def their_index(self, shape: Shape, index: Index) -> Index:
+        """Return the least slice of the other array that holds a slice of ours: minor merged dims are read whole."""
+        wanted = dict(zip(self.ours, index, strict=True))
+        slices = []
+        for group in self.theirs:
+            step, part = self._minor_size(shape, group), wanted[group[0]]
+            slices.append(slice(part.start * step, part.stop * step))
+        return tuple(slices)
+
+    def to_ours(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
+        """Turn what `their_index` reads into the slice of ours; a view where numpy can."""
+        wanted, read = dict(zip(self.ours, index, strict=True)), dict(zip(self.ours, shape, strict=True))
+        majors = {group[0] for group in self.theirs}
+        read |= {name: wanted[name].stop - wanted[name].start for name in majors}
+        flat = [name for group in self.theirs for name in group]
+        split = block.reshape([read[name] for name in flat]).transpose([flat.index(name) for name in self.ours])
+        return split[tuple(slice(None) if name in majors else wanted[name] for name in self.ours)]
+
+    def our_index(self, shape: Shape, index: Index) -> Index:
+        """Return the least slice of ours that holds a slice of the other array."""
+        wanted = dict(zip(self.ours, (slice(0, size) for size in shape), strict=True))
+        for group, part in zip(self.theirs, index, strict=True):
+            step = self._minor_size(shape, group)
+            wanted[group[0]] = slice(part.start // step, -(-part.stop // step))
+        return tuple(wanted[name] for name in self.ours)
+
+    def to_theirs(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
+        """Turn what `our_index` reads into the slice of the other array; a view where numpy can."""
+        flat = [name for group in self.theirs for name in group]
+        read = dict(zip(self.ours, block.shape, strict=True))
+        merged = block.transpose([self.ours.index(name) for name in flat]).reshape(
+            [math.prod(read[name] for name in group) for group in self.theirs]
+        )
+        cuts = []
+        for group, part in zip(self.theirs, index, strict=True):
+            step = self._minor_size(shape, group)
+            start = part.start - part.start // step * step
+            cuts.append(slice(start, start + part.stop - part.start))
+        return merged[tuple(cuts)]
+
+    def _minor_size(self, shape: Shape, group: Sequence[str]) -> int:
+        sizes = dict(zip(self.ours, shape, strict=True))
+        return max(math.prod(sizes[name] for name in group[1:]), 1)
+
+
+def same_dims(rank: int) -> Dims:
+    """Return dims that stand in the other array as they stand in ours."""
+    names = tuple(f"dim{place}" for place in range(rank))
+    return Dims(names, tuple((name,) for name in names))
+
+
+def parse_dims(text: str) -> Dims:
+    """Read `"a b c -> (b c) a"`; `"transpose"` is short for `"a b -> b a"`.
+
+    Raises:
+      ValueError: if the two sides do not name the same dims, each once.
+    """
+    ours, arrow, theirs = _SHORTHANDS.get(text, text).partition("->")
+    groups = tuple(tuple((merged or single).split()) for merged, single in re.findall(r"\(([^()]*)\)|(\w+)", theirs))
+    dims = Dims(tuple(ours.split()), groups)
+    flat = [name for group in groups for name in group]
+    if not arrow or sorted(flat) != sorted(set(dims.ours)) or len(flat) != len(dims.ours) or () in groups:
+        raise ValueError(
+            f"dims {text!r}: write our dims, an arrow, and the same names as the other array has them, such as "
+            "'d heads size -> (heads size) d', or 'transpose'"
+        )
+    return dims

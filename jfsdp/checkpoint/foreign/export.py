@@ -1,0 +1,236 @@
+"""Arrays of any source written as safetensors files, piece by piece: host memory for a piece, whatever the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.errors import check_space, readable_errors
+from jfsdp.checkpoint.files import sync_directory, write_json
+from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes, chunks
+from jfsdp.checkpoint.foreign.pretrained import CONFIG
+from jfsdp.checkpoint.foreign.safetensors import CODES, DTYPES, INDEX, WEIGHTS
+from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead
+
+MAX_SHARD_BYTES = 5_000_000_000
+PIECE_BYTES = 1 << 25
+_AHEAD = 2  # pieces that are read while another is written
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What an export wrote: the files with weights, their arrays and the bytes of these, without headers."""
+
+    directory: Path
+    files: tuple[str, ...]
+    num_arrays: int
+    total_bytes: int
+
+
+def export_safetensors(
+    source: Source,
+    directory: Any,
+    names: Names,
+    *,
+    config: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Written:
+    """Write a model as a directory that `transformers` loads. It appears whole or not at all.
+
+    Memory:  `export_memory_bytes(source, dtype)` on the host: pieces as they are read, and as they are written.
+
+    Of several processes one calls this (the first, say): it writes all files.
+
+    Args:
+      source: the parameters under our names, without `params.`.
+      directory: must not exist yet; its parent is made if it is missing.
+      names: the mapping, such as a job's field `pretrained`.
+      config: what `config.json` is to say, such as `pretrained.config_json` returns; `torch_dtype` is added. None: no
+        such file.
+      dtype: of floating arrays in the files; None: as they are.
+      max_shard_bytes: more than this is written as several files and an index; an array is never cut.
+
+    Returns:
+      What was written.
+
+    Raises:
+      ValueError: if `directory` exists, leaves have no rule, a dtype cannot be written, or a value leaves its range.
+      OSError: if the disk is full or not writable.
+    """
+    return write_safetensors(
+        Exported(source, names), directory, config=config, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def export_memory_bytes(source: Source, dtype: Any = None, *, piece_bytes: int = PIECE_BYTES) -> int:
+    """Return the most that an export holds on the host at once, besides what the source itself needs to read.
+
+    Three pieces, one that is written and two that are read meanwhile, each as the source puts it together, as it is
+    read, and in the dtype and order that is written; each of at most `piece_bytes`, or of one element.
+    """
+    largest = 0
+    for array in source.arrays.values():
+        target = _target(array, dtype)
+        count = min(math.prod(array.shape), _piece_elements(array, target, piece_bytes))
+        largest = max(largest, count * (2 * np.dtype(array.dtype).itemsize + target.itemsize))
+    return (_AHEAD + 1) * largest
+
+
+def write_safetensors(
+    source: Source,
+    directory: Any,
+    *,
+    config: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    piece_bytes: int = PIECE_BYTES,
+) -> Written:
+    """Write all arrays of a source under its own names; otherwise as `export_safetensors`, which see.
+
+    Raises:
+      ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range.
+      OSError: if the disk is full or not writable.
+    """
+    directory = Path(directory).absolute()
+    if directory.exists():
+        raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
+    shards = _plan_shards(source.arrays, dtype, max_shard_bytes)
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    check_space(directory, sum(shard.data_bytes for shard in shards))
+    with readable_errors(directory):
+        temporary.mkdir(parents=True)
+        try:
+            for shard in shards:
+                _write_shard(source, temporary / shard.file, shard, piece_bytes)
+            _write_texts(temporary, shards, config)
+            sync_directory(temporary)
+            temporary.rename(directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        sync_directory(directory.parent)
+    num_arrays, total = sum(len(shard.dtypes) for shard in shards), sum(shard.data_bytes for shard in shards)
+    return Written(directory, tuple(shard.file for shard in shards), num_arrays, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """One file to write: its arrays in the order in which they lie there, with the dtype of each."""
+
+    file: str
+    dtypes: Mapping[str, np.dtype]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def num_bytes(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(map(self.num_bytes, self.dtypes))
+
+
+def _target(array: Any, dtype: Any) -> np.dtype:
+    """Return the dtype in which an array is written."""
+    is_cast = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    try:
+        return np.dtype(jnp.dtype(dtype if is_cast else array.dtype))
+    except TypeError as error:
+        raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
+
+
+def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int) -> list[_Shard]:
+    """Fill files in the order of the arrays, each up to the limit."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype={dtype!r} is not floating; choose float32, bfloat16 or float16")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be at least 1; {MAX_SHARD_BYTES} is usual")
+    groups: list[dict[str, np.dtype]] = [{}]
+    filled = 0
+    for name, array in arrays.items():
+        target = _target(array, dtype)
+        if target not in CODES:
+            raise ValueError(f"{name}: has dtype {target}, which safetensors lacks; choose one of {_dtype_names()}")
+        size = math.prod(array.shape) * target.itemsize
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = target
+        filled += size
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    return [_Shard(_file_name(place, len(groups)), _aligned(group), shapes) for place, group in enumerate(groups)]
+
+
+def _dtype_names() -> str:
+    return ", ".join(str(dtype) for dtype in DTYPES.values())
+
+
+def _file_name(place: int, count: int) -> str:
+    return WEIGHTS if count == 1 else f"model-{place + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _aligned(group: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
+    """Put wide elements first, so that each array begins at a multiple of its element, as readers expect."""
+    return dict(sorted(group.items(), key=lambda item: -item[1].itemsize))
+
+
+def _write_shard(source: Source, path: Path, shard: _Shard, piece_bytes: int) -> None:
+    with open(path, "wb") as file:
+        file.write(_header(shard))
+        for piece in read_ahead(_pieces(source, shard, piece_bytes), _AHEAD):
+            file.write(piece.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pieces(source: Source, shard: _Shard, piece_bytes: int) -> Iterator[Callable[[], np.ndarray]]:
+    """Return what reads the pieces of a file, in their order, as the bytes that are written."""
+    for name, target in shard.dtypes.items():
+        most = _piece_elements(source.arrays[name], target, piece_bytes)
+        for index in chunks(shard.shapes[name], most):
+            yield functools.partial(_read_piece, source, name, index, target)
+
+
+def _piece_elements(array: Any, target: np.dtype, piece_bytes: int) -> int:
+    return max(piece_bytes // max(np.dtype(array.dtype).itemsize, target.itemsize), 1)
+
+
+def _read_piece(source: Source, name: str, index: Index, target: np.dtype) -> np.ndarray:
+    piece = source.read(name, index)
+    with np.errstate(over="ignore"):
+        cast = contiguous(piece, target)
+    check_range(name, piece, cast)
+    return cast.reshape(-1).view(np.uint8)
+
+
+def _header(shard: _Shard) -> bytes:
+    """Return the 8 bytes of length and the JSON behind them, padded as the safetensors library does."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype in shard.dtypes.items():
+        start, end = end, end + shard.num_bytes(name)
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shard.shapes[name]), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_texts(directory: Path, shards: Sequence[_Shard], config: Mapping[str, Any] | None) -> None:
+    if len(shards) > 1:
+        weight_map = {name: shard.file for shard in shards for name in shard.dtypes}
+        total = sum(shard.data_bytes for shard in shards)
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if config is not None:
+        written = {dtype for shard in shards for dtype in shard.dtypes.values()}
+        floating = [str(dtype) for dtype in written if jnp.issubdtype(dtype, jnp.floating)]
+        stated = {"torch_dtype": floating[0]} if len(floating) == 1 else {}
+        write_json(directory / CONFIG, {**config, **stated})

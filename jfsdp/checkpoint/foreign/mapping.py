@@ -1,0 +1,349 @@
+"""The names of a model's arrays in another library's checkpoint, as rules that serve both ways.
+
+[Note: rules of names]
+A rule is `(ours, theirs)` or `(ours, theirs, dims)`: two names and, where the arrays differ in their dims, how
+(`dims.py`). `{i}`, or any other word in braces, stands for a number in both names. Where our layers are
+stacked, that number is no part of our name but a leading dim: `layers.{i}.norm.scale` is also the rule of a leaf
+`layers.norm.scale` with a leading dim L. A number that only their name has is always such a leading dim. The first rule
+that fits a leaf counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.checkpoint.foreign.dims import Dims, parse_dims, same_dims
+from jfsdp.checkpoint.source import Index, Source
+from jfsdp.layout.report import list_differences
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+_NUMBER = re.compile(r"\{(\w+)\}")
+_COMPARED_ELEMENTS = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class NameMap:
+    """How a model's arrays are called in another library's checkpoints. A job offers it as a dict of these fields.
+
+    Attributes:
+      rules: see [Note: rules of names].
+      ignored: globs of their names that are no weights (stored masks, say) and may be there.
+      tied: their names that may be there as a copy of another (a head that is the embedding), by that other's name. A
+        copy is compared, and never written.
+      prefix: what begins most of their names and may be missing from all of them (`transformer.` of GPT-2).
+      from_config: `f(config.json as a dict) -> fields of the job's config`; refuses what the model cannot compute.
+      to_config: `f(the job's config, seq_len) -> config.json as a dict`.
+
+    Raises:
+      ValueError: for a malformed rule.
+    """
+
+    rules: Sequence[Sequence[str]]
+    ignored: Sequence[str] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+    from_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    to_config: Callable[[Any, int], Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            _check_rule(rule)
+
+
+def _check_rule(rule: Sequence[str]) -> None:
+    if isinstance(rule, str) or len(rule) not in (2, 3) or not all(isinstance(part, str) for part in rule):
+        raise ValueError(f"rule {rule!r}: write (our name, their name) or (our name, their name, dims)")
+    ours, theirs = (_NUMBER.findall(name) for name in rule[:2])
+    if lost := [number for number in ours if number not in theirs]:
+        raise ValueError(f"rule {rule!r}: number {{{lost[0]}}} of our name is missing from theirs; add it")
+    if len(rule) == 3:
+        parse_dims(rule[2])
+
+
+Names = NameMap | Mapping[str, Any] | None  # None, a job without a mapping, is refused
+
+
+def as_name_map(value: Any) -> NameMap:
+    """Bring a `NameMap`, or a mapping of its fields, into a `NameMap`.
+
+    Raises:
+      ValueError: for anything else, unknown fields and malformed rules.
+    """
+    if isinstance(value, NameMap):
+        return value
+    known = [field.name for field in dataclasses.fields(NameMap)]
+    if not isinstance(value, Mapping) or "rules" not in value or set(value) - set(known):
+        got = f"a dict of {', '.join(value)}" if isinstance(value, Mapping) else repr(value)
+        raise ValueError(
+            f"a mapping of names is a dict with rules and perhaps {', '.join(known[1:])}, not {got}; see "
+            "docs/pretrained.md"
+        )
+    return NameMap(**value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One of their arrays: our leaf, where in its leading stacked dims, and how the rest of its dims stand.
+
+    Attributes:
+      at: the place in each stacked dim.
+      shape: the dims of our leaf behind the stacked ones.
+    """
+
+    leaf: str
+    at: tuple[int, ...]
+    shape: tuple[int, ...]
+    dims: Dims
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        return self.dims.their_shape(self.shape)
+
+
+def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
+    """Find every array of theirs that our leaves stand for. Moves no data.
+
+    Returns:
+      By their names, in the order of our leaves.
+
+    Raises:
+      ValueError: if leaves have no rule (lists them), a rule has another number of dims, or two leaves have one name.
+    """
+    forms = [form for rule in names.rules for form in _forms(rule)]
+    found: dict[str, Piece] = {}
+    orphans = []
+    for leaf, array in leaves.items():
+        matches = ((form, match) for form in forms if (match := form.ours.fullmatch(leaf)))
+        form, match = next(matches, (None, None))
+        if form is None or match is None:
+            orphans.append(leaf)
+            continue
+        for theirs, piece in _pieces(leaf, array.shape, form, match.groupdict()):
+            if theirs in found:
+                raise ValueError(f"{leaf} and {found[theirs].leaf}: rules give both the name {theirs!r}; change one")
+            found[theirs] = piece
+    if orphans:
+        raise ValueError(
+            f"no rule says how these parameters are called in the other checkpoint: {', '.join(orphans)}; add rules to "
+            "the job's mapping (docs/pretrained.md)"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A rule with some of its numbers as leading dims."""
+
+    ours: re.Pattern[str]
+    theirs: str
+    stacked: tuple[str, ...]
+    dims: str
+
+
+def _forms(rule: Sequence[str]) -> Iterator[_Form]:
+    ours, theirs, dims = (*rule, "")[:3]
+    numbers, always = _NUMBER.findall(ours), [n for n in _NUMBER.findall(theirs) if n not in _NUMBER.findall(ours)]
+    for count in range(len(numbers) + 1):
+        for stacked in itertools.combinations(numbers, count):
+            kept = ours
+            for number in stacked:
+                kept = re.sub(rf"[._]?\{{{number}\}}", "", kept)
+            pattern = "".join(
+                f"(?P<{part}>\\d+)" if place % 2 else re.escape(part) for place, part in enumerate(_NUMBER.split(kept))
+            )
+            leading = [n for n in dict.fromkeys(_NUMBER.findall(theirs)) if n in (*stacked, *always)]
+            yield _Form(re.compile(pattern), theirs, tuple(leading), dims)
+
+
+def _pieces(leaf: str, shape: tuple[int, ...], form: _Form, numbers: Mapping[str, str]) -> Iterator[tuple[str, Piece]]:
+    stacked, rest = shape[: len(form.stacked)], shape[len(form.stacked) :]
+    dims = parse_dims(form.dims) if form.dims else same_dims(len(rest))
+    if len(stacked) < len(form.stacked) or len(dims.ours) != len(rest):
+        raise ValueError(
+            f"{leaf}: has {len(shape)} dims {list(shape)}, and its rule for {form.theirs!r} stacks "
+            f"{len(form.stacked)} of them and says {form.dims or 'nothing'!r} of the others; correct the rule"
+        )
+    for at in itertools.product(*map(range, stacked)):
+        values = {**numbers, **dict(zip(form.stacked, map(str, at), strict=True))}
+        yield _NUMBER.sub(lambda found, values=values: values[found[1]], form.theirs), Piece(leaf, at, rest, dims)
+
+
+class Imported:
+    """Another library's arrays under our names: a source over a source. A slice reads only what it is made of.
+
+    Args:
+      source: arrays under their names.
+      names: the mapping, or a dict of its fields.
+      leaves: the model's parameters by name, with logical shapes; their dtypes are not looked at but for their kind.
+      where: what messages call the source.
+
+    Raises:
+      ValueError: if arrays are left over on either side, have another shape, or a copy of a tied array differs; lists
+        them.
+    """
+
+    def __init__(self, source: Source, names: Names, leaves: Shapes, *, where: Any = "checkpoint"):
+        self._source = source
+        names = as_name_map(names)
+        pieces = bind(names, leaves)
+        found = _canonical(source.arrays, names, pieces, where)
+        _check_complete(source.arrays, names, pieces, found, where)
+        _check_kinds(source.arrays, pieces, found, leaves, where)
+        _check_tied(source, names, pieces, found, where)
+        self._parts: dict[str, dict[tuple[int, ...], tuple[str, Piece]]] = {}
+        for theirs, piece in pieces.items():
+            self._parts.setdefault(piece.leaf, {})[piece.at] = (found[theirs], piece)
+        self.arrays = {leaf: jax.ShapeDtypeStruct(leaves[leaf].shape, self._dtype(leaf)) for leaf in self._parts}
+
+    def _dtype(self, leaf: str) -> Any:
+        first, *others = {self._source.arrays[theirs].dtype for theirs, _ in self._parts[leaf].values()}
+        return jnp.result_type(first, *others) if others else first
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one leaf; of stacked layers only those inside it."""
+        parts = self._parts[name]
+        num_stacked = len(next(iter(parts)))
+        leading, rest = index[:num_stacked], index[num_stacked:]
+        if not num_stacked:
+            return self._read_part(*parts[()], rest)
+        out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)
+        for place in np.ndindex(*out.shape[:num_stacked]):
+            at = tuple(part.start + offset for part, offset in zip(leading, place, strict=True))
+            out[place] = self._read_part(*parts[at], rest)
+        return out
+
+    def _read_part(self, theirs: str, piece: Piece, index: Index) -> np.ndarray:
+        block = self._source.read(theirs, piece.dims.their_index(piece.shape, index))
+        return piece.dims.to_ours(block, piece.shape, index)
+
+
+class Exported:
+    """Our arrays under another library's names: the inverse of `Imported`, and a source like it.
+
+    Args:
+      source: arrays under our names, without `params.`.
+      names: the mapping, or a dict of its fields.
+
+    Raises:
+      ValueError: if leaves have no rule; lists them.
+    """
+
+    def __init__(self, source: Source, names: Names):
+        self._source = source
+        self._pieces = bind(as_name_map(names), source.arrays)
+        self.arrays = {
+            theirs: jax.ShapeDtypeStruct(piece.their_shape, source.arrays[piece.leaf].dtype)
+            for theirs, piece in self._pieces.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one of their arrays."""
+        piece = self._pieces[name]
+        ours = piece.dims.our_index(piece.shape, index)
+        block = self._source.read(piece.leaf, (*(slice(place, place + 1) for place in piece.at), *ours))
+        return piece.dims.to_theirs(block.reshape(block.shape[len(piece.at) :]), piece.shape, index)
+
+
+def _canonical(arrays: Shapes, names: NameMap, pieces: Mapping[str, Piece], where: Any) -> dict[str, str]:
+    """Return the name in the source of each name that rules use: with the prefix that may be missing."""
+    found: dict[str, str] = {}
+    for name in arrays:
+        known = name if name in pieces or name in names.tied or name.startswith(names.prefix) else names.prefix + name
+        if known in found:
+            raise ValueError(
+                f"{where}: has both {found[known]} and {name}, one array with and without {names.prefix!r}; remove one"
+            )
+        found[known] = name
+    return found
+
+
+def _check_complete(
+    arrays: Shapes, names: NameMap, pieces: Mapping[str, Piece], found: Mapping[str, str], where: Any
+) -> None:
+    def is_ignored(name: str) -> bool:
+        return name in names.tied or any(
+            fnmatch.fnmatchcase(known, pattern) for pattern in names.ignored for known in (name, found[name])
+        )
+
+    def label(name: str) -> str:
+        return f"{name} ({pieces[name].leaf})" if name in pieces else found[name]
+
+    there = {
+        label(name): str(list(arrays[found[name]].shape)) for name in found if name in pieces or not is_ignored(name)
+    }
+    wanted = {label(name): str(list(piece.their_shape)) for name, piece in pieces.items()}
+    kinds = (
+        "in the checkpoint but not in the model",
+        "missing from the checkpoint",
+        "of another shape",
+    )
+    lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
+    if lines:
+        raise ValueError(
+            f"{where}: does not fit the model:\n{lines}\n  give the model the sizes and options of the checkpoint "
+            "(vocab_size and num_layers, say), or correct the mapping of names (docs/pretrained.md)"
+        )
+
+
+def _check_kinds(
+    arrays: Shapes, pieces: Mapping[str, Piece], found: Mapping[str, str], leaves: Shapes, where: Any
+) -> None:
+    for theirs, piece in pieces.items():
+        dtype, ours = arrays[found[theirs]].dtype, leaves[piece.leaf].dtype
+        if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(ours, jnp.floating):
+            raise ValueError(
+                f"{where}: {found[theirs]} is {dtype}, and {piece.leaf} of the model is {ours}; quantized weights are "
+                "not read: take a checkpoint in floating point"
+            )
+
+
+def _check_tied(
+    source: Source, names: NameMap, pieces: Mapping[str, Piece], found: Mapping[str, str], where: Any
+) -> None:
+    for copy, original in names.tied.items():
+        is_copy = copy in found and copy not in pieces and original in found
+        if is_copy and not _are_equal(source, found[copy], found[original]):
+            raise ValueError(
+                f"{where}: {found[copy]} differs from {found[original]}, and the model has one array for both; untie "
+                "them in the model (tied=False)"
+            )
+
+
+def _are_equal(source: Source, first: str, second: str) -> bool:
+    """Compare two arrays bit by bit, in chunks."""
+    one, other = source.arrays[first], source.arrays[second]
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    for index in chunks(one.shape, _COMPARED_ELEMENTS):
+        if source.read(first, index).tobytes() != source.read(second, index).tobytes():
+            return False
+    return True
+
+
+def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
+    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major).
+
+    Moves no data.
+    """
+    whole = tuple(slice(0, size) for size in shape)
+    row = 1
+    for dim in reversed(range(len(shape))):
+        if row * shape[dim] > most:
+            count = max(most // row, 1)
+            for outer in np.ndindex(*shape[:dim]):
+                leading = tuple(slice(place, place + 1) for place in outer)
+                for start in range(0, shape[dim], count):
+                    part = slice(start, min(start + count, shape[dim]))
+                    yield (*leading, part, *whole[dim + 1 :])
+            return
+        row *= shape[dim]
+    yield whole

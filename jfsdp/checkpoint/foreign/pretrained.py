@@ -1,0 +1,254 @@
+"""Weights of Hugging Face checkpoints as a source under a model's own names, after every check."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.checkpoint.contents import one_array
+from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.foreign.torch_source import open_torch
+from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.place import place
+from jfsdp.checkpoint.places import find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.processes import in_all
+from jfsdp.checkpoint.reader import CACHE_BYTES, CheckpointSource
+from jfsdp.checkpoint.source import Only, Recast, Source, Unprefixed
+from jfsdp.layout.report import list_differences
+
+CONFIG = "config.json"
+
+
+def foreign_source(path: Any, key: str | None = None) -> Source:
+    """Open weights under their own names: safetensors, or what PyTorch wrote (DCP, `.pt`, `.pth`, `.bin`).
+
+    Args:
+      key: of PyTorch's, the dict that holds the model; see `open_torch`.
+
+    Raises:
+      ValueError: if there are none, or they are damaged.
+    """
+    path = Path(path)
+    is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
+    if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
+        return open_torch(path, key)
+    if key is not None:
+        raise ValueError(f"{path}: key={key!r} chooses a dict of a PyTorch checkpoint, and these are safetensors")
+    return SafetensorsSource(path)
+
+
+def pretrained_source(
+    path: Any, names: Names, leaves: Shapes, *, config: Any = None, key: str | None = None
+) -> Imported:
+    """Open weights under the names of a model. Reads headers, and no weights but copies of tied ones.
+
+    Args:
+      path: a directory of Hugging Face, `model.safetensors`, or its index; a directory of PyTorch's DCP, or a `.pt`.
+      key: see `foreign_source`.
+      names: the mapping, such as a job's field `pretrained`.
+      leaves: the model's parameters by name, without `params.`, with logical shapes.
+      config: the model's configuration, compared with the `config.json` beside the weights, which PyTorch's may lack;
+        None: not compared.
+
+    Raises:
+      ValueError: if the files are not there or damaged, `config.json` describes another model or one that this
+        architecture cannot compute, or weights are left over on either side. The messages name path and remedy.
+    """
+    names, source = as_name_map(names), foreign_source(path, key)
+    is_torch = not isinstance(source, SafetensorsSource)
+    if config is not None and names.from_config is not None and not (is_torch and not _config_file(path).is_file()):
+        _check_config(path, names, config)
+    return Imported(source, names, leaves, where=path)
+
+
+def load_pretrained(
+    path: Any,
+    model: Any,
+    tx: Any,
+    names: Names = None,
+    *,
+    config: Any = None,
+    key: str | None = None,
+    seed: int = 0,
+    one_replica: bool = False,
+) -> Any:
+    """Make the first state of a run around weights from elsewhere: each process reads what its devices hold.
+
+    Floating weights are cast to the dtype of the model's parameters while they are read.
+
+    Layout:  files -> each leaf as its `param` stage says; nothing is gathered, and no device holds more than its part.
+    Memory:  on the host as `restore`: 2 GiB, or twice one device's part of the largest leaf if that is larger.
+
+    Args:
+      path: see `pretrained_source`; or a checkpoint of ours or a run, whose parameters alone are read.
+      model: a `ShardedModel`.
+      tx: the optimizer; its states begin from these parameters.
+      names: the mapping, such as a job's field `pretrained`; not needed for checkpoints of ours.
+      config: see `pretrained_source`.
+      key: see `foreign_source`.
+      seed: of the rest of the model's state (rng keys).
+      one_replica: see `restore`.
+
+    Raises:
+      ValueError: as `pretrained_source` and `restore`.
+    """
+    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
+
+    def open_source() -> tuple[Source, Callable[[], None]]:
+        if is_ours(path):
+            return _open_ours(path, leaves, names, config)
+        return pretrained_source(path, names, leaves, config=config, key=key), lambda: None
+
+    source, check = in_all(open_source)
+    check()
+    stored = [one_array(path, leaves[path], shape) for path, shape in model.leaf_shapes().items()]
+    cast = Recast(source, {name: leaf.dtype for name, leaf in leaves.items()})
+    arrays = place(stored, cast, one_replica=one_replica)
+    return model.init_from(tx, dict(zip(leaves, arrays, strict=True)), seed)
+
+
+def is_ours(path: Any) -> bool:
+    """Tell whether a path is a checkpoint of ours, or a run of them."""
+    try:
+        return bool(find_checkpoints(path))
+    except ValueError:
+        return False
+
+
+def our_parameters(
+    path: Any, leaves: Shapes, names: Names = None, config: Any = None, *, cache_bytes: int = CACHE_BYTES
+) -> Source:
+    """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
+
+    Args:
+      names, config: as in `load_pretrained`: where the checkpoint says what its model computes, that is compared.
+      cache_bytes: see `CheckpointSource`.
+
+    Raises:
+      ValueError: if it is damaged, or of another model; lists what differs.
+    """
+    source, check = _open_ours(path, leaves, names, config, cache_bytes)
+    check()
+    return source
+
+
+def _open_ours(
+    path: Any, leaves: Shapes, names: Names, config: Any, cache_bytes: int = CACHE_BYTES
+) -> tuple[Source, Callable[[], None]]:
+    """Return the parameters of a checkpoint of ours, and what checks their files, for which processes wait."""
+    source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
+    stated = (source.manifest["config"] or {}).get("pretrained")
+    if stated and config is not None and names is not None:
+        names = as_name_map(names)
+        if names.from_config is not None:
+            _compare(source.path, names, dict(names.from_config(stated)), config, "the checkpoint")
+    inner = {name: array for name, array in source.arrays.items() if name.startswith("params.")}
+    view = OtherLayers(Only(source, inner), [f"params.{name}" for name in leaves])
+    there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
+    kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or kind")
+    wanted = {name: _show(leaf) for name, leaf in leaves.items()}
+    lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
+    if lines:
+        raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}")
+    return Unprefixed(view, "params."), functools.partial(source.check, inner)
+
+
+def _show(array: Any) -> str:
+    """Describe an array as far as it must be the same: floating ones are cast, and others are not."""
+    kind = "" if jnp.issubdtype(array.dtype, jnp.floating) else f" {jnp.dtype(array.dtype).name}"
+    return f"{list(array.shape)}{kind}"
+
+
+def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
+    """Read from `config.json` the fields that a job's config must have for these weights: for `job.with_config`.
+
+    Raises:
+      ValueError: if there is no such file, or it asks for what the model cannot compute.
+    """
+    names = as_name_map(names)
+    if names.from_config is None:
+        raise ValueError(f"{path}: the mapping of names has no from_config to read {CONFIG} with; add one to the job's")
+    file, options = _read_config(path)
+    try:
+        return dict(names.from_config(options))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def config_json(names: Names, config: Any, seq_len: int) -> dict[str, Any]:
+    """Return what `config.json` is to say of a model: for `export_safetensors`.
+
+    Args:
+      config: the job's configuration.
+      seq_len: the longest row that the model is for.
+
+    Raises:
+      ValueError: if no architecture of Hugging Face computes what the model does.
+    """
+    names = as_name_map(names)
+    if names.to_config is None:
+        raise ValueError(f"the mapping of names has no to_config to write {CONFIG} with; add one to the job's")
+    return dict(names.to_config(config, seq_len))
+
+
+def has_config(path: Any) -> bool:
+    """Tell whether a `config.json` of Hugging Face stands beside weights; a run of ours has another one."""
+    return _config_file(path).is_file() and not is_ours(path)
+
+
+def read_config(path: Any) -> dict[str, Any]:
+    """Read the `config.json` beside weights.
+
+    Raises:
+      ValueError: if it is no JSON, or not there.
+    """
+    return _read_config(Path(path).expanduser())[1]
+
+
+def _config_file(path: Any) -> Path:
+    return (Path(path) if Path(path).is_dir() else Path(path).parent) / CONFIG
+
+
+def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
+    file = _config_file(path)
+    directory = file.parent
+    if not file.is_file():
+        raise ValueError(
+            f"{directory}: has no {CONFIG}, and without it options such as the number of heads cannot be compared with "
+            "the model's; put it beside the weights, or pass config=None"
+        )
+    try:
+        options = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON ({error}); fetch it again") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{file}: is no configuration but a {type(options).__name__}; fetch it again")
+    return file, options
+
+
+def _check_config(path: Any, names: NameMap, config: Any) -> None:
+    _compare(path, names, pretrained_fields(path, names), config, CONFIG)
+
+
+def _compare(path: Any, names: NameMap, wanted: Mapping[str, Any], config: Any, who: str) -> None:
+    """Refuse weights of a model that computes something else, though its shapes may be the same."""
+    ours = _fields(names, config)
+    differing = [(name, theirs) for name, theirs in wanted.items() if ours.get(name) != theirs]
+    if differing:
+        lines = [f"  {name}: {who} says {theirs!r}, the model has {ours.get(name)!r}" for name, theirs in differing]
+        remedy = " ".join(f"{name}={theirs!r}" for name, theirs in differing)
+        raise ValueError("\n".join([f"{path}: is of another model:", *lines, f"  give the model's config {remedy}"]))
+
+
+def _fields(names: NameMap, config: Any) -> Mapping[str, Any]:
+    """Return the fields of our configuration as if read from a file, where one value may be written in two ways."""
+    if names.from_config is None or names.to_config is None:
+        return vars(config)
+    return names.from_config(names.to_config(config, 1))

@@ -1,0 +1,226 @@
+"""Files in the safetensors format: their headers, and their arrays as a source that reads byte ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jfsdp.checkpoint.source import Index
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# By the code that headers use.
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+# Between two wanted ranges that are closer than this, what lies between is read too: a disk reads no less.
+_GAP_BYTES = 4096
+# A range that is read with what lies between is read in pieces of about this size.
+_SPAN_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where one array lies."""
+
+    file: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class SafetensorsSource:
+    """The arrays of safetensors files, read by byte ranges. No file is held open or mapped into memory.
+
+    A slice of leading dims is one range. Of any other slice every run of bytes is read by itself, or with the gap
+    before the next where that is less than a page.
+
+    Args:
+      path: a file, an index (`model.safetensors.index.json`) with the files that it names beside it, or a directory
+        with either.
+
+    Raises:
+      ValueError: if there are no weights, a file that the index names is not there, or a file is damaged or cut off.
+    """
+
+    def __init__(self, path: Any):
+        self.path = Path(path)
+        self._stored: dict[str, _Stored] = {}
+        for file, names in weight_files(self.path).items():
+            there = _read_header(file)
+            if names is not None and set(names) != set(there):
+                _refuse_index(file, set(names), set(there))
+            self._stored |= there
+
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
+            name: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for name, stored in self._stored.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one array; see `Source`."""
+        stored = self._stored[name]
+        out = np.empty([part.stop - part.start for part in index], stored.dtype)
+        if out.size:
+            with open(stored.file, "rb", buffering=0) as file:
+                _read_slice(file, stored, index, out)
+        return out
+
+
+def weight_files(path: Path) -> dict[Path, list[str] | None]:
+    """Find the files with the weights, each with the names that an index says it holds (None: no index).
+
+    Raises:
+      ValueError: if there are none, or one that the index names is not there.
+    """
+    if path.is_dir():
+        path = next((path / name for name in (WEIGHTS, INDEX) if (path / name).exists()), path)
+    if path.is_dir() or not path.exists():
+        raise ValueError(f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX} or a directory with one of them")
+    if path.suffix != ".json":
+        return {path: None}
+    files: dict[Path, list[str] | None] = {}
+    for name, file in _read_weight_map(path).items():
+        names = files.setdefault(path.parent / file, [])
+        assert names is not None
+        names.append(name)
+    if not files:
+        raise ValueError(f"{path}: is an index without arrays; fetch it again")
+    if missing := sorted(file.name for file in files if not file.exists()):
+        raise ValueError(f"{path}: names {', '.join(missing)}, and no such file is beside it; fetch what is missing")
+    return files
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "is not there"
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    return f"holds no safetensors weights of a usual name (there are {', '.join(others[:8]) or 'no weights at all'})"
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is no index of safetensors files ({error!r}); fetch it again") from error
+
+
+def _refuse_index(file: Path, named: set[str], there: set[str]) -> None:
+    lacking, extra = (", ".join(sorted(names)[:8]) or "none" for names in (named - there, there - named))
+    raise ValueError(
+        f"{file}: holds other arrays than the index beside it says (missing: {lacking}; extra: {extra}); the files are "
+        "of different checkpoints, fetch them again"
+    )
+
+
+def _read_header(file: Path) -> dict[str, _Stored]:
+    """Read where each array of a file lies; the safetensors library first checks that the header fits the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file}: {_damage(file)} ({error}); fetch or write it again") from error
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+
+
+def _damage(file: Path) -> str:
+    with open(file, "rb") as opened:
+        is_pointer = opened.read(24).startswith(b"version https://git-lfs")
+    if is_pointer:
+        return "is a pointer of Git LFS and not the file itself (`git lfs pull`)"
+    return f"is no whole safetensors file: damaged, or cut off at {file.stat().st_size:,} bytes"
+
+
+def _stored(file: Path, name: str, entry: Mapping[str, Any], begin: int) -> _Stored:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; the dtypes read are {', '.join(DTYPES)}")
+    return _Stored(file, begin + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
+
+
+def _read_slice(file: FileIO, stored: _Stored, index: Index, out: np.ndarray) -> None:
+    """Fill `out` (contiguous) with a slice, range by range."""
+    steps = _byte_steps(stored)
+    dim = _first_whole_dim(stored.shape, index)
+    if dim <= 1:
+        _read_into(file, stored.start + (index[0].start * steps[0] if index else 0), out)
+        return
+    # Every row of `dim - 1` is one run of bytes; rows of the dim before that are `gap` apart.
+    row, run = index[dim - 2], out.shape[dim - 1] * steps[dim - 1]
+    is_dense = steps[dim - 2] - run < _GAP_BYTES
+    for outer in np.ndindex(*out.shape[: dim - 2]):
+        offset = sum((part.start + place) * step for part, place, step in zip(index, outer, steps))
+        start = stored.start + offset + row.start * steps[dim - 2] + index[dim - 1].start * steps[dim - 1]
+        read_rows = _read_dense_rows if is_dense else _read_rows
+        read_rows(file, start, steps[dim - 2], out[outer].reshape(out.shape[dim - 2], -1))
+
+
+def _byte_steps(stored: _Stored) -> list[int]:
+    return [math.prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(stored.shape))]
+
+
+def _first_whole_dim(shape: Sequence[int], index: Index) -> int:
+    """Return the first dim from which on the slice takes everything."""
+    dim = len(shape)
+    while dim and index[dim - 1] == slice(0, shape[dim - 1]):
+        dim -= 1
+    return dim
+
+
+def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
+    for place, row in enumerate(out):
+        _read_into(file, start + place * step, row)
+
+
+def _read_dense_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
+    """Read rows with the short gaps between them, some rows at a time."""
+    run = out.shape[1] * out.itemsize
+    for rows in _groups(out, max(_SPAN_BYTES // step, 1)):
+        span = np.zeros(len(rows) * step, np.uint8)
+        _read_into(file, start, span[: (len(rows) - 1) * step + run])
+        rows.view(np.uint8)[...] = span.reshape(len(rows), step)[:, :run]
+        start += len(rows) * step
+
+
+def _groups(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    return (rows[first : first + count] for first in range(0, len(rows), count))
+
+
+def _read_into(file: FileIO, start: int, out: np.ndarray) -> None:
+    """Fill a contiguous array with the bytes of a file from `start` on."""
+    view = out.reshape(-1).view(np.uint8).data
+    while view:
+        count = os.preadv(file.fileno(), [view], start)
+        if not count:
+            raise ValueError(f"{file.name!s}: ended at byte {start:,} while it was read; fetch or write it again")
+        view, start = view[count:], start + count

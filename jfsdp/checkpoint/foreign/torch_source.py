@@ -1,0 +1,224 @@
+"""PyTorch checkpoints as sources: directories of torch.distributed.checkpoint (DCP) and files of torch.save.
+
+Needs the extra `torch`. Nothing is unpickled that PyTorch would not load with `weights_only=True`.
+
+Not converted: optimizer states. Their tensors can be read by name (`key="optimizer"`), but they belong to parameters by
+rules of PyTorch's own, which no mapping of names follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.checkpoint.foreign.torch_metadata import load_metadata
+from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
+from jfsdp.checkpoint.source import Index, Source
+
+
+def open_torch(path: Any, key: str | None = None) -> Source:
+    """Open a DCP directory, or a `.pt`, `.pth` or `.bin` file, under the names of the PyTorch model.
+
+    Reads names and shapes only. For what is done to names see [Note: names from PyTorch].
+
+    Args:
+      key: the dict that holds the model, by its path of keys joined by "." ("model", "app.model", "state_dict"); None
+        if the tensors lie at the top; "" for all that there is.
+
+    Raises:
+      ValueError: if torch is missing, or if the checkpoint is damaged, incomplete, ambiguous, or not readable without
+        running code that comes with it.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"checkpoint {path}: there is none; pass a directory of DCP, or a file of torch.save")
+    if path.name == ".metadata" or path.suffix == ".distcp":
+        raise ValueError(f"checkpoint {path}: is a part of a DCP checkpoint; pass its directory, {path.parent}")
+    return DCPSource(path, key) if path.is_dir() else TorchFileSource(path, key)
+
+
+class DCPSource:
+    """A directory that torch.distributed.checkpoint wrote, whatever sharding and number of processes wrote it.
+
+    Memory:  a read holds the slice, and beside it one chunk (what one process saved of one tensor) at a time; of the
+             files it reads the chunks that overlap the slice, each whole.
+    """
+
+    def __init__(self, path: Any, key: str | None = None):
+        """Read names and shapes. For `key` and the errors see `open_torch`."""
+        import_torch()
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self._path, self._where = Path(path), f"checkpoint {path}"
+        metadata = load_metadata(self._path)
+        entries = metadata.state_dict_metadata
+        keys = {name: tuple(map(str, (metadata.planner_data or {}).get(name, (name,)))) for name in entries}
+        tensors = {keys[name]: (name, x) for name, x in entries.items() if isinstance(x, TensorStorageMetadata)}
+        others = [keys[name] for name, x in entries.items() if not isinstance(x, TensorStorageMetadata)]
+        self._tensors = select(self._where, tensors, others, key)
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
+            name: jax.ShapeDtypeStruct(tuple(x.size), numpy_dtype(self._where, name, x.properties.dtype))
+            for name, (_, x) in self._tensors.items()
+        }
+        # What is no tensor (counters, learning rates), by its path in the checkpoint; not read.
+        self.others = [".".join(other) for other in others]
+        _check_complete(self._path, self._tensors, metadata.storage_data)
+        self._reader = FileSystemReader(self._path)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one tensor; see `Source.read`."""
+        torch = import_torch()
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.planner import LoadPlan
+
+        stored, x = self._tensors[name]
+        target = torch.empty([s.stop - s.start for s in index], dtype=x.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({stored: target}, is_coordinator=True)
+        plan = LoadPlan(list(_overlaps(stored, x.chunks, index)))
+        with _readable(self._where):
+            self._reader.read_data(plan, planner).wait()
+        return to_numpy(target, self.arrays[name].dtype)
+
+
+def _check_complete(path: Path, tensors: Mapping[str, tuple[str, Any]], storage: Mapping[Any, Any]) -> None:
+    """Refuse a checkpoint in which chunks of the tensors wanted, or the files that they lie in, are missing."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    ends: dict[str, tuple[int, str]] = {}
+    for name, (stored, tensor) in tensors.items():
+        chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+        places = [storage.get(MetadataIndex(stored, chunk.offsets)) for chunk in chunks]
+        if None in places or sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(tensor.size):
+            raise ValueError(f"checkpoint {path}: chunks of {name} {list(tensor.size)} are missing; save it again")
+        for place in filter(None, places):
+            file = place.relative_path
+            ends[file] = max(ends.get(file, (0, "")), (place.offset + place.length, name))
+    for relative_path, (end, name) in ends.items():
+        file = path / relative_path
+        found = f"has {file.stat().st_size:,} of {end:,} bytes" if file.is_file() else "is missing"
+        if not file.is_file() or file.stat().st_size < end:
+            raise ValueError(
+                f"checkpoint {path}: {relative_path}, in which {name} lies, {found}; copy the files of all processes "
+                "into one directory"
+            )
+
+
+def _overlaps(stored: str, chunks: Sequence[Any], index: Index) -> Iterator[Any]:
+    """Say, for every chunk that a slice overlaps, which part of it goes where in the slice."""
+    from torch import Size
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+    for chunk in chunks:
+        starts = [max(s.start, offset) for s, offset in zip(index, chunk.offsets, strict=True)]
+        ends = [min(s.stop, o + size) for s, o, size in zip(index, chunk.offsets, chunk.sizes, strict=True)]
+        lengths = [end - start for start, end in zip(starts, ends)]
+        if all(length > 0 for length in lengths):
+            yield ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(stored),
+                dest_offsets=Size([start - s.start for start, s in zip(starts, index)]),
+                storage_index=MetadataIndex(stored, chunk.offsets),
+                storage_offsets=Size([start - offset for start, offset in zip(starts, chunk.offsets)]),
+                lengths=Size(lengths),
+            )
+
+
+class TorchFileSource:
+    """A file of torch.save with the tensors of a model in nested dicts; of several names for one storage, each is read.
+
+    Memory:  the file is mapped; a read copies its slice, and the pages below it may stay in the system's cache.
+    """
+
+    def __init__(self, path: Any, key: str | None = None):
+        """Map the file, and read names and shapes. For `key` and the errors see `open_torch`."""
+        torch = import_torch()
+        self._where = f"checkpoint {path}"
+        found = _load(Path(path), self._where)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{self._where}: holds a {type(found).__name__}; save a dict of tensors by name")
+        leaves = dict(_flatten(found))
+        tensors = {keys: x for keys, x in leaves.items() if isinstance(x, torch.Tensor)}
+        others = [keys for keys in leaves if keys not in tensors]
+        self._tensors = select(self._where, tensors, others, key)
+        for name, tensor in self._tensors.items():
+            _check_plain(self._where, name, tensor)
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
+            name: jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(self._where, name, x.dtype))
+            for name, x in self._tensors.items()
+        }
+        # What is no tensor (counters, settings), by its path in the checkpoint.
+        self.others = [".".join(other) for other in others]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one tensor; see `Source.read`."""
+        torch = import_torch()
+        part = self._tensors[name].detach()[index].clone(memory_format=torch.contiguous_format)
+        return to_numpy(part, self.arrays[name].dtype)
+
+
+def _flatten(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Walk nested dicts and lists down to what they hold."""
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    elif isinstance(value, list | tuple):
+        pairs = enumerate(value)
+    else:
+        yield keys, value
+        return
+    for key, inner in pairs:
+        yield from _flatten(inner, (*keys, str(key)))
+
+
+def _check_plain(where: str, name: str, tensor: Any) -> None:
+    """Refuse tensors that are more than an array: shards of a process, sparse ones, subclasses."""
+    torch = import_torch()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{where}: {name} is a {type(tensor).__name__} of layout {tensor.layout}; save whole dense tensors, as "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns them, or with DCP"
+        )
+
+
+def _load(path: Path, where: str) -> Any:
+    torch = import_torch()
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise ValueError(
+                f"{where}: is no zip file as torch.save writes it since PyTorch 1.6; if torch.load still reads it, "
+                "write it again with torch.save"
+            )
+    with _readable(where):
+        return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+
+
+@contextlib.contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """Turn what torch raises for files it cannot or will not load into an error that says what to do."""
+    try:
+        yield
+    except Exception as error:  # a damaged file makes the unpickler raise anything at all
+        blocked = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if blocked:
+            raise ValueError(
+                f"{where}: loading {blocked[1]} would run code that comes with the file, which is not done; where it "
+                "was written, save model.state_dict() alone"
+            ) from error
+        raise ValueError(f"{where}: cannot be read, it is damaged or of another format ({_short(error)})") from error
+
+
+def _short(error: Exception) -> str:
+    """Return the first line of an error, or its kind where torch's text advises to load without restriction."""
+    lines = [] if "weights_only" in str(error) else str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

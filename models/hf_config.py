@@ -1,0 +1,90 @@
+"""Reading a `config.json` of Hugging Face so that nothing in it is passed over: what every architecture shares."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+# What says nothing about the logits of a prompt: bookkeeping, initialization, generation, parallelism of others.
+NEUTRAL = frozenset(
+    [
+        *["_name_or_path", "architectures", "model_type", "transformers_version", "tokenizer_class"],
+        *["torch_dtype", "dtype", "torchscript", "use_bfloat16", "initializer_range", "gradient_checkpointing"],
+        *["use_cache", "max_position_embeddings", "pretraining_tp", "chunk_size_feed_forward"],
+        *["attn_implementation", "_attn_implementation", "_attn_implementation_autoset"],
+        *["bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"],
+        *["return_dict", "output_hidden_states", "output_attentions"],
+        *["id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"],
+        *["max_length", "min_length", "do_sample", "early_stopping", "num_beams", "repetition_penalty"],
+        *["temperature", "top_k", "top_p"],
+    ]
+)
+
+
+class Options:
+    """Options of one `config.json`: each that is asked for is taken; `refuse_others` refuses what nobody asked for."""
+
+    def __init__(self, options: Mapping[str, Any]):
+        self._options = dict(options)
+        self._taken: set[str] = set(NEUTRAL)
+        self.architecture = str(self._options.get("model_type"))
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return an option, or where it is absent the default of its architecture."""
+        self._taken.add(name)
+        return self._options.get(name, default)
+
+    def need(self, name: str) -> Any:
+        """Return an option that has no default.
+
+        Raises:
+          ValueError: if it is missing.
+        """
+        if self._options.get(name) is None:
+            raise ValueError(f"{name} is missing; a {self.architecture} needs it")
+        return self.take(name)
+
+    def take_only(self, name: str, *allowed: Any) -> None:
+        """Refuse an option with a value that the model lacks; absent is the first of the allowed.
+
+        Raises:
+          ValueError: names option, value and what the model has.
+        """
+        value = self.take(name, allowed[0])
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
+            raise refusal(name, value, allowed)
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Take options that change nothing here."""
+        self._taken.update(names)
+
+    def refuse_others(self) -> None:
+        """Refuse options that nobody took; null, false and empty ones ask for nothing.
+
+        Raises:
+          ValueError: names options and values.
+        """
+        others = {name: value for name, value in self._options.items() if name not in self._taken and value}
+        if others:
+            listed = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            raise ValueError(
+                f"options that the model does not know: {listed}; where they change nothing that it computes, take "
+                "them out of config.json"
+            )
+
+
+def refusal(name: str, value: Any, allowed: Collection[Any]) -> ValueError:
+    """Return the error for an option that the model lacks."""
+    choices = " or ".join(map(repr, allowed))
+    return ValueError(f"{name}={value!r} is not what the model computes (it has {choices}); use another checkpoint")
+
+
+def check_architecture(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a configuration of another architecture.
+
+    Raises:
+      ValueError: names it, and those that are known.
+    """
+    if options.get("model_type") not in known:
+        raise ValueError(
+            f"model_type={options.get('model_type')!r} is an architecture that this model is not; it is one of "
+            f"{', '.join(known)}"
+        )

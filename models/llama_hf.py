@@ -1,0 +1,181 @@
+"""Llama, Mistral, Qwen 2 and Qwen 3 in the form of Hugging Face: names of arrays, and `config.json` read and written.
+
+Plain data and plain functions; whoever reads checkpoints finds them in a job's field `pretrained`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .hf_config import Options, check_architecture, refusal
+from .llama_config import LlamaConfig, RopeScaling
+
+# (our name, their name, how the dims stand). {i}: the layer, which is a leading dim of ours where layers are stacked.
+RULES = [
+    ("embed.embedding", "model.embed_tokens.weight"),
+    ("layers.{i}.attn_norm.scale", "model.layers.{i}.input_layernorm.weight"),
+    ("layers.{i}.attn.q_proj.kernel", "model.layers.{i}.self_attn.q_proj.weight", "in out -> out in"),
+    ("layers.{i}.attn.k_proj.kernel", "model.layers.{i}.self_attn.k_proj.weight", "in out -> out in"),
+    ("layers.{i}.attn.v_proj.kernel", "model.layers.{i}.self_attn.v_proj.weight", "in out -> out in"),
+    ("layers.{i}.attn.o_proj.kernel", "model.layers.{i}.self_attn.o_proj.weight", "in out -> out in"),
+    ("layers.{i}.attn.q_proj.bias", "model.layers.{i}.self_attn.q_proj.bias"),
+    ("layers.{i}.attn.k_proj.bias", "model.layers.{i}.self_attn.k_proj.bias"),
+    ("layers.{i}.attn.v_proj.bias", "model.layers.{i}.self_attn.v_proj.bias"),
+    ("layers.{i}.attn.q_norm.scale", "model.layers.{i}.self_attn.q_norm.weight"),
+    ("layers.{i}.attn.k_norm.scale", "model.layers.{i}.self_attn.k_norm.weight"),
+    ("layers.{i}.mlp_norm.scale", "model.layers.{i}.post_attention_layernorm.weight"),
+    ("layers.{i}.mlp.gate_proj.kernel", "model.layers.{i}.mlp.gate_proj.weight", "in out -> out in"),
+    ("layers.{i}.mlp.up_proj.kernel", "model.layers.{i}.mlp.up_proj.weight", "in out -> out in"),
+    ("layers.{i}.mlp.down_proj.kernel", "model.layers.{i}.mlp.down_proj.weight", "in out -> out in"),
+    ("norm.scale", "model.norm.weight"),
+    ("lm_head.kernel", "lm_head.weight", "in out -> out in"),
+]
+
+# What transformers assumes for options that a config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+
+
+def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of `LlamaConfig` that a `config.json` decides: all but how layers are stored and attention runs.
+
+    Raises:
+      ValueError: for another architecture, and for options that the model lacks; names them.
+    """
+    check_architecture(options, _DEFAULTS)
+    read = Options({**_DEFAULTS[options["model_type"]], **options})
+    read.take_only("hidden_act", "silu")
+    read.take_only("attention_dropout", 0)
+    read.take_only("attention_bias", False)
+    read.take_only("mlp_bias", False)
+    heads = read.need("num_attention_heads")
+    fields = {
+        "vocab_size": read.need("vocab_size"),
+        "dim": read.need("hidden_size"),
+        "num_layers": read.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": read.take("num_key_value_heads") or heads,
+        "ffn_dim": read.need("intermediate_size"),
+        "head_dim": read.take("head_dim") or read.need("hidden_size") // heads,
+        "norm_eps": read.take("rms_norm_eps", 1e-6),
+        "tied": read.take("tie_word_embeddings", False),
+        "qkv_bias": read.architecture == "qwen2",
+        "qk_norm": read.architecture == "qwen3",
+        "local_window_size": _window(read),
+        **_rope(read),
+    }
+    read.refuse_others()
+    return fields
+
+
+def _window(read: Options) -> int | None:
+    """Read which keys a query sees; the model has one window for all layers, or none."""
+    window, kinds = read.take("sliding_window"), read.take("layer_types")
+    if read.architecture.startswith("qwen"):
+        begin = read.take("max_window_layers", 28)
+        if not read.take("use_sliding_window", False):
+            window = None
+        num_layers = read.need("num_hidden_layers")
+        num_full = num_layers if window is None else min(begin, num_layers)
+        kinds = kinds or ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    if kinds and len(set(kinds)) > 1:
+        raise refusal("layer_types", sorted(set(kinds)), ["the same attention in all layers"])
+    if kinds and kinds[0] not in ("full_attention", "sliding_attention"):
+        raise refusal("layer_types", kinds[0], ["full_attention", "sliding_attention"])
+    if read.architecture == "llama" and window is not None:
+        raise refusal("sliding_window", window, [None])
+    return None if kinds and kinds[0] == "full_attention" else window
+
+
+def _rope(read: Options) -> dict[str, Any]:
+    """Read `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (from 5 on)."""
+    theta, scaling = read.take("rope_theta"), read.take("rope_scaling")
+    rope = Options({"model_type": "rope", **(scaling or {}), **(read.take("rope_parameters") or {})})
+    theta = rope.take("rope_theta", theta)
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise refusal("rope_type", kind, ["default", "llama3"])
+    rope.take_only("partial_rotary_factor", 1.0)
+    fields: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta, "rope_scaling": None}
+    if kind == "llama3":
+        fields["rope_scaling"] = RopeScaling(
+            factor=rope.need("factor"),
+            low_freq_factor=rope.need("low_freq_factor"),
+            high_freq_factor=rope.need("high_freq_factor"),
+            original_context=rope.need("original_max_position_embeddings"),
+        )
+    rope.refuse_others()
+    return fields
+
+
+def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
+    """Write the `config.json` of a model: that of the relative which computes the same.
+
+    Args:
+      seq_len: the longest row that the model is for; a stretched rotary embedding says itself how far it reaches.
+
+    Raises:
+      ValueError: if no relative does (biases together with norms of queries and keys).
+    """
+    architecture = _architecture(config)
+    options = {
+        "architectures": [f"{architecture.capitalize()}ForCausalLM"],
+        "model_type": architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.ffn_dim,
+        "head_dim": config.head_size,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "max_position_embeddings": seq_len,
+        "rope_theta": config.rope_theta,
+        **_window_options(architecture, config.local_window_size),
+    }
+    if (scaling := config.rope_scaling) is not None:
+        options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
+        options["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return options
+
+
+def _architecture(config: LlamaConfig) -> str:
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError(
+            "LlamaConfig(qkv_bias=True, qk_norm=True) has no relative in Hugging Face: Qwen 2 has the biases, Qwen 3 "
+            "the norms; export a model with one of them"
+        )
+    if config.qkv_bias or config.qk_norm:
+        return "qwen2" if config.qkv_bias else "qwen3"
+    # Mistral without a window is Llama, but for a check of transformers: a Llama's heads must divide its width.
+    return "llama" if config.local_window_size is None and config.dim % config.num_heads == 0 else "mistral"
+
+
+def _window_options(architecture: str, window: int | None) -> dict[str, Any]:
+    if architecture == "llama":
+        return {}
+    if architecture == "mistral":
+        return {"sliding_window": window}
+    return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+
+
+PRETRAINED: dict[str, Any] = {
+    "rules": RULES,
+    # Written by old versions; computed from the configuration.
+    "ignored": ["*.rotary_emb.inv_freq"],
+    "tied": {"lm_head.weight": "model.embed_tokens.weight"},
+    "prefix": "model.",
+    "from_config": fields_from_config,
+    "to_config": config_from_fields,
+}

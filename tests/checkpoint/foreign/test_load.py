@@ -1,0 +1,140 @@
+"""The first state of a run from given weights: in any form of sharding, cast, and read in slices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+import torch
+
+import jfsdp
+from jfsdp.checkpoint.foreign import mapping, pretrained
+from jfsdp.checkpoint.foreign.mapping import bind
+from jfsdp.checkpoint.foreign.pretrained import load_pretrained
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.modules.model import as_model
+from jfsdp.train.job import load_job, parse_config
+from jfsdp.train.storage import by_leaf
+
+FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
+TX = optax.chain(optax.adamw(1e-3), jfsdp.track_ema(0.9))
+TARGETS: dict[str, dict[str, Any]] = {
+    "full_shard on 8": {"sizes": {"fsdp": 8}},
+    "full_shard on 3": {"sizes": {"fsdp": 3}},
+    "hybrid_shard on 2x4": {"sizes": {"replica": 2, "fsdp": 4}, "strategy": "hybrid_shard"},
+    "zero1 in bfloat16": {
+        "sizes": {"fsdp": 8},
+        "strategy": "zero1",
+        "mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16"),
+    },
+    "flat storage": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+}
+
+
+@functools.cache
+def job():
+    return load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+
+
+def sharded(target, **more):
+    settings = {**TARGETS[target], **more}
+    sizes = settings.pop("sizes")
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    return jfsdp.fully_shard(job().model, mesh=mesh, units=job().units, min_size=8, **settings)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A file of random weights under the names of Hugging Face, and what it holds under ours."""
+    leaves = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in as_model(job().model).params.items()}
+    rng, theirs = np.random.default_rng(0), {}
+    ours = {name: np.zeros(leaf.shape, np.float32) for name, leaf in leaves.items()}
+    for name, piece in bind(mapping.as_name_map(job().pretrained), leaves).items():
+        theirs[name] = rng.normal(size=piece.their_shape).astype(np.float32)
+        transposed = piece.their_shape != piece.shape or piece.dims.theirs != tuple((dim,) for dim in piece.dims.ours)
+        ours[piece.leaf][piece.at] = theirs[name].T if transposed else theirs[name]
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    safetensors.numpy.save_file(theirs, path)
+    return path, ours
+
+
+def load(path, target, **more):
+    return load_pretrained(path, sharded(target, **more), TX, job().pretrained)
+
+
+def assert_params(state, ours):
+    arrays = by_leaf(state)
+    for leaf in state.layout.leaves:
+        found = np.asarray(arrays.params[leaf.path])
+        inside = tuple(map(slice, leaf.shape))
+        assert found[inside].tobytes() == ours[leaf.path].astype(found.dtype).tobytes(), leaf.path
+        padding = found.copy()
+        padding[inside] = 0
+        assert not padding.any(), leaf.path
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_come_into_any_form_and_the_optimizer_begins_from_them(target, weights):
+    path, ours = weights
+    state = load(path, target)
+    assert_params(state, ours)
+    assert int(state.step) == 0
+    averages = by_leaf(state).opt_state[1]
+    found = jax.tree.leaves(averages)
+    params = {np.asarray(value).tobytes() for value in by_leaf(state).params.values()}
+    assert {np.asarray(value).tobytes() for value in found if value.ndim} == params
+    assert not any(np.asarray(value).any() for value in jax.tree.leaves(by_leaf(state).opt_state[0]))
+    for name, copy in by_leaf(state).work.items():
+        assert np.asarray(copy).tobytes() == np.asarray(by_leaf(state).params[name].astype(jnp.bfloat16)).tobytes()
+    if "zero1" in target:
+        assert state.work
+
+
+def test_a_loaded_state_trains(weights):
+    model = sharded("full_shard on 8")
+    state = load(weights[0], "full_shard on 8")
+    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), job().batch(8, 8))
+    _, metrics = model.train_step(job().loss, TX)(state, batch)
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_torch_file_and_a_checkpoint_of_ours_give_the_same_state(weights, tmp_path):
+    path, ours = weights
+    tensors = {name: torch.from_numpy(value) for name, value in safetensors.numpy.load_file(path).items()}
+    torch.save({"model": tensors, "epoch": 3}, tmp_path / "model.pt")
+    state = load_pretrained(tmp_path / "model.pt", sharded("full_shard on 3"), TX, job().pretrained, key="model")
+    assert_params(state, ours)
+    jfsdp.save(tmp_path / "ours", state)
+    assert_params(load_pretrained(tmp_path / "ours", sharded("flat storage"), TX), ours)
+
+
+def test_every_byte_is_read_once_and_no_slice_is_larger_than_a_device_holds(weights, monkeypatch):
+    path, ours = weights
+    read: list[tuple[str, int]] = []
+
+    class Counted(SafetensorsSource):
+        def read(self, name, index):
+            block = super().read(name, index)
+            read.append((name, block.nbytes))
+            return block
+
+    monkeypatch.setattr(pretrained, "SafetensorsSource", Counted)
+    load(path, "full_shard on 8")
+    totals = {name: sum(size for other, size in read if other == name) for name, _ in read}
+    split = "model.layers.0.mlp.gate_proj.weight"
+    assert totals[split] == 16 * 24 * 4
+    assert max(size for name, size in read if name == split) == 16 * 24 * 4 // 8
+    # Split leaves once, those that every device holds once for all devices of this process.
+    assert sum(totals.values()) == sum(value.nbytes for value in ours.values())
+
+
+def test_other_weights_are_refused_with_what_is_left_over(weights, tmp_path):
+    tensors = safetensors.numpy.load_file(weights[0])
+    del tensors["model.norm.weight"]
+    safetensors.numpy.save_file({**tensors, "model.extra": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not in the model: model\.extra[\s\S]*missing from .*: model\.norm\.weight"):
+        load(tmp_path / "model.safetensors", "full_shard on 8")

@@ -1,0 +1,226 @@
+"""Rules of names, both ways: any slice of a mapped array is the slice of the mapped whole."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jfsdp.checkpoint.foreign.dims import parse_dims
+from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map
+from jfsdp.checkpoint.source import everything, read_whole
+
+RULES = [
+    ("embed", "tok.weight"),
+    ("blocks.{i}.w", "h.{i}.w.weight", "transpose"),
+    ("blocks.{i}.heads", "h.{i}.heads", "d heads size -> (heads size) d"),
+    ("blocks.{i}.experts.{j}.up", "h.{i}.moe.{j}.up", "a b -> b a"),
+    ("scan_{i}.b", "scan.{i}.b"),
+    ("always", "always.{k}"),
+]
+
+
+class Arrays:
+    """Arrays in memory as a source, which notes what is read."""
+
+    def __init__(self, arrays):
+        self.values, self.reads = arrays, []
+        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+
+    def read(self, name, index):
+        self.reads.append((name, index))
+        return self.values[name][index].copy()
+
+
+def make_theirs(num_layers=3, num_experts=2) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    arrays = {"tok.weight": (7, 4)}
+    for i in range(num_layers):
+        arrays |= {f"h.{i}.w.weight": (6, 4), f"h.{i}.heads": (3 * 5, 4), f"scan.{i}.b": (4,), f"always.{i}": (2,)}
+        arrays |= {f"h.{i}.moe.{j}.up": (8, 4) for j in range(num_experts)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in arrays.items()}
+
+
+def expected(theirs, stacked):
+    """Our arrays, written out by hand."""
+    layers = {
+        "w": [theirs[f"h.{i}.w.weight"].T for i in range(3)],
+        "heads": [theirs[f"h.{i}.heads"].reshape(3, 5, 4).transpose(2, 0, 1) for i in range(3)],
+    }
+    ups = [[theirs[f"h.{i}.moe.{j}.up"].T for j in range(2)] for i in range(3)]
+    biases = [theirs[f"scan.{i}.b"] for i in range(3)]
+    ours = {"embed": theirs["tok.weight"], "always": np.stack([theirs[f"always.{i}"] for i in range(3)])}
+    if stacked:
+        ours |= {f"blocks.{name}": np.stack(values) for name, values in layers.items()}
+        return ours | {"blocks.experts.up": np.array(ups), "scan.b": np.stack(biases)}
+    ours |= {f"blocks.{i}.{name}": layers[name][i] for name in layers for i in range(3)}
+    ours |= {f"blocks.{i}.experts.{j}.up": ups[i][j] for i in range(3) for j in range(2)}
+    return ours | {f"scan_{i}.b": biases[i] for i in range(3)}
+
+
+def shapes(arrays):
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+
+
+def some_slice(shape, rng):
+    return tuple(slice(int(a), int(b)) for a, b in (sorted(rng.integers(0, size + 1, 2)) for size in shape))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_arrays_and_their_slices_come_under_our_names_and_go_back(stacked):
+    theirs, rng = make_theirs(), np.random.default_rng(1)
+    ours = expected(theirs, stacked)
+    imported = Imported(Arrays(theirs), {"rules": RULES}, shapes(ours))
+    exported = Exported(Arrays(ours), {"rules": RULES})
+    assert shapes(ours) == dict(imported.arrays)
+    assert shapes(theirs) == dict(exported.arrays)
+    for source, values in ((imported, ours), (exported, theirs)):
+        for name, value in values.items():
+            assert np.array_equal(read_whole(source, name), value), name
+            for _ in range(30):
+                index = some_slice(value.shape, rng)
+                assert np.array_equal(source.read(name, index), value[index]), (name, index)
+
+
+def test_half_of_the_numbers_may_be_stacked():
+    theirs = make_theirs()
+    whole = expected(theirs, stacked=True)["blocks.experts.up"]
+    ours = {f"blocks.{i}.experts.up": whole[i] for i in range(3)}
+    experts = {name: array for name, array in theirs.items() if "moe" in name}
+    imported = Imported(Arrays(experts), {"rules": RULES}, shapes(ours))
+    assert all(np.array_equal(read_whole(imported, name), ours[name]) for name in ours)
+
+
+def test_a_slice_of_the_layers_reads_those_layers_alone():
+    theirs = make_theirs()
+    source = Arrays(theirs)
+    imported = Imported(source, {"rules": RULES}, shapes(expected(theirs, stacked=True)))
+    assert source.reads == []
+    imported.read("blocks.w", (slice(1, 2), slice(0, 4), slice(2, 3)))
+    imported.read("blocks.heads", (slice(2, 3), slice(1, 2), slice(1, 3), slice(0, 2)))
+    assert source.reads == [
+        ("h.1.w.weight", (slice(2, 3), slice(0, 4))),
+        ("h.2.heads", (slice(5, 15), slice(1, 2))),
+    ]
+
+
+def refuse(theirs, ours, match, **fields):
+    with pytest.raises(ValueError, match=match):
+        Imported(Arrays(theirs), {"rules": RULES, **fields}, shapes(ours), where="somewhere")
+
+
+def test_leftovers_on_either_side_are_listed():
+    theirs = make_theirs()
+    ours = expected(theirs, stacked=True)
+    refuse({**theirs, "h.0.gate": np.zeros(2)}, ours, r"somewhere: does not fit.*\n.*but not in the model: h\.0\.gate")
+    refuse({k: v for k, v in theirs.items() if k != "h.1.w.weight"}, ours, r"missing .*: h\.1\.w\.weight \(blocks\.w\)")
+    refuse(theirs, {**ours, "extra.scale": np.zeros(2)}, r"no rule says .*: extra\.scale")
+    fewer = {name: x if x.shape[0] != 3 else x[:2] for name, x in ours.items()}
+    refuse(theirs, fewer, r"not in the model: always\.2, h\.2\.heads")
+
+
+def test_a_vocabulary_of_another_size_names_both():
+    theirs = make_theirs()
+    ours = {**expected(theirs, stacked=True), "embed": np.zeros((8, 4), np.float32)}
+    refuse(
+        theirs, ours, r"tok\.weight \(embed\): the checkpoint has \[7, 4\], the model takes \[8, 4\][\s\S]*vocab_size"
+    )
+
+
+def test_quantized_weights_are_refused():
+    theirs = make_theirs()
+    ours = expected(theirs, stacked=True)
+    refuse(
+        {**theirs, "h.1.w.weight": np.zeros((6, 4), np.int8)}, ours, r"h\.1\.w\.weight is int8, and blocks\.w .*float32"
+    )
+
+
+def test_ignored_names_may_be_there():
+    theirs = make_theirs()
+    ours = expected(theirs, stacked=True)
+    with_masks = {**theirs, "h.0.mask": np.zeros((2, 2))}
+    Imported(Arrays(with_masks), {"rules": RULES, "ignored": ["h.*.mask"]}, shapes(ours))
+    refuse(with_masks, ours, r"h\.0\.mask", ignored=["*.masks"])
+
+
+def test_a_tied_copy_may_be_there_if_it_is_equal():
+    theirs = make_theirs()
+    ours, names = expected(theirs, stacked=True), {"rules": RULES, "tied": {"head.weight": "tok.weight"}}
+    Imported(Arrays(theirs), names, shapes(ours))
+    Imported(Arrays({**theirs, "head.weight": theirs["tok.weight"]}), names, shapes(ours))
+    other = {**theirs, "head.weight": theirs["tok.weight"] + 1}
+    refuse(other, ours, r"head\.weight differs from tok\.weight.*tied=False", tied=names["tied"])
+    assert "head.weight" not in Exported(Arrays(ours), names).arrays
+
+
+def test_a_prefix_may_be_missing_from_all_names():
+    rules = [("embed", "model.tok"), ("norm", "model.norm"), ("head", "head")]
+    ours = {name: np.full(2, place) for place, name in enumerate(["embed", "norm", "head"])}
+    for prefix in ("model.", ""):
+        theirs = {f"{prefix}tok": ours["embed"], f"{prefix}norm": ours["norm"], "head": ours["head"]}
+        imported = Imported(Arrays(theirs), {"rules": rules, "prefix": "model."}, shapes(ours))
+        assert all(np.array_equal(read_whole(imported, name), ours[name]) for name in ours)
+    both = {"tok": ours["embed"], "model.tok": ours["embed"], "norm": ours["norm"], "head": ours["head"]}
+    with pytest.raises(ValueError, match=r"has both tok and model\.tok"):
+        Imported(Arrays(both), {"rules": rules, "prefix": "model."}, shapes(ours))
+
+
+def test_layers_in_several_dtypes_come_in_the_one_that_holds_them_all():
+    theirs = make_theirs()
+    theirs["h.1.w.weight"] = theirs["h.1.w.weight"].astype(np.float16)
+    ours = expected(theirs, stacked=True)
+    imported = Imported(Arrays(theirs), {"rules": RULES}, shapes(ours))
+    assert imported.arrays["blocks.w"].dtype == np.float32
+    assert np.array_equal(read_whole(imported, "blocks.w"), ours["blocks.w"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"rules": [("a",)]}, r"rule \('a',\): write \(our name, their name\)"),
+        ({"rules": ["ab"]}, "rule 'ab': write"),
+        ({"rules": [("a.{i}", "b")]}, r"number \{i\} of our name is missing from theirs"),
+        ({"rules": [("a", "b", "x y -> y")]}, "dims 'x y -> y': write our dims"),
+        ({"rules": [("a", "b", "turn")]}, "dims 'turn'"),
+        ({"rule": []}, "a mapping of names is a dict with rules"),
+        ({"rules": [], "extra": 1}, "not a dict of rules, extra"),
+        (None, "not None"),
+    ],
+)
+def test_a_malformed_mapping_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        as_name_map(value)
+
+
+def test_a_rule_for_other_dims_is_refused():
+    names = NameMap([("w", "w", "a b -> b a"), ("blocks.{i}.w", "h.{i}.w")])
+    with pytest.raises(ValueError, match=r"w: has 1 dims \[3\], and its rule for 'w'"):
+        Exported(Arrays({"w": np.zeros(3)}), names)
+    with pytest.raises(ValueError, match=r"blocks\.w: has 0 dims"):
+        Exported(Arrays({"blocks.w": np.zeros(())}), names)
+
+
+def test_two_leaves_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="b and a: rules give both the name 'x'"):
+        Exported(Arrays({"a": np.zeros(3), "b": np.zeros(3)}), {"rules": [("a", "x"), ("b", "x")]})
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("transpose", (5, 7)),
+        ("a b c -> (b c) a", (4, 3, 6)),
+        ("a b c d -> c (d a) b", (2, 3, 4, 5)),
+        ("a b -> (a b)", (3, 4)),
+    ],
+)
+def test_slices_pass_through_any_dims(text, shape):
+    dims, rng = parse_dims(text), np.random.default_rng(0)
+    ours = np.arange(np.prod(shape)).reshape(shape)
+    shaped = jax.ShapeDtypeStruct(dims.their_shape(shape), ours.dtype)
+    theirs = dims.to_theirs(ours, shape, everything(shaped))
+    for _ in range(50):
+        index = some_slice(shape, rng)
+        assert np.array_equal(dims.to_ours(theirs[dims.their_index(shape, index)], shape, index), ours[index])
+        index = some_slice(theirs.shape, rng)
+        assert np.array_equal(dims.to_theirs(ours[dims.our_index(shape, index)], shape, index), theirs[index])

@@ -1,0 +1,286 @@
+"""Safetensors files read by slices and written in pieces, against the library's own reader and writer."""
+
+import json
+import os
+import shutil
+import tracemalloc
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jfsdp.checkpoint.foreign import export
+from jfsdp.checkpoint.foreign.export import export_memory_bytes, write_safetensors
+from jfsdp.checkpoint.foreign.mapping import chunks
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import read_whole
+
+SHAPES = {
+    "scalar": (),
+    "vector": (7,),
+    "matrix": (5, 9),
+    "wide": (12, 3000),
+    "stack": (3, 4, 5),
+    "four": (2, 3, 4, 5),
+    "empty": (0, 4),
+}
+
+
+class Arrays:
+    """Arrays in memory as a source, which counts what is read at once."""
+
+    def __init__(self, arrays):
+        self.values = arrays
+        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        self.most_bytes = 0
+
+    def read(self, name, index):
+        part = self.values[name][index].copy()
+        self.most_bytes = max(self.most_bytes, part.nbytes)
+        return part
+
+
+def make_arrays(dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(rng.integers(0, 100, shape)).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def make_file(path, dtype: Any = "float32"):
+    arrays = make_arrays(dtype)
+    safetensors.numpy.save_file(arrays, path)
+    return arrays
+
+
+def some_slices(shape, rng):
+    bounds = [sorted(rng.integers(0, size + 1, 2)) for size in shape]
+    return tuple(slice(0, size) if rng.random() < 0.3 else slice(int(a), int(b)) for (a, b), size in zip(bounds, shape))
+
+
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """How many bytes each read from a file took."""
+    counts = []
+
+    def preadv(fd, buffers, offset):
+        count = real(fd, buffers, offset)
+        counts.append(count)
+        return count
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "bool"])
+def test_any_slice_is_what_numpy_cuts(tmp_path, dtype):
+    arrays = make_file(tmp_path / "x.safetensors", np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    source, rng = SafetensorsSource(tmp_path / "x.safetensors"), np.random.default_rng(1)
+    assert set(source.arrays) == set(arrays)
+    for name, array in arrays.items():
+        assert (source.arrays[name].shape, source.arrays[name].dtype) == (array.shape, array.dtype)
+        for _ in range(30):
+            index = some_slices(array.shape, rng)
+            part = source.read(name, index)
+            assert part.dtype == array.dtype and part.shape == array[index].shape
+            assert part.tobytes() == array[index].tobytes()
+
+
+def test_a_slice_of_leading_dims_is_one_read_of_its_bytes(tmp_path, bytes_read):
+    make_file(tmp_path / "x.safetensors")
+    source = SafetensorsSource(tmp_path / "x.safetensors")
+    assert bytes_read == []
+    source.read("four", (slice(1, 2), slice(0, 3), slice(0, 4), slice(0, 5)))
+    source.read("wide", (slice(3, 7), slice(0, 3000)))
+    assert bytes_read == [60 * 4, 4 * 3000 * 4]
+
+
+def test_columns_far_apart_are_read_by_themselves(tmp_path, bytes_read):
+    make_file(tmp_path / "x.safetensors")
+    source = SafetensorsSource(tmp_path / "x.safetensors")
+    source.read("wide", (slice(0, 12), slice(100, 200)))
+    assert bytes_read == [400] * 12
+
+
+def test_columns_close_together_are_read_with_what_is_between_them(tmp_path, bytes_read, monkeypatch):
+    monkeypatch.setattr("jfsdp.checkpoint.foreign.safetensors._SPAN_BYTES", 24_000)
+    arrays = make_file(tmp_path / "x.safetensors")
+    source = SafetensorsSource(tmp_path / "x.safetensors")
+    part = source.read("wide", (slice(1, 6), slice(0, 2500)))
+    assert np.array_equal(part, arrays["wide"][1:6, :2500])
+    assert bytes_read == [12_000 + 10_000, 12_000 + 10_000, 10_000]
+
+
+def test_an_index_joins_its_files(tmp_path):
+    parts = [{"a": np.arange(6.0).reshape(2, 3)}, {"b": np.arange(4)}]
+    for place, part in enumerate(parts):
+        safetensors.numpy.save_file(part, tmp_path / f"part-{place}.safetensors")
+    index = {"weight_map": {"a": "part-0.safetensors", "b": "part-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        source = SafetensorsSource(path)
+        assert np.array_equal(read_whole(source, "a"), parts[0]["a"])
+        assert np.array_equal(read_whole(source, "b"), parts[1]["b"])
+
+
+def make_index(directory, weight_map):
+    safetensors.numpy.save_file({"a": np.zeros(3)}, directory / "one.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "index.json: names two.safetensors, and no such file"),
+        (
+            {"a": "one.safetensors", "b": "one.safetensors"},
+            r"one.safetensors: holds other arrays.*missing: b; extra: n",
+        ),
+        ({}, None),
+        ("no dict", "is no index"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, message):
+    make_index(tmp_path, weight_map)
+    with pytest.raises(ValueError, match=message):
+        SafetensorsSource(tmp_path)
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def damage_header(file):
+    file.write_bytes(file.read_bytes()[:8] + b"?" + file.read_bytes()[9:])
+
+
+def point(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [(cut_off, "cut off at"), (damage_header, "damaged"), (point, "Git LFS"), (empty, "cut off at 0 bytes")],
+)
+def test_a_damaged_file_is_refused_by_its_path(tmp_path, harm, message):
+    make_file(tmp_path / "model.safetensors")
+    harm(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/model.safetensors: .*{message}"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_file_cut_off_after_it_was_opened_is_seen(tmp_path):
+    make_file(tmp_path / "x.safetensors")
+    source = SafetensorsSource(tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"x.safetensors: ended at byte"):
+        read_whole(source, "wide")
+
+
+def test_a_directory_without_weights_is_refused_with_what_is_there(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .*no weights at all.*pass model.safetensors"):
+        SafetensorsSource(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"there are pytorch_model.bin"):
+        SafetensorsSource(tmp_path)
+    with pytest.raises(ValueError, match=r"nowhere: is not there"):
+        SafetensorsSource(tmp_path / "nowhere")
+
+
+def test_what_is_written_the_library_reads(tmp_path):
+    arrays = make_arrays() | {"half": np.ones((3, 5), np.float16), "count": np.arange(3)}
+    written = write_safetensors(Arrays(arrays), tmp_path / "out", config={"model_type": "mine"})
+    assert (written.directory, written.files) == (tmp_path / "out", ("model.safetensors",))
+    assert (written.num_arrays, written.total_bytes) == (len(arrays), sum(x.nbytes for x in arrays.values()))
+    there = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: x.dtype for name, x in there.items()} == {name: x.dtype for name, x in arrays.items()}
+    assert all(np.array_equal(there[name], arrays[name]) for name in arrays)
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "mine"}
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_no_file_exceeds_the_limit_but_for_an_array_that_does(tmp_path):
+    arrays = {f"x{i}": np.full((i + 1, 100), i, np.float32) for i in range(8)}
+    written = write_safetensors(Arrays(arrays), tmp_path / "out", max_shard_bytes=1300)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == written.total_bytes == 36 * 400
+    assert set(index["weight_map"].values()) == set(written.files)
+    assert written.files[0] == f"model-00001-of-{len(written.files):05d}.safetensors"
+    for file in written.files:
+        held = [arrays[name].nbytes for name in index["weight_map"] if index["weight_map"][name] == file]
+        assert sum(held) <= 1300 or len(held) == 1
+    source = SafetensorsSource(tmp_path / "out")
+    assert all(np.array_equal(read_whole(source, name), arrays[name]) for name in arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_changes_floating_arrays_alone(tmp_path, dtype):
+    arrays = {"w": np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32), "count": np.arange(3)}
+    write_safetensors(Arrays(arrays), tmp_path / "out", dtype=dtype, config={})
+    source, target = SafetensorsSource(tmp_path / "out"), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    assert source.arrays["w"].dtype == target and source.arrays["count"].dtype == np.int64
+    assert np.array_equal(read_whole(source, "w"), arrays["w"].astype(target))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
+
+
+def test_a_value_beyond_the_range_is_refused_and_nothing_stays(tmp_path):
+    arrays = {"a": np.zeros(3, np.float32), "w": np.full((2, 2), 1e5, np.float32)}
+    with pytest.raises(ValueError, match=r"w: has values up to 1e\+05, beyond the range of float16"):
+        write_safetensors(Arrays(arrays), tmp_path / "out", dtype="float16")
+    assert os.listdir(tmp_path) == []
+    arrays["w"][0, 0] = np.inf
+    write_safetensors(Arrays({"w": np.full(2, np.inf, np.float32)}), tmp_path / "out", dtype="float16")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=rf"{tmp_path}/out: exists already, and nothing is overwritten"):
+        write_safetensors(Arrays(make_arrays()), tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(OSError, match=r"needs about 1,196,406 bytes, 10 are free; nothing was written"):
+        write_safetensors(Arrays(make_arrays()), tmp_path / "new" / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="w: has dtype complex64, which safetensors lacks"):
+        write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
+    with pytest.raises(ValueError, match="dtype='int8' is not floating"):
+        write_safetensors(Arrays(make_arrays()), tmp_path / "out", dtype="int8")
+    with pytest.raises(ValueError, match="max_shard_bytes=0 must be at least 1"):
+        write_safetensors(Arrays(make_arrays()), tmp_path / "out", max_shard_bytes=0)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 9), (3, 4, 5), (1, 1, 30), (0, 4), (4, 0)])
+@pytest.mark.parametrize("most", [1, 2, 7, 20, 1000])
+def test_chunks_follow_one_another_and_cover_an_array(shape, most):
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    parts = [array[index].reshape(-1) for index in chunks(shape, most)]
+    assert all(part.size <= most for part in parts)
+    assert np.array_equal(np.concatenate([*parts, np.zeros(0)]), array.reshape(-1))
+
+
+def test_an_export_holds_no_more_than_it_says(tmp_path):
+    source, piece_bytes = Arrays({"w": np.zeros((64, 1 << 16), np.float32), "b": np.zeros(10, np.float32)}), 1 << 20
+    bound = export_memory_bytes(source, "bfloat16", piece_bytes=piece_bytes)
+    assert bound == 3 * (2 * piece_bytes + piece_bytes // 2)  # one is written while two are read
+    tracemalloc.start()
+    try:
+        write_safetensors(source, tmp_path / "out", dtype="bfloat16", piece_bytes=piece_bytes)
+        assert tracemalloc.get_traced_memory()[1] < bound + 200_000
+    finally:
+        tracemalloc.stop()
+    assert source.most_bytes == piece_bytes
+    assert export.PIECE_BYTES == 1 << 25

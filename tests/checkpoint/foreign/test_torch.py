@@ -1,0 +1,370 @@
+"""PyTorch checkpoints as sources: bit by bit what PyTorch saved, by slices, and no code run that a file brings."""
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from jfsdp.checkpoint.foreign.torch_names import _DTYPES, plain_name
+from jfsdp.checkpoint.foreign.torch_source import open_torch
+from jfsdp.checkpoint.source import Index, Source, read_whole
+
+WRITER = Path(__file__).with_name("torch_writer.py")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """What two processes of PyTorch's FSDP2 saved."""
+    root = tmp_path_factory.mktemp("torch")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, WRITER, root, str(rank)], env=env, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(saved) -> dict[str, np.ndarray]:
+    return dict(np.load(saved / "expected.npz"))
+
+
+def write_dcp(path: Path, state: Any) -> Path:
+    """Save with DCP from this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save_dcp(state, checkpoint_id=path)
+    return path
+
+
+def write_pt(path: Path, state: Any) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def slices_of(shape: tuple[int, ...]) -> list[Index]:
+    """Every slice along the first dim, empty ones too, with parts of the others in turn."""
+    ranges = itertools.combinations_with_replacement(range(shape[0] + 1), 2)
+    inner = itertools.cycle([slice(0, size), slice(1, size), slice(size // 2, size // 2)] for size in shape[1:])
+    choice = itertools.cycle(range(3))
+    return [(slice(a, b), *(next(inner)[next(choice)] for _ in shape[1:])) for a, b in ranges]
+
+
+# ---- what comes out ----
+
+
+@pytest.mark.parametrize("file", ["dcp", "whole.pt"])
+def test_every_tensor_of_a_sharded_model_comes_out_bitwise(file, saved, expected):
+    source = open_torch(saved / file, key="model")
+    assert sorted(source.arrays) == sorted(expected)
+    for name, value in expected.items():
+        found, low = read_whole(source, name), name.startswith("layers.1")
+        assert found.dtype == source.arrays[name].dtype == ("bfloat16" if low else value.dtype), name
+        assert found.shape == source.arrays[name].shape == value.shape, name
+        assert found.tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize("file", ["dcp", "whole.pt"])
+@pytest.mark.parametrize("name", ["head.weight", "layers.1.weight", "gate.weight", "layers.0.bias"])
+def test_slices_equal_those_of_the_whole(file, name, saved):
+    source = open_torch(saved / file, key="model")
+    whole = read_whole(source, name)
+    for index in slices_of(whole.shape):
+        part = source.read(name, index)
+        assert (part.shape, part.tobytes()) == (whole[index].shape, whole[index].tobytes()), index
+
+
+def test_the_shards_of_these_tests_are_uneven_and_one_is_empty(saved):
+    chunks = FileSystemReader(saved / "dcp").read_metadata().state_dict_metadata
+    sizes = {name: [tuple(chunk.sizes) for chunk in getattr(x, "chunks", [])] for name, x in chunks.items()}
+    assert sizes["model.embed.weight"] == [(7, 6), (6, 6)]
+    assert sizes["model.gate.weight"] == [(1, 6), (0, 6)]
+
+
+@pytest.mark.parametrize("file", ["dcp", "whole.pt"])
+def test_threads_may_read_at_once(file, saved, expected):
+    source = open_torch(saved / file, key="model")
+    names = [*expected] * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda name: read_whole(source, name), names))
+    assert all(x.tobytes() == expected[name].tobytes() for name, x in zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(slice(0, 7), {0}), (slice(7, 13), {1}), (slice(6, 8), {0, 1})])
+def test_only_the_chunks_that_a_slice_overlaps_are_read(rows, ranks, saved, expected, tmp_path):
+    """All other bytes of the checkpoint are overwritten after it was opened, so reading one of them would show."""
+    (tmp_path / "dcp").mkdir()
+    for file in (saved / "dcp").iterdir():
+        (tmp_path / "dcp" / file.name).write_bytes(file.read_bytes())
+    source = open_torch(tmp_path / "dcp", key="model")
+    places = FileSystemReader(saved / "dcp").read_metadata().storage_data
+    kept = [p for at, p in places.items() if at.fqn == "model.embed.weight" and int(p.relative_path[2]) in ranks]
+    assert len(kept) == len(ranks)
+    for file in (tmp_path / "dcp").iterdir():
+        whole, noise = file.read_bytes(), bytearray(b"\xff" * file.stat().st_size)
+        for place in (p for p in kept if p.relative_path == file.name):
+            inside = slice(place.offset, place.offset + place.length)
+            noise[inside] = whole[inside]
+        file.write_bytes(noise)
+    part = source.read("embed.weight", (rows, slice(0, 6)))
+    assert part.tobytes() == expected["embed.weight"][rows].tobytes()
+    with pytest.raises(ValueError, match=r"dcp: cannot be read, it is damaged or of another format") as error:
+        read_whole(source, "layers.0.weight")
+    assert "weights_only" not in str(error.value), "torch's advice to unpickle without restriction was passed on"
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_pt])
+def test_every_dtype_that_is_read_comes_out_bitwise(write, tmp_path):
+    bits = torch.arange(32, dtype=torch.uint8)
+    state = {n: (bits % 2 == 1) if n == "bool" else bits.view(getattr(torch, n)).clone() for n in sorted(_DTYPES)}
+    source = open_torch(write(tmp_path / "c.pt", state))
+    for name, tensor in state.items():
+        found = read_whole(source, name)
+        assert found.dtype.name == source.arrays[name].dtype.name == name
+        assert found.tobytes() == tensor.view(torch.uint8).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_pt])
+def test_tied_transposed_and_empty_tensors_are_read_as_they_look(write, tmp_path):
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    state = {"a": weight, "tied": weight, "turned": weight.T, "rows": weight[1:3], "none": weight[:0]}
+    source = open_torch(write(tmp_path / "c.pt", state))
+    for name, tensor in state.items():
+        found = read_whole(source, name)
+        np.testing.assert_array_equal(found, tensor.detach().numpy())
+        found[...] = 0
+        np.testing.assert_array_equal(read_whole(source, name), tensor.detach().numpy())
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("model.layers.0.weight", "model.layers.0.weight"),
+        ("module.model.norm.weight", "model.norm.weight"),
+        ("_orig_mod.module.w", "w"),
+        ("module._orig_mod.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp.w", "layers.0.mlp.w"),
+        ("_fsdp_wrapped_module.head.module.w", "head.module.w"),
+        ("module", "module"),
+    ],
+)
+def test_wrappers_are_taken_out_of_names_and_nothing_else(name, plain):
+    assert plain_name([name]) == plain
+
+
+NESTED = {
+    "app": {"model": {"module.w": torch.ones(2), "inner": {"v": torch.zeros(3)}}, "optimizer": [torch.ones(4)]},
+    "b.ema": {"w": torch.ones(1)},
+    "step": 7,
+}
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_pt])
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("app.model", {"w": 2, "inner.v": 3}),
+        ("app", {"model.module.w": 2, "model.inner.v": 3, "optimizer.0": 4}),
+        ("b.ema", {"w": 1}),
+        ("", {"app.model.module.w": 2, "app.model.inner.v": 3, "app.optimizer.0": 4, "b.ema.w": 1}),
+    ],
+)
+def test_key_chooses_a_dict_by_its_path(write, key, names, tmp_path):
+    source: Any = open_torch(write(tmp_path / "c.pt", NESTED), key=key)
+    assert {name: x.shape[0] for name, x in source.arrays.items()} == names
+    assert source.others == ["step"]
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_pt])
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (None, r"which of them holds the model is not guessed; pass key= .*; at the top are "),
+        ("model", r"has no dict with tensors called 'model'; at the top are "),
+        ("step", r"has no dict with tensors called 'step'; at the top are "),
+        ("app.model.inner.v", r"has no dict with tensors called 'app.model.inner.v'"),
+    ],
+)
+def test_a_dict_is_never_guessed_and_the_top_is_listed(write, key, said, tmp_path):
+    with pytest.raises(ValueError, match=said) as error:
+        open_torch(write(tmp_path / "c.pt", NESTED), key=key)
+    for part in ("app (3 tensors)", "b.ema (1 tensors)", "step (no tensor)"):
+        assert part in str(error.value)
+
+
+def test_two_names_that_are_one_without_wrappers_are_refused(tmp_path):
+    path = write_pt(tmp_path / "c.pt", {"module.w": torch.ones(1), "_orig_mod.w": torch.ones(1)})
+    with pytest.raises(ValueError, match="two tensors are called w once wrappers are taken out"):
+        open_torch(path)
+
+
+# ---- what is refused ----
+
+
+def refused(path: Path, said: str, key: str | None = None) -> str:
+    with pytest.raises(ValueError, match=said) as error:
+        open_torch(path, key=key)
+    assert f"checkpoint {path}" in str(error.value)
+    return str(error.value)
+
+
+def test_without_torch_the_error_names_the_extra(tmp_path, monkeypatch):
+    path = write_pt(tmp_path / "c.pt", {"w": torch.ones(1)})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for each in (path, tmp_path):
+        with pytest.raises(ValueError, match=r"torch, which is not installed; pip install 'jfsdp\[torch\]'"):
+            open_torch(each)
+
+
+def test_torch_is_imported_only_when_a_checkpoint_is_opened():
+    code = "import sys, jfsdp.checkpoint.foreign.torch_source; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_path_with_nothing_at_it_and_parts_of_a_checkpoint_are_refused(saved, tmp_path):
+    refused(tmp_path / "none", "there is none")
+    for part in (".metadata", "__0_0.distcp"):
+        assert f"pass its directory, {saved / 'dcp'}" in refused(saved / "dcp" / part, "is a part of a DCP checkpoint")
+
+
+def test_directories_that_are_no_complete_checkpoint_are_refused(tmp_path):
+    (tmp_path / "c").mkdir()
+    refused(tmp_path / "c", r"has no \.metadata \(it was not written by DCP\)")
+    path = write_dcp(tmp_path / "d", {"w": torch.ones(3)})
+    (path / ".metadata").unlink()
+    refused(path, r"has no \.metadata \(__0_0\.distcp is there, so the save was not finished\)")
+
+
+def test_a_missing_or_short_file_of_one_process_is_named(saved, tmp_path):
+    path = tmp_path / "dcp"
+    path.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (path / name).write_bytes((saved / "dcp" / name).read_bytes())
+    refused(path, r"__1_0\.distcp, in which [\w.]+ lies, is missing; copy the files of all processes", "model")
+    (path / "__1_0.distcp").write_bytes((saved / "dcp" / "__1_0.distcp").read_bytes()[:-1])
+    refused(path, r"__1_0\.distcp, in which [\w.]+ lies, has [\d,]+ of [\d,]+ bytes", "model")
+
+
+def change_metadata(path: Path, change: Any) -> Path:
+    metadata = FileSystemReader(path).read_metadata()
+    (path / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+    return path
+
+
+def test_chunks_that_are_not_there_are_noticed(tmp_path):
+    def no_place(metadata: Any) -> None:
+        metadata.storage_data.clear()
+
+    def no_chunk(metadata: Any) -> None:
+        metadata.state_dict_metadata["w"].chunks.clear()
+
+    for number, change in enumerate((no_place, no_chunk)):
+        path = write_dcp(tmp_path / str(number), {"w": torch.ones(3, 2)})
+        refused(change_metadata(path, change), r"chunks of w \[3, 2\] are missing")
+
+
+def test_metadata_without_dict_paths_gives_the_flat_names(tmp_path):
+    def no_paths(metadata: Any) -> None:
+        metadata.planner_data = None
+
+    path = change_metadata(write_dcp(tmp_path / "c", {"model": {"w": torch.ones(2)}}), no_paths)
+    assert list(open_torch(path).arrays) == ["model.w"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage", pickle.dumps({"no": "metadata"})])
+def test_damaged_metadata_is_refused(content, tmp_path):
+    path = write_dcp(tmp_path / "c", {"w": torch.ones(3)})
+    (path / ".metadata").write_bytes(content)
+    refused(path, r"its \.metadata is (damaged|a dict)")
+
+
+class Trap:
+    """What makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(tmp_path):
+    path = write_dcp(tmp_path / "c", {"w": torch.ones(3)})
+    (path / ".metadata").write_bytes(pickle.dumps({"a": Trap(tmp_path / "trapped")}))
+    refused(path, r"loading posix.mkdir from \.metadata could run code that comes with it, which is not done")
+    file = write_pt(tmp_path / "c.pt", {"w": torch.ones(3), "a": Trap(tmp_path / "trapped")})
+    message = refused(file, r"loading posix.mkdir would run code that comes with the file, which is not done")
+    assert "save model.state_dict() alone" in message
+    assert not (tmp_path / "trapped").exists()
+    pickle.loads(pickle.dumps(Trap(tmp_path / "trapped")))
+    assert (tmp_path / "trapped").exists(), "the trap does not work, so nothing was shown"
+
+
+def test_a_whole_pickled_module_is_refused(tmp_path):
+    refused(write_pt(tmp_path / "c.pt", torch.nn.Linear(2, 2)), r"loading torch\.nn\.modules\.linear\.Linear would run")
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty", "legacy", "cut"])
+def test_damaged_and_old_files_are_refused(kind, tmp_path):
+    path = write_pt(tmp_path / "c.bin", {"w": torch.ones(300)})
+    if kind == "legacy":
+        torch.save({"w": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
+    else:
+        path.write_bytes({"garbage": b"garbage", "empty": b"", "cut": path.read_bytes()[:-100]}[kind])
+    refused(path, "it is damaged or of another format" if kind == "cut" else "is no zip file as torch.save writes it")
+
+
+@pytest.mark.parametrize("state", [torch.ones(3), [torch.ones(3)], {"w": 1}, {}])
+def test_a_file_without_named_tensors_is_refused(state, tmp_path):
+    refused(write_pt(tmp_path / "c.pt", state), "save a dict of tensors by name|has no dict with tensors")
+
+
+def test_what_one_process_holds_is_not_taken_for_the_whole(saved):
+    message = refused(saved / "shard0.pt", r"embed\.weight is a DTensor of layout torch\.strided")
+    assert "full_state_dict=True" in message
+
+
+def test_sparse_tensors_are_refused(tmp_path):
+    refused(write_pt(tmp_path / "c.pt", {"w": torch.eye(3).to_sparse()}), r"w is a Tensor of layout torch\.sparse_coo")
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_quantized_tensors_are_refused_where_they_are_chosen(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    path = write_pt(tmp_path / "c.pt", {"model": {"w": quantized}, "other": {"w": torch.ones(3)}})
+    refused(path, "w has dtype qint8, which is not read; dequantize or cast it in PyTorch", "model")
+    assert list(open_torch(path, key="other").arrays) == ["w"]
+
+
+@pytest.mark.parametrize("write", [write_dcp, write_pt])
+@pytest.mark.parametrize("name", ["_flat_param", "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._flat_param"])
+def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(write, name, tmp_path):
+    path = write(tmp_path / "c.pt", {name: torch.ones(30)})
+    message = refused(path, r"_flat_param \(and 0 more\) are flat parameters of FSDP1")
+    assert "SHARDED_STATE_DICT" in message and "full_state_dict=True" in message
+
+
+def test_both_classes_are_sources(saved):
+    sources: list[Source] = [open_torch(saved / file, key="model") for file in ("dcp", "whole.pt")]
+    assert sources[0].arrays == sources[1].arrays

@@ -1,0 +1,90 @@
+"""Casts while arrays are read: no value becomes an infinite one unseen, and integers are not made of fractions."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.checkpoint.convert import convert
+from jfsdp.checkpoint.foreign.export import write_safetensors
+from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
+from jfsdp.checkpoint.store import take
+from tests.checkpoint.arrays import Arrays
+
+
+@pytest.mark.parametrize("wide", [np.float64, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("narrow", [np.float16, ml_dtypes.float8_e4m3fn])
+def test_a_value_beyond_the_range_is_refused_though_others_were_infinite_before(wide, narrow):
+    values = np.asarray([1, -np.inf, np.nan, 1e30], wide)
+    with pytest.raises(ValueError, match=r"x: has values up to 1e\+30, beyond the range of"):
+        read_whole(Recast(Arrays({"x": values}), {"x": narrow}), "x")
+    inside = values[:3]
+    cast = read_whole(Recast(Arrays({"x": inside}), {"x": np.float16}), "x")
+    assert np.array_equal(cast, inside.astype(np.float16), equal_nan=True)
+
+
+def test_an_export_from_bfloat16_to_float16_is_checked_too(tmp_path):
+    source: Any = Arrays({"x": np.asarray([1e30], ml_dtypes.bfloat16)})
+    with pytest.raises(ValueError, match="beyond the range of float16"):
+        write_safetensors(source, tmp_path / "out", dtype="float16")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, dtype="float32", value=1e30):
+        self.w = nnx.Param(jnp.full((8, 8), value, dtype))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "c"
+    jfsdp.save(path, jfsdp.fully_shard(Net, min_size=4).init(optax.sgd(1.0)))
+    return path
+
+
+def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
+    half = jfsdp.fully_shard(lambda rngs: Net(rngs, "float16", 1), min_size=4)
+    with pytest.raises(ValueError, match=r"w: has values up to 1e\+30, beyond the range of float16"):
+        jfsdp.load_pretrained(large, half, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"params\.w: has values up to 1e\+30, beyond the range of float16"):
+        convert(large, tmp_path / "half", casts=["float16"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fractions_are_not_made_integers(large):
+    whole = jfsdp.fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
+    with pytest.raises(ValueError, match=r"another shape or kind: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
+        jfsdp.load_pretrained(large, whole, optax.sgd(1.0))
+
+
+def test_a_target_that_another_one_writes_is_left_alone(large, tmp_path):
+    held: list[Any] = []
+    take(tmp_path / "t", held)
+    (tmp_path / "t.jfsdp-tmp").mkdir()
+    with pytest.raises(ValueError, match="t: is being written by process"):
+        convert(large, tmp_path / "t")
+    assert (tmp_path / "t.jfsdp-tmp").exists()
+    held[0].release()
+    convert(large, tmp_path / "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        ((6287, 4096), (50296, 4096)),
+        ((6283, 768), (50257, 768)),
+        ((1, 15991, 4096), (4, 127928, 4096)),
+        ((7919,), (15838,)),
+    ],
+)
+def test_blocks_of_prime_sizes_are_not_cut_into_single_rows(block, shape):
+    cell = cell_of(block, 4, 1 << 22, shape=shape)
+    assert math.prod(cell) * 4 <= 1 << 22
+    assert all(of % size == 0 for size, of, whole in zip(cell, block, shape, strict=True) if of != whole)
+    assert len(list(grid(block, cell))) <= 8 * math.prod(block) * 4 / (1 << 22) + 1
