@@ -1,8 +1,13 @@
-"""Where the subcommands print their tables."""
+"""Where the subcommands print their tables, and how they show that long work goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+
+GIB = 1 << 30
 
 
 def make_console() -> Any:
@@ -11,3 +16,35 @@ def make_console() -> Any:
 
     console = Console(highlight=False, markup=False, soft_wrap=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+
+
+@contextlib.contextmanager
+def progress_of(
+    is_quiet: bool, what: str, memory_bytes: int, total_bytes: int | None
+) -> Iterator[Callable[[str, int], None]]:
+    """Say how much memory the work takes at most, and show on the error stream how far it is.
+
+    Args:
+      is_quiet: say and show nothing; for JSON.
+      total_bytes: of all that will be handled; None where nobody knows.
+
+    Returns:
+      `f(name, num_bytes)`, to be called with each thing that is done; from any thread.
+    """
+    if is_quiet:
+        yield lambda name, num_bytes: None
+        return
+    print(f"{what}: takes at most {memory_bytes / GIB:.2f} GiB of memory beside the program itself", file=sys.stderr)
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])

@@ -14,6 +14,7 @@ import tyro
 
 import jfsdp
 from jfsdp.cli.audit import AuditProgram
+from jfsdp.cli.checkpoint import Checkpoint
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
@@ -28,10 +29,18 @@ DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 Will a model fit on a cluster that nobody has rented, what crosses its wires, how long does a step take? `jfsdp plan`
 compiles the step and says so, without a GPU; `jfsdp audit` compares a compiled step with its layout.
 Where does every parameter of a model stand on a mesh, in which dtype, and why? `jfsdp explain` answers without devices.
+What is in a checkpoint, is it whole, how does it get elsewhere? `jfsdp checkpoint` looks, checks, converts and exports.
 Is this machine set up well? `jfsdp doctor` looks.
 To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README)."""
 
-COMMANDS = {"plan": PlanJob, "audit": AuditProgram, "explain": Explain, "models": Models, "doctor": Doctor}
+COMMANDS = {
+    "plan": PlanJob,
+    "audit": AuditProgram,
+    "explain": Explain,
+    "checkpoint": Checkpoint,
+    "models": Models,
+    "doctor": Doctor,
+}
 
 
 def make_command(args: Sequence[str]) -> Any:
@@ -60,7 +69,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a subcommand; print errors of the user's making in one line.
 
     Returns the exit status: 0; 1 where `doctor` found something wrong or a factory failed; 2 for bad arguments; 3 for a
-    plan that does not fit; 4 for a program that an audit found something in.
+    plan that does not fit; 4 for a program that an audit found something in, a damaged checkpoint, or two that
+    differ.
     """
     args = sys.argv[1:] if args is None else args
     if list(args) in (["--version"], ["-V"]):

@@ -1,0 +1,315 @@
+"""`jfsdp checkpoint`: what is in a checkpoint, whether it is whole, how two differ, and which of a run to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jfsdp.cli.console import make_console, progress_of
+from jfsdp.cli.transfer import Convert, Export, Import
+
+if TYPE_CHECKING:
+    from jfsdp.checkpoint.diff import Differences
+
+BROKEN = 4
+_Path = Annotated[str, tyro.conf.arg(metavar="PATH")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Print what checkpoints hold: arrays with shapes and dtypes, bytes, step, layout, configuration.
+
+    PATH is a checkpoint, or the directory of a run, whose steps are listed.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.places import find_checkpoints
+
+        paths = find_checkpoints(self.path)
+        if len(paths) > 1:
+            rows = [_row(path) for path in paths]
+            print(json.dumps(rows, indent=1)) if self.json else _print_steps(rows)
+            return 0
+        found = _describe(paths[0])
+        print(json.dumps(found, indent=1)) if self.json else _print_checkpoint(found)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Check that checkpoints are as they were written: digests, completeness, every chunk, finite numbers.
+
+    PATH is a checkpoint, or the directory of a run, all of whose steps are checked. Exit status: 0 all is well, 4
+    something is not, 2 there is no checkpoint.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.places import find_checkpoints
+        from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
+
+        paths = find_checkpoints(self.path)
+        results: dict[str, Any] = {}
+        with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(_bytes_below, paths))) as progress:
+            for path in paths:
+                results[str(path)] = verify(path, progress=progress)
+        if self.json:
+            print(json.dumps({path: dataclasses.asdict(found) for path, found in results.items()}, indent=1))
+        else:
+            _print_verified(results)
+        return 0 if all(found.is_ok for found in results.values()) else BROKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """Compare two checkpoints: names, shapes, dtypes, and the largest differences. Stacked and listed layers match.
+
+    Of a run the newest step is taken. Exit status: 0 nothing differs, 4 something does, 2 there is no checkpoint.
+    """
+
+    first: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="A")]]
+    second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="B")]]
+    only: tuple[str, ...] = ()
+    """Compare arrays whose names match these globs, or a name above them, such as params."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.diff import diff
+        from jfsdp.checkpoint.places import find_checkpoint
+        from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
+        from jfsdp.checkpoint.source import PIECE_BYTES, Only
+        from jfsdp.layout.select import select_leaves
+
+        sources: list[Any] = [
+            CheckpointSource(find_checkpoint(path), cache_bytes=STREAM_BYTES) for path in (self.first, self.second)
+        ]
+        if self.only:
+            chosen = [select_leaves("only", self.only, source.arrays, {}) for source in sources]
+            sources = [
+                Only(source, {name: source.arrays[name] for name in names})
+                for source, names in zip(sources, chosen, strict=True)
+            ]
+        total = sum(array.size * array.dtype.itemsize for source in sources for array in source.arrays.values())
+        with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
+            found = diff(*sources, progress=progress)
+        if self.json:
+            print(json.dumps(_with_words(dataclasses.asdict(found)), indent=1))
+        else:
+            _print_differences(found)
+        return 0 if found.is_empty else BROKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class Prune:
+    """Delete checkpoints of a run, but for the newest, and what the other options keep.
+
+    A run that is being written to is left alone. Exit status: 0; 2 where PATH is no run, or is in use.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    keep: int = 3
+    """How many of the newest to keep."""
+    keep_every: Annotated[int | None, tyro.conf.arg(metavar="STEPS|none")] = None
+    """Keep every step that is a multiple of this."""
+    keep_best: Annotated[str | None, tyro.conf.arg(metavar="METRIC[:min|max[:N]]|none")] = None
+    """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2."""
+    dry_run: bool = False
+    """Say what would be deleted, and delete nothing."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.manager import Checkpointer
+        from jfsdp.checkpoint.places import find_checkpoints
+        from jfsdp.checkpoint.policy import parse_best
+
+        paths = find_checkpoints(self.path)
+        if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
+            raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")
+        best = None if self.keep_best is None else parse_best(self.keep_best)
+        run = Checkpointer(paths[-1].parent, self.keep, keep_every=self.keep_every, keep_best=best)
+        sizes = {int(path.name): _bytes_below(path) for path in paths}
+        run.check_metric()
+        gone = run.surplus() if self.dry_run else run.prune()
+        run.close()
+        freed, left = sum(sizes[step] for step in gone), [step for step in sizes if step not in gone]
+        if self.json:
+            print(json.dumps({"deleted": gone, "bytes": freed, "kept": left, "is_dry_run": self.dry_run}))
+        else:
+            verb = "would delete" if self.dry_run else "deleted"
+            print(f"{verb} steps {_list(gone)} ({freed:,} bytes); kept {_list(left)}")
+        return 0
+
+
+_KINDS = {
+    "inspect": Inspect,
+    "verify": Verify,
+    "diff": Diff,
+    "convert": Convert,
+    "reshard": Convert,
+    "export": Export,
+    "import": Import,
+    "prune": Prune,
+}
+
+
+def _command() -> Any:
+    import functools
+    import inspect
+    import operator
+
+    kinds = [
+        Annotated[kind, tyro.conf.subcommand(name, description=inspect.getdoc(kind))] for name, kind in _KINDS.items()
+    ]
+    return functools.reduce(operator.or_, kinds)
+
+
+if TYPE_CHECKING:
+    _Commands = Any
+else:
+    _Commands = tyro.conf.OmitSubcommandPrefixes[_command()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Look into checkpoints, check, compare, convert, export and import them, and prune those of a run.
+
+    PATH may be one checkpoint or the directory of a run.
+    """
+
+    command: _Commands
+    """What to do."""
+
+    def run(self) -> int:
+        return self.command.run()
+
+
+def _with_words(value: Any) -> Any:
+    """Write what JSON has no number for as text."""
+    if isinstance(value, dict):
+        return {key: _with_words(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_words(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _list(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _bytes_below(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _row(path: Path) -> dict[str, Any]:
+    from jfsdp.checkpoint.files import read_manifest
+
+    try:
+        manifest = read_manifest(path)
+    except ValueError as error:
+        return {"step": int(path.name), "path": str(path), "bytes": _bytes_below(path), "problem": str(error)}
+    return {
+        "step": int(path.name),
+        "path": str(path),
+        "bytes": _bytes_below(path),
+        "created": manifest.get("created"),
+        "metrics": manifest["metrics"],
+        "problem": None,
+    }
+
+
+def _print_steps(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table("step", "bytes", "written", "metrics", box=None, pad_edge=False)
+    for row in rows:
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("metrics") or {}).items())
+        shown = row["problem"] or metrics
+        table.add_row(str(row["step"]), f"{row['bytes']:,}", row.get("created") or "", shown)
+    make_console().print(table)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    from jfsdp.checkpoint.files import read_manifest
+
+    manifest = read_manifest(path)
+    return {"path": str(path), "bytes": _bytes_below(path), **manifest}
+
+
+def _print_checkpoint(found: dict[str, Any]) -> None:
+    import numpy as np
+    from rich.table import Table
+
+    console = make_console()
+    arrays = found["arrays"]
+    console.print(
+        f"{found['path']}: format {found['format']}, step {found.get('step')}, {found['bytes']:,} bytes on disk"
+    )
+    for name in ("created", "versions", "metrics", "converted", "imported"):
+        if found.get(name):
+            console.print(f"{name}: {_flat(found[name])}")
+    layout = found["layout"] or {}
+    if layout:
+        mesh = ",".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items() if size > 1) or "one device"
+        console.print(f"saved from: {layout.get('strategy')} on {mesh}")
+    table = Table("array", "shape", "dtype", box=None, pad_edge=False)
+    table.add_column("bytes", justify="right")
+    total = 0
+    for name, entry in arrays.items():
+        from jax.numpy import dtype
+
+        size = int(np.prod(entry["shape"], dtype=np.int64)) * dtype(entry["dtype"]).itemsize
+        total += size
+        kind = f"{entry['dtype']} ({entry['key_impl']} key)" if entry["key_impl"] else entry["dtype"]
+        table.add_row(name, " ".join(map(str, entry["shape"])) or "scalar", kind, f"{size:,}")
+    console.print(table)
+    console.print(f"{len(arrays)} arrays, {total:,} bytes")
+    if found["config"] is not None:
+        stored = found["config"].get("config", found["config"]) if isinstance(found["config"], dict) else {}
+        chosen = {name: stored[name] for name in ("model", "factory", "model_config") if stored.get(name)}
+        console.print(f"config: {_flat(chosen)} (--json prints all of it)")
+
+
+def _flat(value: Any) -> str:
+    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _print_verified(results: dict[str, Any]) -> None:
+    for path, found in results.items():
+        state = "ok" if found.is_ok else "DAMAGED"
+        print(f"{path}: {state}; {found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes")
+        for line in found.problems:
+            print(f"  {line}")
+        for line in found.remarks:
+            print(f"  note: {line}")
+
+
+def _print_differences(found: Differences) -> None:
+    from rich.table import Table
+
+    console = make_console()
+    for owner, names in (("A", found.only_first), ("B", found.only_second)):
+        for name in names:
+            console.print(f"only in {owner}: {name}")
+    for name, one, two in found.kinds:
+        console.print(f"{name}: A has {one}, B {two}")
+    if found.values:
+        table = Table("array", "max |a-b|", "over max |a|", "elements", "at", box=None, pad_edge=False)
+        for row in found.values:
+            at = " ".join(map(str, row.at))
+            table.add_row(row.name, f"{row.max_abs:.4g}", f"{row.max_rel:.4g}", f"{row.num_elements:,}", at)
+        console.print(table)
+    console.print(f"{found.num_equal} arrays are equal, {len(found.values)} differ in value")

@@ -1,0 +1,267 @@
+"""`jfsdp checkpoint convert`, `export` and `import`: checkpoints into other forms, and from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jfsdp.cli.console import progress_of
+from jfsdp.train.options import Dtype, optional
+
+if TYPE_CHECKING:
+    from jfsdp.train.job import Job
+
+_Path = Annotated[str, tyro.conf.arg(metavar="PATH")]
+_Target = Annotated[str, tyro.conf.arg(metavar="TARGET")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write a checkpoint anew: other dtypes, layers stacked or listed, some of the arrays, chunks for another mesh.
+
+    To be restored on another mesh, strategy, engine, storage or form of layers, a checkpoint needs none of this. Of a
+    run the newest step is taken. Exit status: 0; 2 for a wrong path or option, or a damaged checkpoint.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    target: tyro.conf.Positional[_Target]
+    dtype: tyro.conf.UseAppendAction[tuple[Annotated[str, tyro.conf.arg(metavar="[GLOB=]DTYPE")], ...]] = ()
+    """bfloat16 casts the parameters, opt_state=bfloat16 what the glob names; may be repeated."""
+    stack: Annotated[str | None, optional(str, "NAME")] = None
+    """Make one stack of a list of layers: layers, of layers.0.attn and on."""
+    unstack: Annotated[str | None, optional(str, "NAME")] = None
+    """Make a list of a stack of layers; h_ makes h_0 and on, as flax.linen calls them."""
+    only: tuple[str, ...] = ()
+    """Take arrays whose names match these globs, or a name above them, such as params."""
+    skip: tuple[str, ...] = ()
+    """Leave these out, such as opt_state."""
+    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
+    """Cut chunks as the devices of this mesh read them, fully sharded. Any mesh reads any chunks."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
+        from jfsdp.checkpoint.places import find_checkpoint
+        from jfsdp.checkpoint.reader import CheckpointSource
+        from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
+
+        path = find_checkpoint(self.path)
+        num_shards = 1
+        if self.mesh is not None:
+            num_shards = math.prod(make_abstract_mesh(parse_mesh(self.mesh)).shape.values())
+        total = _bytes_of(CheckpointSource(path))
+        with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
+            convert(
+                path,
+                self.target,
+                casts=self.dtype,
+                stack=self.stack,
+                unstack=self.unstack,
+                only=self.only or None,
+                skip=self.skip or None,
+                num_shards=num_shards,
+                progress=progress,
+            )
+        _say(self.json, {"from": str(path), "to": self.target})
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ModelOptions:
+    """Which model the weights are of."""
+
+    model: Annotated[str | None, optional(str, "NAME")] = None
+    """A model's name (`jfsdp models` lists them); of a checkpoint of ours that says it, it need not be given."""
+    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
+    """A function that returns a jfsdp.Job, from the working directory."""
+    model_config: tuple[Annotated[str, tyro.conf.arg(metavar="KEY=VALUE")], ...] = ()
+    """Fields of the model's configuration to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(_ModelOptions):
+    """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
+
+    Of a run the newest step is taken; the model is the one that the run says it is. A tokenizer is not written: copy
+    its files to TARGET. Exit status: 0; 2 for a wrong path or option, or a damaged checkpoint.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    target: tyro.conf.Positional[_Target]
+    dtype: Dtype = None
+    """float32, bfloat16 or float16; default: as stored."""
+    max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
+    """Files are at most this large; more are listed in an index."""
+    max_length: Annotated[int | None, optional(int, "TOKENS")] = None
+    """max_position_embeddings of config.json; default: of imported weights theirs, else the job's sequence length."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
+        from jfsdp.checkpoint.foreign.mapping import as_name_map
+        from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
+        from jfsdp.checkpoint.places import find_checkpoint
+        from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
+
+        path = find_checkpoint(self.path)
+        stored = CheckpointSource(path).manifest["config"] or {}
+        job = _find_job(self, stored)
+        config = stored.get("pretrained")
+        if config is None and as_name_map(job.pretrained).to_config is not None:
+            config = config_json(job.pretrained, job.config, self.max_length or job.seq_len)
+        if config is None:
+            print("note: the mapping of names has no to_config, so no config.json is written", file=sys.stderr)
+        elif self.max_length is not None:
+            config = {**config, "max_position_embeddings": self.max_length}
+        with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
+            source = our_parameters(path, _leaves(job), cache_bytes=STREAM_BYTES)
+        bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
+        with progress_of(self.json, "exporting", bound, _bytes_of(source)) as progress:
+            written = export_safetensors(
+                _Watched(source, progress),
+                Path(self.target).expanduser(),
+                job.pretrained,
+                config=config,
+                dtype=self.dtype,
+                max_shard_bytes=int(self.max_shard_gb * 1e9),
+            )
+        found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
+        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes})
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Import(_ModelOptions):
+    """Write pretrained weights as a checkpoint: of Hugging Face (safetensors), or of PyTorch (DCP, .pt).
+
+    TARGET holds the parameters, no optimizer; `scripts/train.py --init-from` starts from it, and from PATH itself as
+    well. Of Hugging Face's, sizes and options of the model are taken from config.json. Exit status: 0; 2 for a wrong
+    path or option, or weights that do not fit the model.
+    """
+
+    path: tyro.conf.Positional[_Path]
+    target: tyro.conf.Positional[_Target]
+    key: Annotated[str | None, optional(str, "NAME")] = None
+    """Of PyTorch's, the dict that holds the model, such as model."""
+    dtype: Dtype = None
+    """Cast floating weights to float32, bfloat16 or float16; default: as they are."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
+        from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
+        from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
+        from jfsdp.checkpoint.source import Prefixed, Recast
+
+        path = Path(self.path).expanduser()
+        if is_ours(path):
+            raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
+        job = job_of_weights(_find_job(self, None), path, self.model_config)
+        source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
+        if self.dtype is not None:
+            source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
+        with progress_of(self.json, "importing", MEMORY_BYTES, _bytes_of(source)) as progress:
+            write_source(
+                self.target,
+                Prefixed(source, "params."),
+                [f"params.{name}" for name in source.arrays],
+                {"imported": {"from": str(path), "model": job.name}},
+                {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
+                progress=progress,
+            )
+        _say(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)})
+        return 0
+
+
+def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
+    """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
+    from jfsdp.checkpoint.foreign.pretrained import has_config, pretrained_fields
+    from jfsdp.train.job import parse_config
+
+    if not has_config(path) or not job.pretrained:
+        return job
+    fields = pretrained_fields(path, job.pretrained)
+    return job.with_config(**{**fields, **parse_config(changed)})
+
+
+def _find_job(options: _ModelOptions, config: Any) -> Job:
+    """Load the job that the options name, else the one that a run was configured with."""
+    from jfsdp.checkpoint.foreign.mapping import as_name_map
+    from jfsdp.train.job import load_job, parse_config
+
+    given, stored = config or {}, (config or {}).get("config", {})
+    model, factory, fields = options.model, options.factory, options.model_config
+    if model is None and factory is None:
+        model, factory = stored.get("model"), stored.get("factory")
+        fields = (*stored.get("model_config", ()), *fields)
+        if model is None and factory is None:
+            raise ValueError("nothing says which model the weights are of; give --model NAME, or --factory")
+    job = load_job(model, factory)
+    if not job.pretrained:
+        raise ValueError(
+            f"job {job.name!r} says nothing of how others call its parameters; add a mapping (docs/pretrained.md)"
+        )
+    from_config = as_name_map(job.pretrained).from_config
+    if "pretrained" in given and from_config is not None:
+        job = job.with_config(**from_config(given["pretrained"]))
+    return job.with_config(**parse_config(fields))
+
+
+def _leaves(job: Job) -> dict[str, Any]:
+    """Return the parameters of a job by name: logical shapes and dtypes. Allocates nothing."""
+    import jax
+
+    from jfsdp.modules.model import as_model
+
+    return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in as_model(job.model).params.items()}
+
+
+def _config_of(options: Import, job: Job) -> dict[str, Any]:
+    """Return what the checkpoint says of its model, as a run does: so that an export needs no option."""
+    from jfsdp.checkpoint.foreign.mapping import as_name_map
+    from jfsdp.checkpoint.foreign.pretrained import config_json, has_config, read_config
+
+    named = {"config": {"model": options.model, "factory": options.factory, "model_config": options.model_config}}
+    if as_name_map(job.pretrained).to_config is None:
+        return named
+    ours = config_json(job.pretrained, job.config, job.seq_len)
+    theirs = read_config(options.path) if has_config(options.path) else {}
+    kept = {name: theirs[name] for name in _KEPT if name in theirs}
+    return named | {"pretrained": ours | kept}
+
+
+# Of a config.json beside imported weights, what no model computes with and an export is to say again.
+_KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _bytes_of(source: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in source.arrays.values())
+
+
+def _say(is_json: bool, found: dict[str, Any]) -> None:
+    print(json.dumps(found) if is_json else "; ".join(f"{name} {_plain(value)}" for name, value in found.items()))
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class _Watched:
+    """A source that tells what was read of it."""
+
+    def __init__(self, source: Any, progress: Any):
+        self._source, self._progress, self.arrays = source, progress, source.arrays
+
+    def read(self, name: str, index: Any) -> Any:
+        block = self._source.read(name, index)
+        self._progress(name, block.nbytes)
+        return block

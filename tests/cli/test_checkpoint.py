@@ -1,0 +1,279 @@
+"""`jfsdp checkpoint`: what every subcommand prints, exit statuses, bad input; on a run of a tiny Llama."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+import torch
+
+import jfsdp
+from jfsdp.checkpoint.convert import write_source
+from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.source import read_whole
+from jfsdp.cli import main
+from jfsdp.train.job import load_job, parse_config
+from jfsdp.train.options import StepOptions, shard_job
+from tests.checkpoint.arrays import Arrays
+
+FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32", "vocab_size=40")
+MODEL = ("--model", "llama-tiny")
+KERNEL = "params.layers.attn.q_proj.kernel"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run with steps 1, 2 and 3; the second is the best."""
+    job = load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+    state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3))
+    path = tmp_path_factory.mktemp("run")
+    config = {"config": {"model": "llama-tiny", "factory": None, "model_config": FIELDS}}
+    with_steps = jfsdp.Checkpointer(path / "checkpoints", keep=None)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        with_steps.save(step, state, config=config, metrics={"eval_loss": loss})
+    with_steps.close()
+    return path
+
+
+@pytest.fixture
+def step(run):
+    """One checkpoint, the newest of the run."""
+    return run / "checkpoints" / "3"
+
+
+@pytest.fixture
+def call(capsys):
+    """Call a subcommand; return the exit status, and what it printed."""
+
+    def call(*args):
+        status = main(["checkpoint", *map(str, args)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def write(path, arrays):
+    """Write arrays as a checkpoint."""
+    write_source(path, Arrays(arrays), list(arrays), {}, {LAYOUT: None, CONFIG: None, EXTRA: [None]})
+    return path
+
+
+def flip(path):
+    """Flip a bit in the largest file below a directory; return the file."""
+    file = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return file
+
+
+def test_inspect_names_arrays_shapes_dtypes_and_what_they_are_of(call, step):
+    status, out, _ = call("inspect", step)
+    assert status == 0
+    assert "format 2, step 0" in out and "saved from: full_shard on fsdp=8" in out and "model llama-tiny" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith(KERNEL))
+    assert row[1:] == ["2", "16", "16", "float32", "2,048"]
+
+
+def test_inspect_lists_the_steps_of_a_run(call, run):
+    status, out, _ = call("inspect", run)
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "1", "2", "3"]
+    assert "eval_loss 1" in out.splitlines()[2]
+    status, out, _ = call("inspect", run, "--json")
+    assert [(row["step"], row["metrics"]["eval_loss"]) for row in json.loads(out)] == [(1, 3.0), (2, 1.0), (3, 2.0)]
+
+
+def test_inspect_prints_json_that_says_all(call, step):
+    status, out, _ = call("inspect", step, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["arrays"][KERNEL] == {"shape": [2, 16, 16], "dtype": "float32", "key_impl": None}
+    assert found["layout"]["strategy"] == "full_shard" and found["config"]["config"]["model"] == "llama-tiny"
+
+
+def test_verify_is_0_for_whole_steps_and_4_with_the_file_for_a_damaged_one(call, run, tmp_path):
+    status, out, err = call("verify", run)
+    assert (status, out.count(": ok;")) == (0, 3)
+    assert "takes at most" in err
+    shutil.copytree(run, tmp_path / "run")
+    file = flip(tmp_path / "run" / "checkpoints" / "2")
+    status, out, _ = call("verify", tmp_path / "run")
+    assert status == 4
+    assert out.count(": ok;") == 2 and "checkpoints/2: DAMAGED" in out and file.name in out
+    status, out, err = call("verify", tmp_path / "run", "--json")
+    found = {Path(path).name: [*result["problems"]] for path, result in json.loads(out).items()}
+    assert (status, err, found["1"], found["3"]) == (4, "", [], [])
+    assert file.name in found["2"][0]
+
+
+def test_diff_is_0_for_equals_and_4_with_the_place_of_what_differs(call, step, tmp_path):
+    status, out, _ = call("diff", step, step)
+    assert status == 0
+    assert "0 differ in value" in out
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    other = values.copy()
+    other[2, 1] += 2
+    one, two = write(tmp_path / "a", {"w": values, "b": values}), write(tmp_path / "b", {"w": other, "c": values})
+    status, out, _ = call("diff", one, two)
+    assert status == 4
+    assert "only in A: b" in out and "only in B: c" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("w "))
+    assert row == ["w", "2", "0.1818", "1", "2", "1"]
+    status, out, _ = call("diff", one, two, "--only", "w", "--json")
+    found = json.loads(out)
+    assert status == 4
+    assert (found["only_first"], found["values"][0]["at"], found["values"][0]["max_abs"]) == ([], [2, 1], 2.0)
+
+
+@pytest.mark.parametrize("verb", ["convert", "reshard"])
+def test_convert_casts_and_lists_layers_of_the_newest_step(verb, call, run, step, tmp_path):
+    options = ("--dtype", "bfloat16", "--unstack", "layers", "--skip", "opt_state", "--mesh", "fsdp=2", "--json")
+    status, out, _ = call(verb, run, tmp_path / "out", *options)
+    assert status == 0
+    assert json.loads(out) == {"from": str(step), "to": str(tmp_path / "out")}
+    ours, theirs = CheckpointSource(step), CheckpointSource(tmp_path / "out")
+    assert not any(name.startswith("opt_state") for name in theirs.arrays)
+    found = read_whole(theirs, "params.layers.1.attn.q_proj.kernel")
+    assert found.tobytes() == read_whole(ours, KERNEL)[1].astype("bfloat16").tobytes()
+    assert call("verify", tmp_path / "out")[0] == 0
+
+
+def test_what_is_exported_and_imported_is_bitwise_what_it_was(call, run, step, tmp_path):
+    status, out, err = call("export", run, tmp_path / "hf", "--max-length", "64")
+    assert status == 0
+    assert "model.safetensors" in out and "takes at most" in err
+    stated = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (stated["model_type"], stated["max_position_embeddings"]) == ("llama", 64)
+    weights = SafetensorsSource(tmp_path / "hf")
+    theirs = read_whole(weights, "model.layers.1.self_attn.q_proj.weight")
+    assert np.array_equal(theirs.T, read_whole(CheckpointSource(step), KERNEL)[1])
+    status, out, _ = call("import", tmp_path / "hf", tmp_path / "back", *MODEL, "--json")
+    assert status == 0
+    assert json.loads(out)["arrays"] == 12
+    status, out, _ = call("diff", step, tmp_path / "back", "--only", "params")
+    assert status == 0
+    assert "12 arrays are equal" in out
+    status, out, _ = call("export", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16", "--json")
+    found = json.loads(out)
+    assert (status, found["arrays"]) == (0, 21)
+    assert found["bytes"] * 2 == sum(array.size * 4 for array in weights.arrays.values())
+
+
+def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    there = tmp_path / "run" / "checkpoints"
+    options = (tmp_path / "run", "--keep", "1", "--keep-best", "eval_loss")
+    status, out, _ = call("prune", *options, "--dry-run")
+    assert (status, len(list(there.glob("[0-9]")))) == (0, 3)
+    assert out.startswith("would delete steps 1 (") and out.endswith("kept 2, 3\n")
+    status, out, _ = call("prune", *options, "--json")
+    assert (status, json.loads(out)["deleted"], json.loads(out)["kept"]) == (0, [1], [2, 3])
+    assert sorted(path.name for path in there.glob("[0-9]")) == ["2", "3"]
+
+
+def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    from jfsdp.train.run.lock import Lock
+
+    lock = Lock(tmp_path / "run" / "checkpoints" / "lock")
+    try:
+        status, _, err = call("prune", tmp_path / "run", "--keep", "1")
+    finally:
+        lock.release()
+    assert status == 2
+    assert "are written by" in err and err.count("\n") == 1
+    assert len(list((tmp_path / "run" / "checkpoints").glob("[0-9]"))) == 3
+
+
+def test_every_path_that_is_no_checkpoint_is_refused_in_one_line(call, tmp_path):
+    for verb in ("inspect", "verify", "prune"):
+        for path, what in ((tmp_path / "no", "is not there"), (tmp_path, "is no checkpoint and holds none")):
+            status, out, err = call(verb, path)
+            assert (status, out, err.count("\n")) == (2, "", 1)
+            assert f"{path}: {what}; pass" in err
+    for verb in ("convert", "export", "diff"):
+        status, out, err = call(verb, tmp_path / "no", tmp_path / "other")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "is not there" in err
+
+
+def test_a_newer_format_is_refused(call, tmp_path):
+    path = write(tmp_path / "new", {"w": np.ones(3, np.float32)})
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 9}))
+    (path / "SHA256SUMS").unlink()
+    for verb in ("inspect", "verify"):
+        status, out, err = call(verb, path)
+        assert (status in (2, 4), verb) == (True, verb)
+        assert "has format 9" in out + err and "upgrade jfsdp" in out + err
+
+
+def test_a_damaged_checkpoint_is_neither_converted_nor_exported(call, step, tmp_path):
+    shutil.copytree(step, tmp_path / "bad")
+    for part in ("params", "opt_state"):
+        flip(tmp_path / "bad" / "arrays" / part)
+    for verb in ("convert", "export"):
+        status, out, err = call(verb, tmp_path / "bad", tmp_path / "out")
+        error = err.splitlines()[-1]
+        assert (status, out) == (2, "")
+        assert "is damaged: arrays/" in error and "SHA-256 differs" in error
+        assert not (tmp_path / "out").exists()
+
+
+BAD = {
+    "unknown dtype": (("convert", "STEP", "OUT", "--dtype", "float13"), "dtype 'float13' is unknown"),
+    "cast of nothing": (("convert", "STEP", "OUT", "--dtype", "nope=bfloat16"), "dtype 'nope' matches no"),
+    "only nothing": (("convert", "STEP", "OUT", "--only", "nope"), "matches no array; names begin with"),
+    "skip all": (("convert", "STEP", "OUT", "--skip", "**"), "leave nothing"),
+    "no list": (("convert", "STEP", "OUT", "--stack", "layers"), "stack='layers'"),
+    "no stack": (("convert", "STEP", "OUT", "--unstack", "nope"), "unstack='nope'"),
+    "mesh": (("convert", "STEP", "OUT", "--mesh", "fdsp=2"), "fdsp"),
+    "target": (("convert", "STEP", "THERE"), "exists already"),
+    "inside": (("convert", "STEP", "INSIDE"), "is inside of it"),
+    "short dtype": (("export", "STEP", "OUT", "--dtype", "bf16"), "dtype 'bf16' is unknown"),
+    "export target": (("export", "STEP", "THERE"), "exists already"),
+    "import target": (("import", "HF", "THERE", *MODEL), "exists already"),
+    "export dtype": (("export", "STEP", "OUT", "--dtype", "int8"), "int8"),
+    "vocabulary": (("export", "STEP", "OUT", "--model-config", "vocab_size=41"), "[40, 16]"),
+    "layers": (("export", "STEP", "OUT", "--model-config", "num_layers=3"), "of another model"),
+    "other options": (
+        ("import", "HF", "OUT", *MODEL, "--model-config", "num_layers=1"),
+        "num_layers: config.json says 2",
+    ),
+    "leftovers": (("import", "PT", "OUT", *MODEL), "in the checkpoint but not in the model: model.extra"),
+    "missing": (("import", "PT", "OUT", *MODEL), "missing from the checkpoint: "),
+    "no model": (("import", "HF", "OUT"), "give --model NAME, or --factory"),
+    "unknown model": (("import", "HF", "OUT", "--model", "llama-9b"), "llama-9b"),
+    "no names": (("import", "HF", "OUT", "--model", "vit-tiny"), "says nothing of how others call its parameters"),
+    "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "these are safetensors"),
+    "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
+    "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),
+    "prune a step": (("prune", "STEP"), "is one checkpoint; prune takes the directory of a run"),
+    "keep none": (("prune", "RUN", "--keep", "0"), "keep=0 must be at least 1"),
+    "best": (("prune", "RUN", "--keep-best", "eval_loss:most"), "'most'"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_have_status_2_and_say_what_to_do(args, message, call, run, step, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "empty").mkdir()
+    if "PT" in args:
+        torch.save({"model.extra": torch.ones(2)}, tmp_path / "other.pt")
+    if "HF" in args:
+        assert call("export", step, tmp_path / "hf")[0] == 0
+    paths = {"STEP": step, "RUN": run, "OUT": tmp_path / "out", "INSIDE": step / "inside", "THERE": tmp_path / "there"}
+    paths |= {"HF": tmp_path / "hf", "EMPTY": tmp_path / "empty", "PT": tmp_path / "other.pt"}
+    status, out, err = call(*(paths.get(arg, arg) for arg in args))
+    assert (status, out) == (2, "")
+    error = err[err.index("jfsdp: error:") :]
+    assert message in error
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+    assert len(list((run / "checkpoints").glob("[0-9]"))) == 3
