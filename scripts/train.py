@@ -6,11 +6,14 @@ training (the step is finished and saved; a second signal kills), 2 for a wrong 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -24,6 +27,8 @@ from jfsdp.train.options import as_options
 from jfsdp.train.recipes import recipe_defaults, recipe_names
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
+
+INTERRUPTED = 130
 
 
 class UsageError(ValueError):
@@ -72,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"train.py: error: {_describe(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print("train.py: interrupted; complete checkpoints stand", file=sys.stderr)
-        return 130
+        print("train.py: interrupted; what was saved before stands", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -91,6 +96,67 @@ def _describe(error: ValueError | OSError) -> str:
     return as_options(str(error))
 
 
+def with_stored_policies(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
+    """Go on keeping what the run to resume has kept: what it protected is not deleted for an option left out."""
+    kept = {name: stored[name] for name in ("keep_every", "keep_best") if stored.get(name)}
+    left_out = {name: value for name, value in kept.items() if getattr(config, name) is None}
+    if left_out:
+        shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in left_out.items())
+        print(f"note: as the run began: {shown}")
+    return dataclasses.replace(config, **left_out)
+
+
+def checkpoints_of(config: TrainConfig) -> Callable[[Path], Any]:
+    """Return what opens the checkpoints of a run with its policies.
+
+    Raises:
+      ValueError: for policies that make no sense.
+    """
+    from jfsdp.checkpoint.manager import Checkpointer
+    from jfsdp.checkpoint.policy import Keep, Period, parse_best
+
+    best = parse_best(config.keep_best) if config.keep_best else None
+    keep = Keep(config.keep or None, config.keep_every, best)
+    Period(config.checkpoint_every, config.checkpoint_minutes)
+    return functools.partial(
+        Checkpointer,
+        keep=keep.last,
+        keep_every=keep.every,
+        keep_best=best,
+        every_steps=config.checkpoint_every,
+        every_minutes=config.checkpoint_minutes,
+    )
+
+
+def fields_of_weights(config: TrainConfig) -> Callable[[Any], dict[str, Any]]:
+    """Return what reads the fields of a job's configuration from the `config.json` beside weights, if any."""
+    from jfsdp.checkpoint.foreign.pretrained import has_config, pretrained_fields
+
+    def fields(job: Any) -> dict[str, Any]:
+        if config.init_from is None or not job.pretrained:
+            return {}
+        path = Path(config.init_from).expanduser()
+        return pretrained_fields(path, job.pretrained) if has_config(path) else {}
+
+    return fields
+
+
+def loader_of(config: TrainConfig) -> Callable[[Any], Any] | None:
+    """Return what makes the first state from the weights that were given; None where none were."""
+    if config.init_from is None:
+        return None
+    from jfsdp.checkpoint.foreign.pretrained import load_pretrained
+
+    path = Path(config.init_from).expanduser()
+
+    def load(parts: Any) -> Any:
+        job = parts.job
+        how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
+        return load_pretrained(path, parts.model, parts.tx, job.pretrained, **how)
+
+    return load
+
+
 def train(config: TrainConfig) -> None:
     """Do everything that the configuration says."""
     begin = time.perf_counter()
@@ -103,15 +169,21 @@ def train(config: TrainConfig) -> None:
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
-        parts = build(config, stored)
+        config = with_stored_policies(config, stored.get("config", {}))
+        open_checkpoints = checkpoints_of(config)
+        parts = build(config, stored, fields_of_weights(config))
     except ValueError as error:
         raise UsageError(str(error)) from error
     enable_compilation_cache(config.cache_dir)
-    from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.train.run.training import Run
 
-    Run(config, parts, run_dir, Checkpointer, begin).run()
+    Run(config, parts, run_dir, open_checkpoints, loader_of(config), begin).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == INTERRUPTED:
+        os._exit(status)  # threads that compile do not survive the end of the interpreter
+    sys.exit(status)

@@ -365,6 +365,41 @@ def test_with_averages_held_out_losses_are_theirs(unbroken, workspace, options):
     assert last == pytest.approx(first, abs=0.1), "and the averages have hardly moved"
 
 
+def other_forms(run_dir, where):
+    """Write the newest weights of a run in other forms; return the options that begin from each."""
+    import safetensors.torch
+    import torch
+
+    from jfsdp.cli import main as jfsdp
+
+    assert jfsdp(["checkpoint", "export", str(run_dir), str(where / "hf"), "--json"]) == 0
+    torch.save({"net": safetensors.torch.load_file(where / "hf" / "model.safetensors")}, where / "weights.pt")
+    return {
+        "hugging face": ("--init-from", where / "hf"),
+        "torch": ("--init-from", where / "weights.pt", "--init-key", "net"),
+        "ours": ("--init-from", run_dir),
+    }
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "hugging face",
+        pytest.param("torch", marks=pytest.mark.proof),
+        pytest.param("ours", marks=pytest.mark.proof),
+    ],
+)
+def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, options, tmp_path):
+    begin = other_forms(unbroken[0], tmp_path)[form]
+    still = ["--steps", 1, "--learning-rate", 1e-9, "--eval-every", 1, "--run-dir", tmp_path / "run"]
+    done = train(*options, *begin, *still)
+    assert done.returncode == 0, done.stderr
+    lines, before = read_metrics(tmp_path / "run"), read_metrics(unbroken[0])
+    assert lines[-1]["step"] == 1
+    assert lines[-1]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-5)
+    assert lines[-1]["loss"] < 0.9 * before[0]["loss"]
+
+
 def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
     (tmp_path / "own_jobs.py").write_text(BIGRAM)
     more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]

@@ -42,17 +42,21 @@ class Parts:
     decides: dict[str, Any]
 
 
-def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
+def build(
+    config: TrainConfig, stored: Mapping[str, Any], fields_of: Callable[[Job], dict[str, Any]] = lambda job: {}
+) -> Parts:
     """Build everything that needs neither data nor memory of the devices.
 
     Args:
       stored: the `config.json` of the run to resume, or empty. Without `decay_steps` the schedule stays what it was, so
         that a run can be prolonged.
+      fields_of: `f(job)` -> fields of its configuration that the weights to start from ask for.
 
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    job = load_job(config.model, config.factory).with_config(**parse_config(config.model_config))
+    job = load_job(config.model, config.factory)
+    job = job.with_config(**fields_of(job) | parse_config(config.model_config))
     row_items = check_source(config, job)
     model = options.shard_job(config, job, make_run_mesh(config))
     loop = make_loop(config, model.loss_scale is not None)
@@ -73,7 +77,6 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
         steps=config.steps,
         log_every=config.log_every,
         eval_every=config.eval_every,
-        checkpoint_every=config.checkpoint_every,
         profile=parse_profile(config.profile),
         skips_nonfinite=config.skip_nonfinite or is_scaled,
     )

@@ -51,14 +51,27 @@ class TrainConfig(StepOptions):
     min_learning_rate: float = 0.1
     """The floor, as a fraction of the peak."""
 
+    init_from: Location = None
+    """Start from these weights: a directory of Hugging Face, a PyTorch checkpoint, or a checkpoint or run of ours."""
+    init_key: Annotated[str | None, optional(str, "NAME")] = None
+    """Of a PyTorch checkpoint, the dict that holds the model, such as model."""
+
     run_dir: Location = None
     """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""
     resume: Annotated[str | None, optional(str, "auto|STEP")] = None
     """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP)."""
     checkpoint_every: int = 200
     """Steps between checkpoints; 0: only the last step. The last step is always saved."""
+    checkpoint_minutes: float = 0.0
+    """Minutes between checkpoints, beside these; looked at every log_every steps. 0: never."""
     keep: int = 3
     """How many of the newest checkpoints to keep; 0 keeps all."""
+    keep_every: Number = None
+    """Keep also every checkpoint whose step is a multiple of this."""
+    keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
+    """Keep also the best by a metric logged at the same step, such as eval_loss, or eval_correct:max:2."""
+    fall_back: bool = False
+    """Where the checkpoint to resume from is damaged, take the newest whole one before it."""
     eval_every: int = 0
     """Steps between evaluations; 0: only after the last step."""
     eval_batches: int = 32

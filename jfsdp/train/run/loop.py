@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ class LoopConfig:
 
     Attributes:
       steps: the total of the run, whatever was done before a resume.
-      log_every, eval_every, checkpoint_every: periods in steps.
+      log_every, eval_every: periods in steps.
       profile: first and last step of a trace; None takes none.
       skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
     """
@@ -33,14 +33,13 @@ class LoopConfig:
     steps: int
     log_every: int = 10
     eval_every: int = 0
-    checkpoint_every: int = 0
     profile: tuple[int, int] | None = None
     skips_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        for field in ("log_every", "eval_every", "checkpoint_every"):
+        for field in ("log_every", "eval_every"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
@@ -50,7 +49,9 @@ class LoopConfig:
 class Saver(Protocol):
     """What the loop asks of a `Checkpointer`."""
 
-    def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> Any: ...
+    def is_due(self, step: int, *, may_gather: bool) -> bool: ...
+
+    def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
 
 
 class Writer(Protocol):
@@ -72,6 +73,7 @@ class Loop:
       evaluate: `f(state) -> Evaluation`; None evaluates nothing.
       checkpoints: where states go.
       get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
+      described: the configuration of the run, which goes beside the state too, to be read.
       stop: asked after every step.
       display, writers: where records go.
       run_dir: where traces go.
@@ -92,9 +94,11 @@ class Loop:
     writers: Sequence[Writer]
     run_dir: Path
     max_in_flight: int = 2
+    described: Any = None
     first_step_s: float | None = None
     last_record: Record | None = None
     last_saved: int | None = None
+    blocked_s: float = 0.0
 
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
@@ -118,7 +122,8 @@ class Loop:
                 self.display.advance(step)
                 may_gather = self._is_due(self.config.log_every or 1, step)
                 is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
-                self._after_step(state, metrics, step, is_last)
+                is_save = is_last or self.checkpoints.is_due(step, may_gather=may_gather)
+                self._after_step(state, metrics, step, is_last, is_save)
                 if is_last:
                     break
         finally:
@@ -145,21 +150,27 @@ class Loop:
         except (ValueError, OSError):
             step = int(state.step)
             if self.last_saved != step and step > 0:
-                self.checkpoints.save(step, state, self.get_extra())
+                self._save(state, step)
                 self.display.say(f"the data cannot be read on; step {step} is saved")
             raise
 
-    def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool) -> None:
+    def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
         config = self.config
         interrupted = is_last and step < config.steps
         is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
         if is_last or is_eval or self._is_due(config.log_every, step):
             self._log(state, metrics, step, is_eval)
-        if is_last or self._is_due(config.checkpoint_every, step):
+        if is_save:
             self._check_finite(metrics, step)
             with self.throughput.paused():
-                self.checkpoints.save(step, state, self.get_extra())
-                self.last_saved = step
+                self._save(state, step)
+
+    def _save(self, state: TrainState, step: int) -> None:
+        """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
+        record = self.last_record if self.last_record and self.last_record["step"] == step else {}
+        metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
+        blocked_s = self.checkpoints.save(step, state, self.get_extra(), config=self.described, metrics=metrics)
+        self.last_saved, self.blocked_s = step, self.blocked_s + blocked_s
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:
         """Never let a diverged state push a good one out of the checkpoints that are kept."""

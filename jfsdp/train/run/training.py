@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,22 @@ class Run:
     """A run of the training script; every process makes one, and process 0 alone writes what is not a checkpoint.
 
     Args:
-      open_checkpoints: `jfsdp.checkpoint.manager.Checkpointer`; handed in, since checkpoints build upon this room.
+      open_checkpoints: `f(directory)`, a `jfsdp.checkpoint.manager.Checkpointer` with the policies of the run; handed
+        in, since checkpoints build upon this room.
+      load: `f(parts) -> state`, where the run starts from weights that are given; None: from the seed.
       begin: `time.perf_counter()` at the start of the program, for the summary.
     """
 
     def __init__(
-        self, config: TrainConfig, parts: Parts, run_dir: Path, open_checkpoints: Callable[..., Any], begin: float
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        run_dir: Path,
+        open_checkpoints: Callable[..., Any],
+        load: Callable[[Parts], TrainState] | None,
+        begin: float,
     ):
-        self.config, self.parts, self.run_dir, self.begin = config, parts, run_dir, begin
+        self.config, self.parts, self.run_dir, self.begin, self.load = config, parts, run_dir, begin, load
         self.open_checkpoints = open_checkpoints
         self.is_writer = jax.process_index() == 0
         self.source: Source
@@ -114,21 +123,29 @@ class Run:
         iterator = self.source.train_batches(**self._share(1))
         state = self._start_state(iterator)
         if self.is_writer:
-            described = {"config": dataclasses.asdict(self.config), "decides": decides}
-            runs.write_json(self.run_dir / "config.json", described)
+            runs.write_json(self.run_dir / "config.json", self._describe(decides))
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
-            checkpoints = self.open_checkpoints(self.run_dir / "checkpoints", keep=self.config.keep or None)
+            checkpoints = self.open_checkpoints(self.run_dir / "checkpoints")
             stack.callback(iterator.close)
             loop = self._make_loop(stack, iterator, checkpoints, stop)
+            loop.described = json.loads(json.dumps(self._describe(decides), default=str))
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:
                 with contextlib.suppress(Exception):
-                    checkpoints.close()  # what is being saved is worth waiting for
+                    checkpoints.close(alone=True)  # what is being saved is worth waiting for
                 raise
             checkpoints.close()
             self._finish(loop, state, steps, stop)
+
+    def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
+        described = {"config": dataclasses.asdict(self.config), "decides": decides}
+        to_config = (self.parts.job.pretrained or {}).get("to_config")
+        if to_config is not None:
+            with contextlib.suppress(ValueError):  # a model that others have no name for
+                described["pretrained"] = dict(to_config(self.parts.job.config, self.parts.job.seq_len))
+        return described
 
     def _share(self, accumulate: int) -> dict[str, int]:
         """Return this process's part of each batch, as the data iterators take it."""
@@ -145,10 +162,19 @@ class Run:
             if self.config.resume is not None:
                 self.display.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
-            return parts.model.init(parts.tx, self.config.seed)
-        checkpoints = self.open_checkpoints(self.run_dir / "checkpoints", keep=None)
-        state, extra = checkpoints.restore(like=parts.model.abstract_state(parts.tx), step=self.first)
+            if self.load is None:
+                return parts.model.init(parts.tx, self.config.seed)
+            self.display.say(f"starting from the weights of {self.config.init_from}")
+            return self.load(parts)
+        checkpoints = self.open_checkpoints(self.run_dir / "checkpoints")
+        like = parts.model.abstract_state(parts.tx)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, extra = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
         checkpoints.close()
+        self.first = int(state.step)
+        for warning in caught:
+            self.display.say(f"note: {warning.message}")
         iterator.set_state(extra["data"])
         self._rewind()
         self.display.say(f"resumed after step {self.first}")
@@ -166,7 +192,9 @@ class Run:
     def _rewind(self) -> None:
         _wait_for_all("restored")
         if self.is_writer:
-            runs.rewind(self.run_dir, self.first)
+            aside = runs.rewind(self.run_dir, self.first)
+            if aside is not None:
+                self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
         _wait_for_all("rewound")
 
     def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
@@ -236,6 +264,7 @@ class Run:
             "eval_correct": record.get("eval_correct"),
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
+            "blocked_by_saves_s": loop.blocked_s,
             "total_s": time.perf_counter() - self.begin,
         }
         runs.write_json(self.run_dir / "summary.json", finite(summary))

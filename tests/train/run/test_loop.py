@@ -19,18 +19,24 @@ class State:
 class Records:
     """Stands for every part of a loop that is told something, and notes it."""
 
-    def __init__(self):
+    def __init__(self, checkpoint_every=0):
         self.lines, self.saved, self.evaluated = [], [], []
+        self.checkpoint_every = checkpoint_every
 
     def write(self, record):
         self.lines.append(record)
 
-    def save(self, step, state, extra):
+    def is_due(self, step, *, may_gather):
+        return bool(self.checkpoint_every) and step % self.checkpoint_every == 0
+
+    def save(self, step, state, extra, *, config, metrics):
         self.saved.append((step, state, extra))
+        return 0.5
 
 
-def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, records=None, **config):
+def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, records=None, checkpoint_every=0, **config):
     records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
+    records.checkpoint_every = checkpoint_every
 
     def step(state, batch):
         if batch == stop_after:

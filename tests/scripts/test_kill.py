@@ -1,0 +1,115 @@
+"""Killed with SIGKILL at random moments and started again with `--resume`: nothing is lost beyond the last save."""
+
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from jfsdp.checkpoint.digest import find_damage, list_files, read_digests
+from jfsdp.train.run.directory import checkpoint_steps
+from tests.scripts.test_train import TINY, command, environment, read_losses, train
+
+EVERY = 2  # steps between checkpoints
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    root = tmp_path_factory.mktemp("killed")
+    (root / "corpus").mkdir()
+    for number in range(40):
+        text = "".join(f"def f{number}_{line}(x):\n    return x * {line * number}\n\n" for line in range(20))
+        (root / "corpus" / f"{number:02}.py").write_text(text)
+    model = ["--model", "llama-tiny", "--model-config", *TINY, "--seq-len", 32, "--batch-per-device", 2]
+    data = ["--data", root / "corpus", "--eval-fraction", 0, "--sample-tokens", 0]
+    when = ["--log-every", 1, "--checkpoint-every", EVERY, "--keep", 2, "--decay-steps", 1000, "--warmup", 10]
+    return [*model, *data, *when, "--simulate-devices", 2, "--cache-dir", root / "cache", "--remat", "none"]
+
+
+def logged(run_dir: Path) -> int:
+    """How many lines of metrics there are: one for each step."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+class Life:
+    """One process of the run, from its start to its kill."""
+
+    def __init__(self, options, run_dir: Path, rng: random.Random):
+        self.run_dir, self.rng, self.newest = run_dir, rng, 0
+        self.log = run_dir.with_suffix(".log")
+        arguments = command(*options, "--run-dir", run_dir, "--resume", "--steps", 100_000)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment())
+
+    def end(self, while_starting: bool) -> None:
+        """Kill it at a random moment: while it starts, or in its steps and saves."""
+        if while_starting:
+            self._watch(time.monotonic() + self.rng.uniform(0, 8))
+        else:
+            while "first step:" not in self.log.read_text() or not checkpoint_steps(self.run_dir):
+                self._watch(time.monotonic() + 0.01)
+            self._watch(time.monotonic() + self.rng.uniform(0, 1.5))
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _watch(self, until: float) -> None:
+        """See which checkpoints are complete, until a moment."""
+        while True:
+            self.newest = max(self.newest, *checkpoint_steps(self.run_dir), 0)
+            assert self.process.poll() is None, self.log.read_text()
+            if time.monotonic() >= until:
+                return
+            time.sleep(min(0.002, max(0, until - time.monotonic())))
+
+    @property
+    def resumed_after(self) -> int | None:
+        match = re.search(r"resumed after step (\d+)", self.log.read_text())
+        return int(match[1]) if match else None
+
+
+def check_whole(run_dir: Path) -> int:
+    """Every checkpoint that is listed is complete; return the newest step, 0 if there is none."""
+    for step in checkpoint_steps(run_dir):
+        path = run_dir / "checkpoints" / str(step)
+        digests = read_digests(path)
+        assert set(digests) == set(list_files(path)) and find_damage(path, digests, digests) == []
+    return max(checkpoint_steps(run_dir), default=0)
+
+
+def run_and_kill(options, root: Path, num_kills: int, seed: int) -> list[int]:
+    """Kill a run so often, and let it end; return after which steps it was resumed."""
+    rng, run_dir, resumed = random.Random(seed), root / "run", []
+    for number in range(num_kills):
+        saved = check_whole(run_dir)
+        life = Life(options, run_dir, rng)
+        life.end(while_starting=number % 5 == 3)
+        newest = check_whole(run_dir)
+        assert newest >= life.newest >= saved, "a step that was complete is there"
+        # The save of a step waits for the one before it, and a step is logged before it is saved.
+        assert newest >= logged(run_dir) - 2 * EVERY
+        if life.resumed_after is not None:
+            assert life.resumed_after == saved, "from the newest complete checkpoint"
+            resumed.append(saved)
+    total = check_whole(run_dir) + 2 * EVERY
+    for name, more in (("run", ["--resume"]), ("unbroken", [])):
+        done = train(*options, *more, "--run-dir", root / name, "--steps", total)
+        assert done.returncode == 0, done.stderr
+    found, wanted = read_losses(run_dir), read_losses(root / "unbroken")
+    assert found == wanted and [line[0] for line in wanted] == list(range(1, total + 1))
+    left = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert sorted(left) == sorted(map(str, checkpoint_steps(run_dir))), "what the kills left is cleaned up"
+    return resumed
+
+
+def test_a_run_that_is_killed_twice_is_the_unbroken_run(options, tmp_path):
+    assert len(set(run_and_kill(options, tmp_path, num_kills=2, seed=0))) >= 1
+
+
+@pytest.mark.proof
+def test_a_run_that_is_killed_fifty_times_is_the_unbroken_run(options, tmp_path):
+    resumed = run_and_kill(options, tmp_path, num_kills=50, seed=1)
+    assert len(set(resumed)) > 30, "it got on between the kills"
