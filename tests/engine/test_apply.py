@@ -156,6 +156,32 @@ def test_output_dtype_is_that_of_the_model_and_not_of_its_units():
     assert (seen["out"], seen["model"]) == ("bfloat16", "float32")
 
 
+def test_each_unit_computes_in_its_own_precision():
+    seen = []
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+        def __call__(self, x):
+            out = self.linear(x)
+            seen.append((x.dtype.name, self.linear.kernel[...].dtype.name, out.dtype.name))
+            return out
+
+    policies = {"": "float32", "layers.0": "bfloat16", "layers.1": "float32"}
+    per_unit = {name: {"mp_policy": jfsdp.MixedPrecisionPolicy(dtype)} for name, dtype in policies.items()}
+    model = shard(lambda rngs: Net(rngs, Layer), (Layer,), per_unit=per_unit)
+    assert {leaf.unit: leaf.stage("use").dtype for leaf in model.layout.leaves} == policies
+    state = model.init(TX)
+    wanted = shard(lambda rngs: Net(rngs, Layer), (Layer,)).train_step(mean_square, TX)(model.init(TX), batch())
+    seen.clear()
+    state, metrics = model.train_step(mean_square, TX)(state, batch())
+    assert seen[:2] == seen[-2:] == [("bfloat16",) * 3, ("float32",) * 3]
+    assert {x.dtype.name for x in state.params.values()} == {"float32"}
+    np.testing.assert_allclose(metrics["grad_norm"], wanted[1]["grad_norm"], rtol=2e-2)
+    assert metrics["grad_norm"] != wanted[1]["grad_norm"]
+
+
 def test_integer_parameters_survive_a_step():
     model = shard(lambda rngs: Net(rngs, Spy, 1), (Spy,))
     state, _ = model.train_step(mean_square, TX)(model.init(TX), batch())

@@ -213,6 +213,8 @@ def test_every_placement_equals_one_device(case):
 SAVED = {
     "none": {"remat": "none"},
     "dots": {"remat": "dots"},
+    "names": {"remat": ("qkv",)},
+    "offloaded names": {"remat": jfsdp.SaveNames(save=("qkv",), offload=("mlp_hidden",))},
     "own policy": {"remat": jax.checkpoint_policies.everything_saveable},
     "kept": {"reshard_after_forward": False},
     "resharded root": {"per_unit": {"": {"reshard_after_forward": True}}},
@@ -244,10 +246,10 @@ def first_parameters(model):
     return {name: np.asarray(value) for name, value in sharded.init(TX).params.items()}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model", "mesh"), cover({name: COLUMNS[name] for name in ("strategy", "model", "mesh")})
-)
-def test_the_same_seed_gives_the_same_bits_everywhere(strategy, model, mesh):
+FIRST = {name: COLUMNS[name] for name in ("strategy", "model", "mesh")}
+
+
+def check_first_bits(strategy, model, mesh):
     if impossible(strategy, mesh):
         return
     sharded = shard(model, mesh, strategy)
@@ -257,6 +259,17 @@ def test_the_same_seed_gives_the_same_bits_everywhere(strategy, model, mesh):
         logical = stored[tuple(slice(0, size) for size in leaf.shape)]
         np.testing.assert_array_equal(logical, wanted[name], err_msg=name)
         assert np.count_nonzero(stored) == np.count_nonzero(logical), f"{name}: padding is not zero"
+
+
+@pytest.mark.parametrize(tuple(FIRST), cover(FIRST))
+def test_the_same_seed_gives_the_same_bits_everywhere(strategy, model, mesh):
+    check_first_bits(strategy, model, mesh)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(tuple(FIRST), list(itertools.product(*FIRST.values())))
+def test_every_combination_starts_from_the_same_bits(strategy, model, mesh):
+    check_first_bits(strategy, model, mesh)
 
 
 @pytest.mark.parametrize("model", list(MODELS))

@@ -241,39 +241,3 @@ def test_precision_is_cast_at_the_unit_and_no_cached_trace_serves_another_policy
     assert low == {"x": "bfloat16", "kernel": "bfloat16", "stat": "float32", "out": "bfloat16", "model": "bfloat16"}
     assert mixed == {**low, "model": "float32"}
     assert set(high.values()) == {"float32"}
-
-
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_resharded_unit_saves_nothing_that_depends_on_weights_alone(remat):
-    assert residuals(remat, True) == 0
-    assert residuals(remat, False) > 0
-
-
-def residuals(remat, reshard):
-    """Count what has a weight's size among what the forward keeps, besides the weights at rest."""
-    size = 24
-
-    class BackDoor(nn.Module):
-        """Reads its weight reshaped, cast and transposed."""
-
-        @nn.compact
-        def __call__(self, x):
-            kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size))
-            h = jnp.einsum("rd,dkj->rkj", x, kernel.reshape(size, 2, size // 2)).reshape(x.shape)
-            return jnp.tanh(h) @ kernel.T.astype(jnp.bfloat16).astype(jnp.float32) @ jnp.sin(kernel)
-
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return BackDoor()(BackDoor()(x))
-
-    x = jax.ShapeDtypeStruct((ROWS, size), jnp.float32)
-    model = shard(Two(), (x,), [BackDoor], remat=remat, reshard_after_forward=reshard)
-    state = model.abstract_state(TX)
-
-    def kept(params, model_state, x):
-        call = lambda params: model.apply(lambda model, x: model(x), params, model_state, x)[0]  # noqa: E731
-        return jax.tree.leaves(jax.vjp(call, params)[1])
-
-    jaxpr = jax.make_jaxpr(kept)(state.params, state.model_state, x).jaxpr
-    return sum(var.aval.size == size * size and var not in jaxpr.invars for var in jaxpr.outvars)

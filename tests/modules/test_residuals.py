@@ -1,0 +1,132 @@
+"""What whole models save between forward and backward: of a resharded unit, nothing that depends on weights alone.
+
+Each model reads its weights through every back door: reshaped, transposed, cast, and through a function of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jfsdp
+from tests.modules.parity import ROWS, TX
+
+SIZE, LAYERS = 24, 2
+X = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.float32)
+POLICIES = {
+    "none": "none",
+    "full": "full",
+    "dots": "dots",
+    "names": ("hidden",),
+    "offloaded names": jfsdp.SaveNames(save=("out",), offload=("hidden",)),
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "all but a name": jax.checkpoint_policies.save_anything_except_these_names("out"),
+    "dots with no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def back_doors(kernel, x):
+    h = jnp.einsum("rd,dkj->rkj", x, kernel.reshape(SIZE, 2, SIZE // 2)).reshape(x.shape)
+    h = checkpoint_name(jnp.tanh(h), "hidden") @ kernel.T.astype(jnp.bfloat16).astype(jnp.float32)
+    return checkpoint_name(jnp.tanh(h @ jnp.sin(kernel)), "out")
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return back_doors(self.param("kernel", nn.initializers.lecun_normal(), (SIZE, SIZE)), x), None
+
+
+class LinenNet(nn.Module):
+    stacked: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.stacked:
+            scan: Any = nn.scan(LinenLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            return scan(name="layers")(x, None)[0]
+        for _ in range(LAYERS):
+            x, _ = LinenLayer()(x)
+        return x
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (SIZE, SIZE)))
+
+    def __call__(self, x):
+        return back_doors(self.kernel[...], x)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, stacked):
+        self.stacked = stacked
+        if stacked:
+            self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer, in_axes=0, out_axes=0))(rngs)
+        else:
+            self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        if self.stacked:
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        for layer in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = layer(x)
+        return x
+
+
+class Outer(nnx.Module):
+    """A unit with a unit inside."""
+
+    def __init__(self, rngs):
+        self.own, self.inner = nnx.Param(jax.random.normal(rngs.params(), (SIZE, SIZE))), Layer(rngs)
+
+    def __call__(self, x):
+        return back_doors(self.own[...], self.inner(x))
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Outer(rngs)])
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
+STACK = 1  # layer dims
+MODELS: dict[str, Any] = {
+    "nnx list": (lambda rngs: Net(rngs, False), [Layer]),
+    "nnx stack": (lambda rngs: Net(rngs, True), [jfsdp.Unit(Layer, STACK)]),
+    "nnx nested": (Nested, [Outer, Layer]),
+    "linen list": ((LinenNet(False), (X,)), [LinenLayer]),
+    "linen stack": ((LinenNet(True), (X,)), [jfsdp.Unit(LinenLayer, STACK)]),
+}
+
+
+def weights_saved(name, remat, reshard):
+    """Count what has a weight's size, or a stack's, among what the forward keeps, besides the weights at rest."""
+    source, units = MODELS[name]
+    model = jfsdp.fully_shard(source, units=units, min_size=1, remat=POLICIES[remat], reshard_after_forward=reshard)
+    state = model.abstract_state(TX)
+
+    def kept(params, model_state, x):
+        call = lambda params: model.apply(lambda model, x: model(x), params, model_state, x)[0]  # noqa: E731
+        return jax.tree.leaves(jax.vjp(call, params)[1])
+
+    jaxpr = jax.make_jaxpr(kept)(state.params, state.model_state, X).jaxpr
+    sizes = SIZE**2, LAYERS * SIZE**2
+    return sum(var.aval.size in sizes and var not in jaxpr.invars for var in jaxpr.outvars)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resharded_unit_saves_nothing_that_depends_on_weights_alone(model, remat):
+    assert weights_saved(model, remat, True) == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_unit_that_is_not_resharded_saves_its_weights_and_the_count_sees_them(model):
+    assert weights_saved(model, "full", False) > 0
