@@ -129,8 +129,9 @@ def write_source(
       ValueError: if `target` exists, or another process writes it.
       OSError: if the disk is full or not writable.
     """
+    from jfsdp.checkpoint.commit import remove_unfinished
     from jfsdp.checkpoint.store import take
-    from jfsdp.checkpoint.writer import Writer, remove_unfinished
+    from jfsdp.checkpoint.writer import Writer
 
     target = Path(target).expanduser().absolute()
     if target.exists():
@@ -167,7 +168,7 @@ def _describe(array: Any, key_impl: str | None) -> dict[str, Any]:
 
 def _lazy(source: Source, name: str, block: tuple[int, ...], progress: Callable[[str, int], None]) -> Any:
     """Return the pieces of an array, each read when it is written; blocks of this shape begin a chunk."""
-    from jfsdp.checkpoint.writer import Pieces
+    from jfsdp.checkpoint.pieces import Pieces
 
     array = source.arrays[name]
 

@@ -89,7 +89,8 @@ def start_save(
     Args:
       claim: called in process 0 before what stands in the way is removed; raises if another one is writing there.
     """
-    from jfsdp.checkpoint.writer import check_dtypes, copy_pieces, remove_unfinished
+    from jfsdp.checkpoint.commit import remove_unfinished
+    from jfsdp.checkpoint.pieces import check_dtypes, copy_pieces
 
     arrays = logical_arrays(state)
     check_dtypes(arrays)

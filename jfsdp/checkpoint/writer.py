@@ -11,10 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
-import errno
-import json
-import os
-import shutil
 import sys
 import threading
 import weakref
@@ -28,78 +24,16 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.future as futures
 import tensorstore as ts
 
-from jfsdp.checkpoint.contents import Stored, contents, owned_shards
-from jfsdp.checkpoint.digest import Digests, hash_files, list_files, write_digests
-from jfsdp.checkpoint.files import ARRAYS, part_of, sync_directory, sync_file, write_json
+from jfsdp.checkpoint.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_own, remove_unfinished
+from jfsdp.checkpoint.files import ARRAYS, part_of
+from jfsdp.checkpoint.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
-from jfsdp.train.state import TrainState
 
 FILE_BYTES = 128 << 20
 """Chunks are gathered into files of about this size: they wait in memory until one is full, and a core hashes each."""
 
 _LOADING = 8
 """So many pieces are loaded at once where they are read while they are written."""
-
-
-@dataclasses.dataclass
-class Pieces:
-    """The parts of one logical array that this process writes, none larger than `block`.
-
-    Attributes:
-      parts: where each part lies, and the part: on the host, or a function that reads it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    block: tuple[int, ...]
-    parts: Sequence[tuple[Index, np.ndarray | Callable[[], np.ndarray]]]
-
-
-def check_dtypes(arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays of a dtype that cannot be stored, before anything is copied.
-
-    Raises:
-      ValueError: naming array and dtype.
-    """
-    for name, array in arrays.items():
-        try:
-            ts.dtype(np.dtype(array.dtype).name)
-        except (TypeError, ValueError) as error:
-            kind = np.dtype(array.dtype).name
-            raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
-
-
-def copy_pieces(state: TrainState) -> dict[str, Pieces]:
-    """Copy to the host what this process writes of a state.
-
-    Layout:  each part of each array once among all processes; padding is left out.
-    Memory:  one host copy of what this process writes.
-    """
-    arrays = contents(state)
-    owned = owned_shards(arrays)
-    for shards in owned:
-        for shard in shards:
-            shard.data.copy_to_host_async()
-    parts: dict[str, list[tuple[Index, np.ndarray]]] = {}
-    for stored, shards in zip(arrays, owned, strict=True):
-        parts |= {name: [] for name in stored.logical}
-        for shard in shards:
-            _add(parts, stored, shard)
-    return {
-        name: Pieces(logical.shape, np.dtype(logical.dtype), stored.blocks[name], parts[name])
-        for stored in arrays
-        for name, logical in stored.logical.items()
-    }
-
-
-def _add(parts: dict[str, list[tuple[Index, np.ndarray]]], stored: Stored, shard: Any) -> None:
-    block = np.asarray(shard.data)
-    if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
-        block = block.copy()  # else a view of what the next step overwrites, since it is donated
-    for part in stored.parts(shard.index):
-        data = part.of(block)
-        if data.size:
-            parts[part.name].append((part.index, data))
 
 
 class _PiecesHandler(ocp.type_handlers.ArrayHandler):
@@ -172,10 +106,10 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         with self.kept_errors():
-            _check_all_wrote(Path(directory))
+            check_all_wrote(Path(directory))
             for part in self._parts:
                 self._handler.finalize(directory / part)
-                _check_merged(Path(directory / part))
+                check_merged(Path(directory / part))
 
     @contextlib.contextmanager
     def kept_errors(self) -> Iterator[None]:
@@ -207,24 +141,7 @@ class _Commit:
             for commit in self.commits:
                 commit.result(timeout=timeout)
             if self.handler.error is None:
-                self._hash()
-
-    def _hash(self) -> None:
-        mine = f"ocdbt.process_{jax.process_index()}/"
-        names = [name for name in list_files(self.directory) if name.partition("/")[2].startswith(mine)]
-        marks = {name: _mark(self.directory / name) for name in names}
-        digests = hash_files(self.directory, names)
-        found = {name: [digests[name], *marks[name]] for name in names}
-        write_json(_digests_of(self.directory, jax.process_index()), found)
-
-
-def _mark(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-class _IncompleteError(Exception):
-    """A process did not write its part; it knows why."""
+                hash_own(self.directory)
 
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -277,7 +194,7 @@ class Writer:
                 if self._handler.error is not None:
                     raise self._handler.error
                 if jax.process_index() == 0:
-                    _commit(partial, path, documents)
+                    commit(partial, path, documents)
                     on_commit()
             except BaseException as error:  # raised by `wait`, in the thread that is listened to
                 self._error = error
@@ -295,7 +212,7 @@ class Writer:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, _IncompleteError):
+        if isinstance(error, IncompleteError):
             return False
         if error is not None:
             raise error
@@ -312,59 +229,3 @@ class Writer:
             self.wait()
         finally:
             self._orbax.close()
-
-
-def _commit(partial: Path, path: Path, documents: Mapping[str, Any]) -> None:
-    """Write what stands beside the arrays and the digests of all files, and give the checkpoint its name."""
-    hashed = _take_digests(partial / ARRAYS)
-    for name, value in documents.items():
-        write_json(partial / name, value)
-    rest = [name for name in list_files(partial) if name not in hashed]
-    write_digests(partial, hashed | hash_files(partial, rest))
-    for name in list_files(partial):
-        sync_file(partial / name)  # orbax syncs the arrays, and not what it writes beside them
-    for directory, _, _ in os.walk(partial):
-        sync_directory(Path(directory))
-    if path.exists():
-        raise ValueError(f"checkpoint {path}: was made by somebody else meanwhile; nothing is overwritten")
-    os.rename(partial, path)
-    sync_directory(path.parent)
-
-
-def _check_all_wrote(arrays: Path) -> None:
-    for index in range(jax.process_count()):
-        if not _digests_of(arrays, index).exists():
-            raise _IncompleteError(index)
-
-
-def _check_merged(part: Path) -> None:
-    """Refuse to commit what orbax left in parts: it only warns where it finds nothing to merge, and nothing is read."""
-    names = [path.name for path in part.iterdir()]
-    if any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names:
-        raise OSError(errno.EIO, "orbax did not merge what the processes wrote", str(part))
-
-
-def _digests_of(arrays: Path, index: int) -> Path:
-    """Return the file in which a process says what it wrote, until all is committed."""
-    return arrays / f"digests.{index}.json"
-
-
-def _take_digests(arrays: Path) -> Digests:
-    """Collect the digests that each process took of its own files, as far as these are as they were then."""
-    found: Digests = {}
-    for index in range(jax.process_count()):
-        file = _digests_of(arrays, index)
-        try:
-            hashed = json.loads(file.read_text())
-        except (FileNotFoundError, ValueError) as error:
-            raise _IncompleteError(index) from error
-        for name, (digest, *mark) in hashed.items():
-            if digest and (arrays / name).exists() and _mark(arrays / name) == mark:
-                found[f"{ARRAYS}/{name}"] = digest
-        file.unlink()
-    return found
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove what a killed process left of a checkpoint that never became one."""
-    shutil.rmtree(path, ignore_errors=True)

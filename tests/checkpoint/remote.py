@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint import reader, writer
+from jfsdp.checkpoint import commit, pieces, reader, writer
 from jfsdp.checkpoint.contents import logical_arrays
 from jfsdp.checkpoint.files import DamagedError
 from jfsdp.checkpoint.manager import Checkpointer
@@ -55,17 +55,17 @@ def bounds(index) -> list[list[int]]:
 def save(strategy, storage, path):
     """Save; return the shapes of all arrays, the parts of them that this process wrote, and the files it hashed."""
     state, copied, hashed = state_of(strategy, storage), [], []
-    copy, hash_files = writer.copy_pieces, writer.hash_files
+    copy, hash_files = pieces.copy_pieces, commit.hash_files
     with (
-        mock.patch.object(writer, "copy_pieces", lambda state: copied.append(copy(state)) or copied[-1]),
-        mock.patch.object(writer, "hash_files", lambda path, names: hashed.extend(names) or hash_files(path, names)),
+        mock.patch.object(pieces, "copy_pieces", lambda state: copied.append(copy(state)) or copied[-1]),
+        mock.patch.object(commit, "hash_files", lambda path, names: hashed.extend(names) or hash_files(path, names)),
     ):
         jfsdp.save(path, state, extra={"process": jax.process_index()})
-    (pieces,) = copied
+    (written,) = copied
     return {
         "shapes": {name: array.shape for name, array in logical_arrays(state).items()},
-        "parts": [[name, bounds(index)] for name, piece in pieces.items() for index, _ in piece.parts],
-        "bytes": sum(data.nbytes for piece in pieces.values() for _, data in piece.parts),
+        "parts": [[name, bounds(index)] for name, piece in written.items() for index, _ in piece.parts],
+        "bytes": sum(data.nbytes for piece in written.values() for _, data in piece.parts),
         "hashed": hashed,
         "bits": bits(state),
     }
@@ -116,9 +116,9 @@ def failure(where):
         return contextlib.nullcontext()
     targets = {
         "write": (writer.ts, "open"),
-        "hash": (writer._Commit, "_hash"),
+        "hash": (writer, "hash_own"),
         "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
-        "commit": (writer, "write_digests"),
+        "commit": (commit, "write_digests"),
     }
     full = OSError(errno.ENOSPC, "No space left on device")
     return mock.patch.object(*targets[where[1]], side_effect=full)
@@ -151,7 +151,7 @@ def restore_unreadable(directory, place, index, step, fall_back=False):
 
 def save_without_memory(directory, step):
     """Save a step of which one process cannot hold a copy."""
-    lacking = mock.patch.object(writer, "copy_pieces", side_effect=MemoryError("no memory"))
+    lacking = mock.patch.object(pieces, "copy_pieces", side_effect=MemoryError("no memory"))
     with lacking if jax.process_index() else contextlib.nullcontext():
         run(directory).save(step, state_of("full_shard"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import jfsdp
-from jfsdp.checkpoint import writer
+from jfsdp.checkpoint import commit, pieces, writer
 from tests.checkpoint.test_damage import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +30,11 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 PLACES: dict[str, Any] = {
     "an array": (writer.ts, "open", FULL),
     "an array, as TensorStore says it": (writer.ts, "open", ValueError("RESOURCE_EXHAUSTED: Failed to write")),
-    "the digests of a process": (writer._Commit, "_hash", FULL),
-    "a document": (writer, "write_json", FULL),
-    "the digests": (writer, "write_digests", FULL),
-    "the last sync": (writer, "sync_directory", FULL),
-    "the rename": (writer.os, "rename", FULL),
+    "the digests of a process": (writer, "hash_own", FULL),
+    "a document": (commit, "write_json", FULL),
+    "the digests": (commit, "write_digests", FULL),
+    "the last sync": (commit, "sync_directory", FULL),
+    "the rename": (commit.os, "rename", FULL),
 }
 
 
@@ -131,7 +131,7 @@ def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, mon
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("jfsdp.checkpoint.errors.tempfile.TemporaryFile", refuse)
-    monkeypatch.setattr(writer, "copy_pieces", lambda state: pytest.fail("copied"))
+    monkeypatch.setattr(pieces, "copy_pieces", lambda state: pytest.fail("copied"))
     with pytest.raises(OSError, match=r"Read-only file system.*: '.*/other'") as told:
         other.save(1, state_of(1))
     assert told.value.errno == errno.EROFS
@@ -159,7 +159,7 @@ import optax
 from flax import nnx
 import jax.numpy as jnp
 import jfsdp
-from jfsdp.checkpoint import writer
+from jfsdp.checkpoint import commit
 
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -172,8 +172,7 @@ if sys.argv[1] == "run":
     run.wait()
     print("holds", flush=True)
 else:
-    write = writer.write_digests
-    writer.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
+    commit.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
     jfsdp.save(sys.argv[2], state)
 time.sleep(600)
 """

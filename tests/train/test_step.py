@@ -265,8 +265,8 @@ def test_a_model_on_a_mesh_without_devices_has_shapes_only():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "full_shard"])
 def test_a_save_asks_for_the_bytes_that_it_writes(strategy):
+    from jfsdp.checkpoint.pieces import copy_pieces
     from jfsdp.checkpoint.store import bytes_of
-    from jfsdp.checkpoint.writer import copy_pieces
 
     state = make(strategy=strategy).init(TX)
     written = [data.nbytes for pieces in copy_pieces(state).values() for _, data in pieces.parts]

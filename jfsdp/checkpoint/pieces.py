@@ -1,0 +1,75 @@
+"""What a process writes of a state: its parts of the logical arrays, copied to the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jfsdp.checkpoint.contents import Stored, contents, owned_shards
+from jfsdp.checkpoint.source import Index
+from jfsdp.train.state import TrainState
+
+
+@dataclasses.dataclass
+class Pieces:
+    """The parts of one logical array that this process writes, none larger than `block`.
+
+    Attributes:
+      parts: where each part lies, and the part: on the host, or a function that reads it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    block: tuple[int, ...]
+    parts: Sequence[tuple[Index, np.ndarray | Callable[[], np.ndarray]]]
+
+
+def check_dtypes(arrays: Mapping[str, Any]) -> None:
+    """Refuse arrays of a dtype that cannot be stored, before anything is copied.
+
+    Raises:
+      ValueError: naming array and dtype.
+    """
+    for name, array in arrays.items():
+        try:
+            ts.dtype(np.dtype(array.dtype).name)
+        except (TypeError, ValueError) as error:
+            kind = np.dtype(array.dtype).name
+            raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
+
+
+def copy_pieces(state: TrainState) -> dict[str, Pieces]:
+    """Copy to the host what this process writes of a state.
+
+    Layout:  each part of each array once among all processes; padding is left out.
+    Memory:  one host copy of what this process writes.
+    """
+    arrays = contents(state)
+    owned = owned_shards(arrays)
+    for shards in owned:
+        for shard in shards:
+            shard.data.copy_to_host_async()
+    parts: dict[str, list[tuple[Index, np.ndarray]]] = {}
+    for stored, shards in zip(arrays, owned, strict=True):
+        parts |= {name: [] for name in stored.logical}
+        for shard in shards:
+            _add(parts, stored, shard)
+    return {
+        name: Pieces(logical.shape, np.dtype(logical.dtype), stored.blocks[name], parts[name])
+        for stored in arrays
+        for name, logical in stored.logical.items()
+    }
+
+
+def _add(parts: dict[str, list[tuple[Index, np.ndarray]]], stored: Stored, shard: Any) -> None:
+    block = np.asarray(shard.data)
+    if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
+        block = block.copy()  # else a view of what the next step overwrites, since it is donated
+    for part in stored.parts(shard.index):
+        data = part.of(block)
+        if data.size:
+            parts[part.name].append((part.index, data))
