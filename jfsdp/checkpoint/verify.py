@@ -14,7 +14,7 @@ import numpy as np
 from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
 from jfsdp.checkpoint.files import SUMS, part_of
 from jfsdp.checkpoint.reader import CheckpointSource
-from jfsdp.checkpoint.source import PIECE_BYTES, Source, grid
+from jfsdp.checkpoint.source import PIECE_BYTES, grid
 
 MEMORY_BYTES = 16 * PIECE_BYTES
 """What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
@@ -31,12 +31,14 @@ class Verified:
     """What was found.
 
     Attributes:
-      problems: a line for each; empty for a checkpoint that is as it was written.
+      problems: a line for each; empty for a checkpoint that is as it was written, with finite numbers.
+      is_damaged: something is not as it was written; False where only numbers are not finite.
       remarks: what is odd and harms nothing.
       num_files, num_bytes, num_arrays: what was checked.
     """
 
     problems: tuple[str, ...]
+    is_damaged: bool
     remarks: tuple[str, ...]
     num_files: int
     num_bytes: int
@@ -66,7 +68,7 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
     except ValueError as error:
         if not (path / SUMS).exists() and not (path / "arrays").exists():
             raise
-        return Verified((str(error),), (), 0, 0, 0)
+        return Verified((str(error),), True, (), 0, 0, 0)
     is_old = source.manifest["format"] == 1
     parts = {part_of(name) for name in source.arrays}
     problems = [] if is_old else find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
@@ -74,26 +76,26 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
     remarks = [f"{name} is not part of the checkpoint" for name in there if digests and name not in digests]
     if is_old:
         remarks.append("format 1: has no digests, so flipped bits cannot be told; `jfsdp checkpoint convert` adds them")
-    if not problems:
-        problems = [line for name in source.arrays for line in _check_array(source, name, progress)]
+    not_finite = []
+    for name in source.arrays if not problems else ():
+        try:
+            num_bad = _count_not_finite(source, name, progress)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            total = math.prod(source.arrays[name].shape)
+            not_finite += [f"{name}: {num_bad:,} of {total:,} elements are not finite"] if num_bad else []
     num_bytes = sum((path / name).stat().st_size for name in there)
-    return Verified(tuple(problems), tuple(remarks), len(there), num_bytes, len(source.arrays))
+    lines = (*problems, *not_finite)
+    return Verified(lines, bool(problems), tuple(remarks), len(there), num_bytes, len(source.arrays))
 
 
-def _check_array(source: CheckpointSource, name: str, progress: Progress) -> list[str]:
-    """Read every chunk of an array; return a line if one cannot be read, or is not finite."""
-    try:
-        chunks = grid(source.arrays[name].shape, source.chunk_shape(name))
-        num_bad = sum(_not_finite(source, name, index, progress) for index in chunks)
-    except ValueError as error:
-        return [str(error)]
-    total = math.prod(source.arrays[name].shape)
-    return [f"{name}: {num_bad:,} of {total:,} elements are not finite"] if num_bad else []
-
-
-def _not_finite(source: Source, name: str, index: tuple[slice, ...], progress: Progress) -> int:
-    block = source.read(name, index)
-    progress(name, block.nbytes)
-    if not jnp.issubdtype(block.dtype, jnp.inexact):
-        return 0
-    return block.size - int(np.count_nonzero(np.isfinite(block)))
+def _count_not_finite(source: CheckpointSource, name: str, progress: Progress) -> int:
+    """Read every chunk of an array, and count the elements that are not finite."""
+    num_bad = 0
+    for index in grid(source.arrays[name].shape, source.chunk_shape(name)):
+        block = source.read(name, index)
+        progress(name, block.nbytes)
+        if jnp.issubdtype(block.dtype, jnp.inexact):
+            num_bad += block.size - int(np.count_nonzero(np.isfinite(block)))
+    return num_bad

@@ -289,7 +289,7 @@ def _flat(value: Any) -> str:
 
 def _print_verified(results: dict[str, Any]) -> None:
     for path, found in results.items():
-        state = "ok" if found.is_ok else "DAMAGED"
+        state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "whole, but NOT FINITE"
         print(f"{path}: {state}; {found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes")
         for line in found.problems:
             print(f"  {line}")

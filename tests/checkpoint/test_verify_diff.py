@@ -48,6 +48,7 @@ def test_what_is_not_finite_is_counted_by_name(name, bad, values, tmp_path):
     values[name].reshape(-1)[[1, 5]] = bad
     found = verify(write(tmp_path / "a", values))
     assert found.problems == (f"{name}: 2 of {values[name].size} elements are not finite",)
+    assert not found.is_ok and not found.is_damaged
 
 
 def test_a_chunk_that_is_gone_is_named_though_all_digests_fit(values, tmp_path):
@@ -56,7 +57,7 @@ def test_a_chunk_that_is_gone_is_named_though_all_digests_fit(values, tmp_path):
         file.unlink()
     hash_again(path)
     found = verify(path)
-    assert not found.is_ok
+    assert not found.is_ok and found.is_damaged
     assert any("params.w cannot be read" in line for line in found.problems)
     assert not any("step cannot be read" in line for line in found.problems)
 
