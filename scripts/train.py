@@ -1,7 +1,8 @@
 """Train a model, fully sharded, from one command: `python scripts/train.py --recipe stdlib`.
 
 A recipe names defaults; any option on the command line overrides it. Exit status: 0 also after SIGINT or SIGTERM during
-training (the step is finished and saved; a second signal kills), 2 for a wrong option or name, 1 for other errors.
+training (the step is finished and saved; a second signal kills), 2 for what cannot be begun as it was asked (an option,
+a path, data, weights, a checkpoint to resume from), 1 for other errors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INTERRUPTED = 130
 
 
 class UsageError(ValueError):
-    """An option or a name that cannot be: exit status 2."""
+    """What was asked for cannot be: exit status 2."""
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -177,7 +178,13 @@ def train(config: TrainConfig) -> None:
     enable_compilation_cache(config.cache_dir)
     from jfsdp.train.run.training import Run
 
-    Run(config, parts, run_dir, open_checkpoints, loader_of(config), begin).run()
+    run = Run(config, parts, run_dir, open_checkpoints, loader_of(config), begin)
+    try:
+        run.run()
+    except ValueError as error:
+        if run.has_begun:
+            raise
+        raise UsageError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ class Run:
         in, since checkpoints build upon this room.
       load: `f(parts) -> state`, where the run starts from weights that are given; None: from the seed.
       begin: `time.perf_counter()` at the start of the program, for the summary.
+
+    Attributes:
+      has_begun: everything that was asked for is there, and the first step is next.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Run:
         self.config, self.parts, self.run_dir, self.begin, self.load = config, parts, run_dir, begin, load
         self.open_checkpoints = open_checkpoints
         self.is_writer = jax.process_index() == 0
+        self.has_begun = False
         self.source: Source
         self.display: Display
 
@@ -130,6 +134,7 @@ class Run:
             stack.callback(iterator.close)
             loop = self._make_loop(stack, iterator, checkpoints, stop)
             loop.described = json.loads(json.dumps(self._describe(decides), default=str))
+            self.has_begun = True
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:
