@@ -4,7 +4,8 @@ import collections
 
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.hlo import parse_module, walk
+from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.rounds import walk
 from jfsdp.plan.target import topology_devices
 
 

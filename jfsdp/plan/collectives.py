@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jfsdp.plan.groups import read_groups
-from jfsdp.plan.hlo import Computation, Execution, Instruction, Module, Shape, executions
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.rounds import Execution, executions
 
 KINDS = (
     "all-gather",

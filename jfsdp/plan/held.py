@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, walk
-from jfsdp.plan.ledger import Part
+from jfsdp.plan.attribution import Part
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.rounds import walk
 from jfsdp.plan.theory import GATHER
 from jfsdp.plan.work import is_matmul
 

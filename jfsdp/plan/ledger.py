@@ -1,66 +1,22 @@
-"""The ledger: every collective of a compiled step beside what the strategy must send, unit by unit.
-
-[Note: whose collective]
-XLA combines collectives, renames them and takes layer dims off, so every array of a collective is attributed by
-itself: by the unit in the engine's scopes (`jfsdp.gather.layers`) where the name still has them, and by its shape
-against the leaves' stored, logical and sliced shapes. Where several leaves have that shape, the one with the most
-still to come by theory gets it; so in a list of equal layers the sums are certain and the single rows are not. What
-fits nothing is unknown, and is listed with its place in the source. A collective over the axes that the model itself
-is split over (`tensor`) belongs to no leaf, whatever it carries: it is the model's own, and theory is silent of it.
-"""
+"""The ledger: every collective of a compiled step beside what the strategy must send, unit by unit."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
+from jfsdp.plan.attribution import Attribution, Part
 from jfsdp.plan.axes import group_axes, is_own
-from jfsdp.plan.collectives import SCALARS_BYTES, Collective, wire_bytes
-from jfsdp.plan.scopes import find_scopes
-from jfsdp.plan.theory import (
-    GATHER,
-    PERMUTE,
-    REDUCE,
-    SCATTER,
-    Move,
-    find_moves,
-    is_replicated,
-    piece_shape,
-)
+from jfsdp.plan.collectives import SCALARS_BYTES, Collective
+from jfsdp.plan.theory import PERMUTE, REDUCE, SCATTER, Move, find_moves, is_replicated
 
-SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
 OWN = "the model's own"
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
-_WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
-_MOVES = (GATHER, SCATTER, REDUCE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One array of a collective.
-
-    Attributes:
-      collective: the whole instruction.
-      path: the leaf it belongs to; "" for scalars.
-      unit: that leaf's unit.
-      dtype: as HLO writes it.
-      elements: of the gathered (or not yet reduced) array, times the executions per step.
-      wire_bytes: sent per device and step.
-      op_name: its own name, where XLA kept one for each array that it combined; else that of the collective.
-    """
-
-    collective: Collective
-    path: str
-    unit: str
-    dtype: str
-    elements: float
-    wire_bytes: float
-    op_name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +121,7 @@ def make_ledger(
       ValueError: as `expected_wire`.
     """
     moves = find_moves(layout, **step)
-    attribution = _Attribution(layout, moves)
+    attribution = Attribution(layout, moves)
     parts, unknown, unknown_bytes, own = [], [], 0.0, []
     for item in collectives:
         if is_own(layout, item):
@@ -182,118 +138,6 @@ def make_ledger(
     rows.measure(parts)
     rows.measure_own(own)
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts))
-
-
-class _Attribution:
-    """Finds the leaf of every array; keeps count of what theory still expects of each leaf."""
-
-    def __init__(self, layout: Layout, moves: Sequence[Move]):
-        self.layout = layout
-        self.left: Counter[tuple[str, str, int]] = Counter()
-        self.by_shape: dict[tuple[Any, ...], list[Leaf]] = {}
-        for leaf in layout.by_path.values():
-            self._index(_WHOLE, leaf, 1)
-        for move in moves:
-            key = move.kind, _group_key(move.kind, move.group_size)
-            self.left[move.leaf.path, *key] += _elements(move)
-            self._index(key, move.leaf, move.pieces)
-            self._index(_PIECES, move.leaf, move.pieces)
-
-    def _index(self, key: tuple[Any, ...], leaf: Leaf, pieces: int) -> None:
-        """Enter the shapes of a leaf, exact and by size, under the collective that they are expected in, or for any."""
-        shapes = set(_shapes(leaf, pieces))
-        for shape in {_dims(shape) for shape in shapes} | {math.prod(shape) for shape in shapes}:
-            leaves = self.by_shape.setdefault((*key, shape), [])
-            if leaf not in leaves:
-                leaves.append(leaf)
-
-    def _candidates(self, item: Collective, dims: tuple[int, ...]) -> list[Leaf]:
-        """Return the leaves that an array may be: with its dims before its size, expected before not expected."""
-        expected = item.kind, _group_key(item.kind, item.group_size)
-        keys = [(*key, shape) for shape in (_dims(dims), math.prod(dims)) for key in (expected, _WHOLE, _PIECES)]
-        return next((self.by_shape[key] for key in keys if key in self.by_shape), [])
-
-    def parts(self, item: Collective) -> tuple[list[Part], float]:
-        """Return the attributed arrays of a collective, and the bytes of those that fit nothing."""
-        taken: Counter[str] = Counter()
-        found: list[Part] = []
-        lost = 0.0
-        names = split_names(item.op_name, len(item.parts))
-        for shape, bare, name in zip(item.parts, item.unpadded or item.parts, names, strict=True):
-            units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
-            sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
-            path = self._find(item, bare.dims, units, taken)
-            if path is None:
-                lost += sent
-                continue
-            taken[path] += 1
-            elements = float(item.count * bare.num_elements)
-            self.left[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
-            unit = self.layout.by_path[path].unit if path else ROOT
-            found.append(Part(item, path, unit, shape.dtype, elements, sent, name))
-        return found, lost
-
-    def _unit(self, name: str) -> str:
-        return ROOT if name == "root" and all(unit.name != name for unit in self.layout.units) else name
-
-    def _find(self, item: Collective, dims: tuple[int, ...], units: Sequence[str], taken: Counter[str]) -> str | None:
-        """Return the leaf of one array, "" for a scalar; None: unknown."""
-        size = math.prod(dims)
-        if item.kind not in _MOVES and not (item.kind == PERMUTE and "jfsdp." in item.op_name):
-            return None
-        candidates = self._candidates(item, dims)
-        if size <= SCALAR_ELEMENTS:
-            candidates = [leaf for leaf in candidates if self._left(leaf, item) > 0]
-            if not candidates:
-                return ""
-        return max(candidates, key=lambda leaf: self._fit(leaf, item, size, units, taken)).path if candidates else None
-
-    def _fit(
-        self, leaf: Leaf, item: Collective, size: int, units: Sequence[str], taken: Counter[str]
-    ) -> tuple[Any, ...]:
-        """Rank a candidate: named by the scope and not yet in this collective, then by what theory still expects."""
-        is_named = leaf.unit in units and not taken[leaf.path]
-        left = self._left(leaf, item)
-        # What is left of several leaves may be enough: the one of which this is all that is left.
-        return is_named, left > 0, -abs(left - item.count * size), bool(leaf.stacked) == item.in_loop
-
-    def _left(self, leaf: Leaf, item: Collective) -> float:
-        return self.left[leaf.path, item.kind, _group_key(item.kind, item.group_size)]
-
-
-def split_names(op_name: str, num: int) -> list[str]:
-    """Return the name of each of the arrays that XLA combined; JAX 0.12 writes `jit(f)/(a:b)`. Moves no data."""
-    start = op_name.find("/(")
-    if start >= 0 and op_name.endswith(")"):
-        names, depth = [""], 0
-        for letter in op_name[start + 2 : -1]:
-            depth += (letter == "(") - (letter == ")")
-            if letter == ":" and not depth:
-                names.append("")
-            else:
-                names[-1] += letter
-        if len(names) == num:
-            return names
-    return [op_name] * num
-
-
-def _group_key(kind: str, group_size: int) -> int:
-    return 0 if kind == PERMUTE else group_size  # a permutation has pairs and no groups
-
-
-def _elements(move: Move) -> int:
-    return move.times * math.prod(move.shape)
-
-
-def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that a piece of a leaf may have: stored, and if whole logical; layer dims taken off or not."""
-    for shape in {piece_shape(leaf, pieces), *([leaf.shape] if pieces == 1 else [])}:
-        for sliced in range(leaf.stacked + 1):
-            yield shape[sliced:]
-
-
-def _dims(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(dim for dim in shape if dim != 1))  # XLA transposes, and adds and drops dims of size 1
 
 
 class _Rows:

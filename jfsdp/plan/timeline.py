@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from jfsdp.plan.collectives import SCALARS_BYTES, Collective, find_done
-from jfsdp.plan.hlo import Computation, Instruction, Module, executions, runs
+from jfsdp.plan.hlo import Computation, Instruction, Module
 from jfsdp.plan.rates import Rates
+from jfsdp.plan.rounds import executions, runs
 from jfsdp.plan.work import Kind, Work, num_matmuls, work_of
 
 __all__ = ["Event", "Rates", "Speeds", "Timed", "Timeline", "overlapped_share", "simulate"]

@@ -25,10 +25,12 @@ from typing import Any
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
+from jfsdp.plan.attribution import Part
 from jfsdp.plan.collectives import Collective
 from jfsdp.plan.held import find_held
-from jfsdp.plan.hlo import Instruction, Module, Shape, walk
-from jfsdp.plan.ledger import OWN, Ledger, Part
+from jfsdp.plan.hlo import Instruction, Module, Shape
+from jfsdp.plan.ledger import OWN, Ledger
+from jfsdp.plan.rounds import walk
 from jfsdp.plan.theory import GATHER, REDUCE, SCATTER, Move, hlo_dtype
 from jfsdp.train.gradients import group_only, is_beyond_xla
 

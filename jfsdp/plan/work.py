@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from jfsdp.plan.collectives import collective_kind
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape, runs
+from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.rounds import runs
 
 
 class Kind(enum.Enum):

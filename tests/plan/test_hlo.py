@@ -2,7 +2,7 @@
 
 import pytest
 
-from jfsdp.plan import hlo
+from jfsdp.plan import hlo, rounds
 from jfsdp.plan.hlo import Shape
 
 SMALL = """\
@@ -87,7 +87,7 @@ PLAIN = "compare(%i.2, %limit), direction=LT"
 
 def trips(text):
     module = hlo.parse_module(text)
-    return hlo.trip_count(module, module.entry.by_name["while"])
+    return rounds.trip_count(module, module.entry.by_name["while"])
 
 
 def test_the_module_says_its_name_partitions_and_entry(small):
@@ -236,7 +236,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
     module = hlo.parse_module(NESTED)
     times = {
-        name: (found.times, found.in_loop) for found in hlo.executions(module) for name in [found.computation.name]
+        name: (found.times, found.in_loop) for found in rounds.executions(module) for name in [found.computation.name]
     }
     assert times == {
         "main": (1, False),
@@ -247,4 +247,4 @@ def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
         "no": (12, True),
         "always": (5 + 4 * 4, True),
     }
-    assert sum(count for _, found, count in hlo.walk(module) if found.opcode == "reduce") == 12
+    assert sum(count for _, found, count in rounds.walk(module) if found.opcode == "reduce") == 12

@@ -10,7 +10,8 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.axes import group_axes
 from jfsdp.plan.collectives import Collective, find_collectives, wire_bytes
 from jfsdp.plan.hlo import Shape, parse_module
-from jfsdp.plan.ledger import make_ledger, split_names
+from jfsdp.plan.ledger import make_ledger
+from jfsdp.plan.scopes import split_names
 from jfsdp.plan.theory import expected_wire
 from tests.plan import programs
 
