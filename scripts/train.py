@@ -158,6 +158,24 @@ def loader_of(config: TrainConfig) -> Callable[[Any], Any] | None:
     return load
 
 
+def describer_of(config: TrainConfig, stored: Mapping[str, Any]) -> Callable[[Any, int], dict[str, Any] | None]:
+    """Return what says of a run's model how others call it, as the weights that the run began with said."""
+    from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
+
+    path = Path(config.init_from).expanduser() if config.init_from else None
+    theirs = stored.get("pretrained", {}) if config.resume else stated_config(path) if path else {}
+
+    def describe(job: Any, seq_len: int) -> dict[str, Any] | None:
+        if not (job.pretrained or {}).get("to_config"):
+            return None
+        try:
+            return config_json(job.pretrained, job.config, seq_len, theirs)
+        except ValueError:  # no architecture of theirs computes that
+            return None
+
+    return describe
+
+
 def train(config: TrainConfig) -> None:
     """Do everything that the configuration says."""
     begin = time.perf_counter()
@@ -172,13 +190,14 @@ def train(config: TrainConfig) -> None:
         stored = runs.read_config(run_dir) if config.resume else {}
         config = with_stored_policies(config, stored.get("config", {}))
         open_checkpoints = checkpoints_of(config)
+        describe = describer_of(config, stored)
         parts = build(config, stored, fields_of_weights(config))
     except ValueError as error:
         raise UsageError(str(error)) from error
     enable_compilation_cache(config.cache_dir)
     from jfsdp.train.run.training import Run
 
-    run = Run(config, parts, run_dir, open_checkpoints, loader_of(config), begin)
+    run = Run(config, parts, run_dir, open_checkpoints, loader_of(config), describe, begin)
     try:
         run.run()
     except ValueError as error:

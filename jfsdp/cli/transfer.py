@@ -100,7 +100,8 @@ class Export(_ModelOptions):
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
     """Files are at most this large; more are listed in an index."""
     max_length: Annotated[int | None, optional(int, "TOKENS")] = None
-    """max_position_embeddings of config.json; default: of imported weights theirs, else the job's sequence length."""
+    """max_position_embeddings of config.json; default: of the weights that the model began with, unless it
+    was trained on longer rows."""
     json: bool = False
     """Print JSON."""
 
@@ -228,19 +229,14 @@ def _leaves(job: Job) -> dict[str, Any]:
 def _config_of(options: Import, job: Job) -> dict[str, Any]:
     """Return what the checkpoint says of its model, as a run does: so that an export needs no option."""
     from jfsdp.checkpoint.foreign.mapping import as_name_map
-    from jfsdp.checkpoint.foreign.pretrained import config_json, has_config, read_config
+    from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 
     named = {"config": {"model": options.model, "factory": options.factory, "model_config": options.model_config}}
     if as_name_map(job.pretrained).to_config is None:
         return named
-    ours = config_json(job.pretrained, job.config, job.seq_len)
-    theirs = read_config(options.path) if has_config(options.path) else {}
-    kept = {name: theirs[name] for name in _KEPT if name in theirs}
-    return named | {"pretrained": ours | kept}
-
-
-# Of a config.json beside imported weights, what no model computes with and an export is to say again.
-_KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    theirs = stated_config(options.path)
+    seq_len = theirs.get("max_position_embeddings") or job.seq_len
+    return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, theirs)}
 
 
 def _bytes_of(source: Any) -> int:

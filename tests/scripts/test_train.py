@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jfsdp.train.job import load_job
+
 ROOT = Path(__file__).parents[2]
 TINY = ["dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32"]
 STEPS = 60
@@ -314,12 +316,17 @@ def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def parse(*args):
+def script():
+    """The script as a module."""
     spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.parse(args)
+    return module
+
+
+def parse(*args):
+    return script().parse(args)
 
 
 def test_options_override_their_recipe_and_leave_the_rest():
@@ -391,6 +398,9 @@ def other_forms(run_dir, where):
 )
 def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, options, tmp_path):
     begin = other_forms(unbroken[0], tmp_path)[form]
+    config = tmp_path / "hf" / "config.json"
+    theirs = {"eos_token_id": 7, "max_position_embeddings": 4096}
+    config.write_text(json.dumps(json.loads(config.read_text()) | theirs))
     still = ["--steps", 1, "--learning-rate", 1e-9, "--eval-every", 1, "--run-dir", tmp_path / "run"]
     done = train(*options, *begin, *still)
     assert done.returncode == 0, done.stderr
@@ -398,6 +408,21 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
     assert lines[-1]["step"] == 1
     assert lines[-1]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-5)
     assert lines[-1]["loss"] < 0.9 * before[0]["loss"]
+    stated = json.loads((tmp_path / "run" / "config.json").read_text())["pretrained"]
+    if form == "hugging face":
+        assert {name: stated[name] for name in theirs} == theirs, "what no model computes with is kept for an export"
+    else:
+        assert stated["max_position_embeddings"] == 32
+
+
+def test_a_resumed_run_says_of_its_weights_what_it_said_before():
+    before = {"eos_token_id": 7, "max_position_embeddings": 4096, "hidden_size": 1}
+    describe = script().describer_of(parse("--recipe", "stdlib", "--resume"), {"pretrained": before})
+    job = load_job("llama-tiny", None)
+    short, long = describe(job, 16), describe(job, 8192)
+    assert short is not None and long is not None
+    assert (short["eos_token_id"], short["hidden_size"]) == (7, job.config.dim)
+    assert (short["max_position_embeddings"], long["max_position_embeddings"]) == (4096, 8192)
 
 
 def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):

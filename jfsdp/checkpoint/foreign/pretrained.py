@@ -24,6 +24,9 @@ from jfsdp.checkpoint.source import Only, Recast, Source, Unprefixed
 from jfsdp.layout.report import list_differences
 
 CONFIG = "config.json"
+# What no model computes with, and an export is to say again.
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LENGTH = "max_position_embeddings"
 
 
 def foreign_source(path: Any, key: str | None = None) -> Source:
@@ -182,12 +185,13 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
         raise ValueError(f"{file}: {error}") from error
 
 
-def config_json(names: Names, config: Any, seq_len: int) -> dict[str, Any]:
+def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what `config.json` is to say of a model: for `export_safetensors`.
 
     Args:
       config: the job's configuration.
       seq_len: the longest row that the model is for.
+      theirs: what it said of the weights that the model began with: special tokens stay, and a greater length.
 
     Raises:
       ValueError: if no architecture of Hugging Face computes what the model does.
@@ -195,7 +199,22 @@ def config_json(names: Names, config: Any, seq_len: int) -> dict[str, Any]:
     names = as_name_map(names)
     if names.to_config is None:
         raise ValueError(f"the mapping of names has no to_config to write {CONFIG} with; add one to the job's")
-    return dict(names.to_config(config, seq_len))
+    ours = dict(names.to_config(config, seq_len))
+    kept = {name: value for name, value in (theirs or {}).items() if name in _SPECIAL_TOKENS}
+    if _LENGTH in ours:
+        kept[_LENGTH] = max(ours[_LENGTH], (theirs or {}).get(_LENGTH) or 0)
+    return ours | kept
+
+
+def stated_config(path: Any) -> dict[str, Any]:
+    """Return what is said of weights in the words of Hugging Face: beside theirs, or in a checkpoint of ours.
+
+    Empty where nothing is.
+    """
+    if has_config(path):
+        return read_config(path)
+    manifest = CheckpointSource(find_checkpoint(path)).manifest if is_ours(path) else {}
+    return (manifest.get("config") or {}).get("pretrained") or {}
 
 
 def has_config(path: Any) -> bool:

@@ -16,6 +16,7 @@ import jax
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.ema import with_ema
+from jfsdp.train.job import Job
 from jfsdp.train.options import ROUNDING
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.build import Parts
@@ -39,6 +40,7 @@ class Run:
       open_checkpoints: `f(directory)`, a `jfsdp.checkpoint.manager.Checkpointer` with the policies of the run; handed
         in, since checkpoints build upon this room.
       load: `f(parts) -> state`, where the run starts from weights that are given; None: from the seed.
+      describe: `f(job, seq_len) -> dict`, how others call the model, for exports; None: they have no name for it.
       begin: `time.perf_counter()` at the start of the program, for the summary.
 
     Attributes:
@@ -52,10 +54,11 @@ class Run:
         run_dir: Path,
         open_checkpoints: Callable[..., Any],
         load: Callable[[Parts], TrainState] | None,
+        describe: Callable[[Job, int], dict[str, Any] | None],
         begin: float,
     ):
         self.config, self.parts, self.run_dir, self.begin, self.load = config, parts, run_dir, begin, load
-        self.open_checkpoints = open_checkpoints
+        self.open_checkpoints, self.describe = open_checkpoints, describe
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
         self.source: Source
@@ -146,11 +149,8 @@ class Run:
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides}
-        to_config = (self.parts.job.pretrained or {}).get("to_config")
-        if to_config is not None:
-            with contextlib.suppress(ValueError):  # a model that others have no name for
-                described["pretrained"] = dict(to_config(self.parts.job.config, self.parts.job.seq_len))
-        return described
+        theirs = self.describe(self.parts.job, self.parts.row_items)
+        return described if theirs is None else described | {"pretrained": theirs}
 
     def _share(self, accumulate: int) -> dict[str, int]:
         """Return this process's part of each batch, as the data iterators take it."""
