@@ -34,8 +34,10 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read.take_only("scale_attn_by_inverse_layer_idx", False)
     read.take_only("add_cross_attention", False)
     read.take_only("tie_word_embeddings", True)
-    # The softmax is in float32 here whatever the last says; n_ctx is an old name of n_positions.
+    # The softmax is in float32 here whatever the fourth says; n_ctx is an old name of n_positions. Nobody reads the
+    # last two, which gpt2-medium, -large and -xl have.
     read.skip(["resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx"])
+    read.skip(["n_special", "predict_special_tokens"])
     read.skip(f"summary_{kind}" for kind in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
     dim = read.take("n_embd", 768)
     if read.take("n_inner") not in (None, 4 * dim):

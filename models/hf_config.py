@@ -14,7 +14,10 @@ NEUTRAL = frozenset(
         *["return_dict", "output_hidden_states", "output_attentions"],
         *["id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"],
         *["max_length", "min_length", "do_sample", "early_stopping", "num_beams", "repetition_penalty"],
-        *["temperature", "top_k", "top_p"],
+        *["temperature", "top_k", "top_p", "typical_p", "length_penalty", "num_beam_groups", "num_return_sequences"],
+        # Of published repositories: old names of `use_cache` and of the number of labels, and marks of who wrote them.
+        *["output_past", "num_labels", "_num_labels", "max_sequence_length", "is_llama_config"],
+        *["unsloth_fixed", "unsloth_version", "transformers.js_config"],
     ]
 )
 

@@ -318,6 +318,23 @@ def test_configurations_of_transformers_4_are_read():
     assert llama_hf.fields_from_config({**mistral, "sliding_window": None})["local_window_size"] is None
 
 
+@pytest.mark.parametrize(
+    ("read", "options"),
+    [
+        (gpt2_hf, {**GPT2, "n_ctx": 40, "n_special": 0, "predict_special_tokens": True, "output_past": True}),
+        (gpt2_hf, {**GPT2, "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}),
+        (llama_hf, {**LLAMA, "max_sequence_length": 2048}),
+        (llama_hf, {**LLAMA, "is_llama_config": True, "rope_interleaved": False}),
+        (llama_hf, {**LLAMA, "unsloth_fixed": True, "unsloth_version": "2024.9"}),
+    ],
+    ids=["gpt2-medium-and-xl", "distilgpt2", "llama-1", "smollm", "unsloth"],
+)
+def test_marks_in_published_configurations_are_passed_over(read, options):
+    kind = "gpt2" if read is gpt2_hf else "llama"
+    fields = read.fields_from_config({"model_type": kind, **options})
+    assert fields["vocab_size"] == VOCAB
+
+
 @pytest.mark.parametrize("name", [*llama.PRESETS, *gpt2.PRESETS])
 def test_every_preset_survives_its_configuration(name):
     module, hf = (gpt2, gpt2_hf) if name.startswith("gpt2") else (llama, llama_hf)
