@@ -215,9 +215,11 @@ def _bytes_below(path: Path) -> int:
 
 
 def _row(path: Path) -> dict[str, Any]:
+    from jfsdp.checkpoint.digest import check_documents
     from jfsdp.checkpoint.files import read_manifest
 
     try:
+        check_documents(path)
         manifest = read_manifest(path)
     except ValueError as error:
         return {"step": int(path.name), "path": str(path), "bytes": _bytes_below(path), "problem": str(error)}
@@ -243,8 +245,10 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 
 def _describe(path: Path) -> dict[str, Any]:
+    from jfsdp.checkpoint.digest import check_documents
     from jfsdp.checkpoint.files import read_manifest
 
+    check_documents(path)
     manifest = read_manifest(path)
     return {"path": str(path), "bytes": _bytes_below(path), **manifest}
 

@@ -97,6 +97,19 @@ def test_inspect_prints_json_that_says_all(call, step):
     assert found["layout"]["strategy"] == "full_shard" and found["config"]["config"]["model"] == "llama-tiny"
 
 
+@pytest.mark.parametrize("content", ["[]", '{"format": 2, "step": 7, "metrics": {}, "arrays": {}}'])
+def test_inspect_does_not_believe_a_damaged_manifest(content, call, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "2"
+    (damaged / "manifest.json").write_text(content)
+    for options in ([], ["--json"]):
+        status, out, err = call("inspect", damaged, *options)
+        assert (status, out) == (2, "") and "manifest.json is not as it was written" in err
+    status, out, _ = call("inspect", tmp_path / "run", "--json")
+    problems = [row["problem"] for row in json.loads(out)]
+    assert (status, problems[0], problems[2]) == (0, None, None) and "manifest.json" in problems[1]
+
+
 def test_verify_is_0_for_whole_steps_and_4_with_the_file_for_a_damaged_one(call, run, tmp_path):
     status, out, err = call("verify", run)
     assert (status, out.count(": ok;")) == (0, 3)
