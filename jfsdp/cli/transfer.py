@@ -121,7 +121,7 @@ class Export(_ModelOptions):
         if config is None:
             print("note: the mapping of names has no to_config, so no config.json is written", file=sys.stderr)
         elif self.max_length is not None:
-            config = {**config, "max_position_embeddings": self.max_length}
+            config = _with_length(config, self.max_length)
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
             source = our_parameters(path, _leaves(job), cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
@@ -215,6 +215,17 @@ def _find_job(options: _ModelOptions, config: Any) -> Job:
     if "pretrained" in given and from_config is not None:
         job = job.with_config(**from_config(given["pretrained"]))
     return job.with_config(**parse_config(fields))
+
+
+def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length} must be at least 1")
+    if "max_position_embeddings" not in config:
+        raise ValueError(
+            f"max_length={max_length}: config.json of a {config.get('model_type')} has no max_position_embeddings, its "
+            "table of positions says how long a row may be; leave --max-length out"
+        )
+    return {**config, "max_position_embeddings": max_length}
 
 
 def _leaves(job: Job) -> dict[str, Any]:

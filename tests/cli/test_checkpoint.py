@@ -253,6 +253,11 @@ BAD = {
     "export target": (("export", "STEP", "THERE"), "exists already"),
     "import target": (("import", "HF", "THERE", *MODEL), "exists already"),
     "export dtype": (("export", "STEP", "OUT", "--dtype", "int8"), "int8"),
+    "max length": (("export", "STEP", "OUT", "--max-length", "0"), "max_length=0 must be at least 1"),
+    "max length of a table": (
+        ("export", "STEP", "OUT", "--model", "gpt2-tiny", "--max-length", "99"),
+        "has no max_position_embeddings",
+    ),
     "vocabulary": (("export", "STEP", "OUT", "--model-config", "vocab_size=41"), "[40, 16]"),
     "layers": (("export", "STEP", "OUT", "--model-config", "num_layers=3"), "of another model"),
     "other options": (
