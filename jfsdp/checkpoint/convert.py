@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jfsdp.checkpoint.contents import Logical
 from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
+from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
 from jfsdp.layout.rules import choose_dim
@@ -84,7 +84,7 @@ def convert(
     from jfsdp.checkpoint.store import choose
 
     source = CheckpointSource(path, cache_bytes=STREAM_BYTES)
-    if source.path in Path(target).expanduser().absolute().parents:
+    if source.path in local_path(target).parents:
         raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
     names = choose(source.arrays, only, skip)
     source.check(names)
@@ -133,7 +133,7 @@ def write_source(
     from jfsdp.checkpoint.store import take
     from jfsdp.checkpoint.writer import Writer
 
-    target = Path(target).expanduser().absolute()
+    target = local_path(target)
     if target.exists():
         raise ValueError(f"checkpoint {target}: exists already; choose another path, or remove it first")
     check_path(target)

@@ -7,13 +7,13 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jfsdp.checkpoint.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.files import UNFINISHED, DamagedError, read_manifest, step_paths
+from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
 from jfsdp.checkpoint.processes import only_first
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
@@ -55,7 +55,7 @@ class Checkpointer:
         best = parse_best(keep_best) if isinstance(keep_best, str) else keep_best
         self._period = Period(every_steps, every_minutes)
         self._keep = Keep(last=keep, every=keep_every, best=best)
-        self.directory = Path(directory).absolute()
+        self.directory = local_path(directory)
         check_path(self.directory)
         with readable_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a path on the command line means: a checkpoint, a run with several, or a step of it."""
+"""What a path means: a place on a file system, and there a checkpoint, a run with several, or a step of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from typing import Any
 from jfsdp.checkpoint.files import ARRAYS, MANIFEST, SUMS, step_paths
 
 
+def local_path(path: Any) -> Path:
+    """Return a path as an absolute one, with `~` as the home directory.
+
+    Raises:
+      ValueError: for the address of an object store.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoint {path}: is an address, and object stores are not supported; use a shared file system, and copy"
+        )
+    return Path(path).expanduser().absolute()
+
+
 def find_checkpoints(path: Any) -> list[Path]:
     """Return the checkpoints that a path names, oldest first: itself, or all steps of a run.
 
     Raises:
       ValueError: if there is none.
     """
-    path = Path(path).expanduser().absolute()
+    path = local_path(path)
     if any((path / name).exists() for name in (MANIFEST, SUMS, ARRAYS)) or (path / "manifest" / "metadata").exists():
         return [path]
     for directory in (path, path / "checkpoints"):

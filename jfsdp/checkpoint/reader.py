@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 
 from jfsdp.checkpoint.digest import check_documents, find_damage, find_unnamed, is_of, raise_damage, read_digests
 from jfsdp.checkpoint.files import arrays_path, damaged, part_of, read_manifest
+from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.processes import together
 from jfsdp.checkpoint.source import Index
 
@@ -37,7 +37,7 @@ class CheckpointSource:
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self.path = Path(path).absolute()
+        self.path = local_path(path)
         check_documents(self.path)
         self.manifest = read_manifest(self.path)
         self._stores: dict[str, Any] = {}

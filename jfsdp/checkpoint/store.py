@@ -16,6 +16,7 @@ from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
+from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.processes import in_all, only_first, together
 from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import Only, Source
@@ -44,7 +45,7 @@ def save(path: Any, state: TrainState, *, extra: Any = None, config: Any = None)
     """
     from jfsdp.checkpoint.writer import Writer
 
-    path = Path(path).absolute()
+    path = local_path(path)
     writer, held = Writer(), []
     try:
         only_first(lambda: _check_free(path))

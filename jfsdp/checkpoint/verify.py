@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 
 from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
 from jfsdp.checkpoint.files import SUMS, part_of
+from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, grid
 
@@ -61,7 +61,7 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
     Raises:
       ValueError: if there is no checkpoint at all.
     """
-    path = Path(path).absolute()
+    path = local_path(path)
     try:
         source = CheckpointSource(path, cache_bytes=0)
         digests = read_digests(path) if source.manifest["format"] > 1 else {}

@@ -358,6 +358,29 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
     assert not (tmp_path / "lr[1]").exists()
 
 
+def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    state = saved_state("one")
+    jfsdp.save("~/saved", state)
+    jfsdp.restore("~/saved", like=state)
+    with jfsdp.Checkpointer("~/run") as run:
+        assert run.directory == tmp_path / "home" / "run"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/saved", "s3://bucket/saved"])
+def test_the_address_of_an_object_store_is_refused(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = saved_state("one")
+    for use in (lambda: jfsdp.save(address, state), lambda: jfsdp.restore(address, state)):
+        with pytest.raises(ValueError, match=f"checkpoint {address}: is an address, and object stores are not"):
+            use()
+    with pytest.raises(ValueError, match=f"checkpoint {address}: is an address"):
+        jfsdp.Checkpointer(address)
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
     """Whoever wrote it, and the directories too: a power failure leaves no step that is listed and not whole."""
     synced, fsync, rename = set(), os.fsync, os.rename

@@ -102,7 +102,7 @@ def write_safetensors(
       ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range.
       OSError: if the disk is full or not writable.
     """
-    directory = Path(directory).absolute()
+    directory = Path(directory).expanduser().absolute()
     if directory.exists():
         raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
     shards = _plan_shards(source.arrays, dtype, max_shard_bytes)

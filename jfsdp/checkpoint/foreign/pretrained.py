@@ -38,7 +38,7 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     Raises:
       ValueError: if there are none, or they are damaged.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
@@ -228,11 +228,12 @@ def read_config(path: Any) -> dict[str, Any]:
     Raises:
       ValueError: if it is no JSON, or not there.
     """
-    return _read_config(Path(path).expanduser())[1]
+    return _read_config(path)[1]
 
 
 def _config_file(path: Any) -> Path:
-    return (Path(path) if Path(path).is_dir() else Path(path).parent) / CONFIG
+    path = Path(path).expanduser()
+    return (path if path.is_dir() else path.parent) / CONFIG
 
 
 def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
