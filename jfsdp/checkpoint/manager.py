@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import time
@@ -107,6 +108,7 @@ class Checkpointer:
             what goes beside the state is not plain JSON.
         """
         start = time.perf_counter()
+        step = self._whole(step)
         self.wait()
         self._warn_of_metric(step, metrics or {})
         only_first(lambda: self._prepare(step))
@@ -114,7 +116,6 @@ class Checkpointer:
             from jfsdp.checkpoint.writer import Writer
 
             self._writer = Writer()
-        self._needed = bytes_of(state)
         self._period.restart()
         start_save(
             self._writer,
@@ -125,7 +126,15 @@ class Checkpointer:
             metrics=metrics,
             on_commit=self._prune_or_warn,
         )
+        self._needed = bytes_of(state)
         return time.perf_counter() - start
+
+    def _whole(self, step: Any) -> int:
+        """Return a step as the number that its directory is called by: no other is listed."""
+        try:
+            return int(operator.index(step))
+        except TypeError:
+            raise ValueError(f"checkpoint {self.directory}: step={step!r} is not a whole number; pass one") from None
 
     def _warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         best = self._keep.best

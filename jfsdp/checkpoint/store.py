@@ -93,6 +93,9 @@ def start_save(
     from jfsdp.checkpoint.commit import remove_unfinished
     from jfsdp.checkpoint.pieces import check_dtypes, copy_pieces
 
+    if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
+        kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"
+        raise ValueError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
     arrays = logical_arrays(state)
     check_dtypes(arrays)
     documents = _documents(state, arrays, extra, config, metrics)
@@ -137,19 +140,26 @@ def _documents(
 ) -> dict[str, Any]:
     """Return what stands beside the arrays of a state, by file."""
 
+    numbers: dict[str, float] = {}
+
     def check() -> Any:
         for name, value in (("extra", extra), ("config", config)):
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name}: {error}; what goes beside a state must be plain JSON") from error
+        for name, value in (metrics or {}).items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"metrics: {name!r} is {value!r}; give a number, or a scalar array") from error
         return extra
 
     extras = together(check)
     manifest = make_manifest(
         {name: array.to_dict() for name, array in arrays.items()},
         step=int(state.step),
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        metrics=numbers,
         num_processes=jax.process_count(),
     )
     return {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config, EXTRA: extras}

@@ -181,6 +181,38 @@ def test_a_step_older_than_the_newest_is_refused_and_nothing_is_deleted(checkpoi
     assert run.steps() == [20, 30]
 
 
+@pytest.mark.parametrize("step", [1.5, "7", None, jnp.ones(2, jnp.int32)])
+def test_a_step_that_is_no_number_is_refused_and_not_written_where_nobody_looks(checkpoints, step):
+    run = checkpoints()
+    with pytest.raises(ValueError, match=r"run: step=.* is not a whole number"):
+        run.save(step, state_of(1))
+    assert not list(run.directory.iterdir())
+
+
+def test_a_step_may_be_a_scalar_array(checkpoints):
+    run = checkpoints()
+    run.save(np.int64(1), state_of(1))
+    run.save(state_of(2).step, state_of(2))
+    run.wait()
+    assert run.steps() == [1, 2] and run.latest() == 2
+
+
+@pytest.mark.parametrize("value", ["low", None, jnp.ones(2)])
+def test_a_metric_that_is_no_number_is_named(checkpoints, value):
+    run = checkpoints()
+    with pytest.raises(ValueError, match=r"metrics: 'eval_loss' is .*; give a number, or a scalar array"):
+        run.save(1, state_of(1), metrics={"loss": 1, "eval_loss": value})
+    assert run.steps() == []
+
+
+@pytest.mark.parametrize(("what", "told"), [({"w": 1}, "a dict"), (None, "a state without arrays")])
+def test_what_is_no_state_is_refused_by_its_kind(checkpoints, what, told, tmp_path):
+    what = what or model().abstract_state(TX)
+    for save in (functools.partial(checkpoints().save, 1), functools.partial(jfsdp.save, tmp_path / "one")):
+        with pytest.raises(ValueError, match=f"`state` is {told}; pass what"):
+            save(what)
+
+
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
     run = checkpoints()
     with pytest.raises(ValueError, match=r"run: holds no complete step yet"):
