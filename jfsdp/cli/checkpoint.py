@@ -37,10 +37,10 @@ class Inspect:
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
             rows = [_row(path) for path in paths]
-            print(json.dumps(rows, indent=1)) if self.json else _print_steps(rows)
+            print(json.dumps(_with_words(rows), indent=1)) if self.json else _print_steps(rows)
             return 0
         found = _describe(paths[0])
-        print(json.dumps(found, indent=1)) if self.json else _print_checkpoint(found)
+        print(json.dumps(_with_words(found), indent=1)) if self.json else _print_checkpoint(found)
         return 0
 
 

@@ -63,6 +63,15 @@ def write(path, arrays):
     return path
 
 
+def strict_json(text):
+    """Read JSON, without the NaN and Infinity that Python writes and other readers refuse."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def flip(path):
     """Flip a bit in the largest file below a directory; return the file."""
     file = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
@@ -95,6 +104,17 @@ def test_inspect_prints_json_that_says_all(call, step):
     assert status == 0
     assert found["arrays"][KERNEL] == {"shape": [2, 16, 16], "dtype": "float32", "key_impl": None}
     assert found["layout"]["strategy"] == "full_shard" and found["config"]["config"]["model"] == "llama-tiny"
+
+
+def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, tmp_path):
+    job = load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+    state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.sgd(1e-3))
+    with jfsdp.Checkpointer(tmp_path / "run") as steps:
+        steps.save(1, state, metrics={"loss": float("nan")})
+        steps.save(2, state, extra=[float("inf")], metrics={"loss": float("inf")})
+    rows = strict_json(call("inspect", tmp_path / "run", "--json")[1])
+    assert [row["metrics"]["loss"] for row in rows] == ["nan", "inf"]
+    assert strict_json(call("inspect", tmp_path / "run" / "2", "--json")[1])["extra"] == [["inf"]]
 
 
 @pytest.mark.parametrize("content", ["[]", '{"format": 2, "step": 7, "metrics": {}, "arrays": {}}'])
