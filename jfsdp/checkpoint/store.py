@@ -96,6 +96,11 @@ def start_save(
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
         kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"
         raise ValueError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
+    if state.step.is_deleted():
+        raise ValueError(
+            f"checkpoint {path}: the arrays of `state` are gone, a train step took their memory for its result; save "
+            "the state that it returned"
+        )
     arrays = logical_arrays(state)
     check_dtypes(arrays)
     documents = _documents(state, arrays, extra, config, metrics)

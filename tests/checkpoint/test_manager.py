@@ -213,6 +213,13 @@ def test_what_is_no_state_is_refused_by_its_kind(checkpoints, what, told, tmp_pa
             save(what)
 
 
+def test_a_state_that_a_step_took_is_refused_with_what_to_save(checkpoints):
+    state = state_of(1)
+    state.step.delete()
+    with pytest.raises(ValueError, match=r"a train step took their memory .*; save the state that it returned"):
+        checkpoints().save(1, state)
+
+
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
     run = checkpoints()
     with pytest.raises(ValueError, match=r"run: holds no complete step yet"):
