@@ -181,8 +181,9 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
     file, options = _read_config(path)
     try:
         return dict(names.from_config(options))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:  # the latter two of values of the wrong kind
+        kind = "" if isinstance(error, ValueError) else "has an option of the wrong kind, such as text for a number: "
+        raise ValueError(f"{file}: {kind}{error}") from error
 
 
 def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, Any] | None = None) -> dict[str, Any]:

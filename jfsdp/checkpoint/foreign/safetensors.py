@@ -101,7 +101,9 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     if path.is_dir():
         path = next((path / name for name in (WEIGHTS, INDEX) if (path / name).exists()), path)
     if path.is_dir() or not path.exists():
-        raise ValueError(f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX} or a directory with one of them")
+        raise ValueError(
+            f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX} or a directory with one of them, or a file itself"
+        )
     if path.suffix != ".json":
         return {path: None}
     files: dict[Path, list[str] | None] = {}

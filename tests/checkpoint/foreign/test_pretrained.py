@@ -275,6 +275,8 @@ REFUSED = {
     "chunks": ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types='chunked_attention' is not"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, ".*does not know: quantization_config="),
     "unknown": ("llama", {"logit_softcap": 30.0}, ".*does not know: logit_softcap=30.0"),
+    "text": ("llama", {"hidden_size": "32"}, "has an option of the wrong kind"),
+    "no dict": ("llama", {"rope_scaling": "linear"}, "has an option of the wrong kind"),
     "missing": ("llama", {"hidden_size": None}, "hidden_size is missing"),
     "relu": ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not"),
     "inner": ("gpt2", {"n_inner": 64}, "n_inner=64 is not .*128"),

@@ -187,7 +187,7 @@ def test_a_directory_without_weights_is_refused_with_what_is_there(tmp_path):
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*no weights at all.*pass model.safetensors"):
         SafetensorsSource(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"there are pytorch_model.bin"):
+    with pytest.raises(ValueError, match=r"there are pytorch_model.bin.* or a file itself"):
         SafetensorsSource(tmp_path)
     with pytest.raises(ValueError, match=r"nowhere: is not there"):
         SafetensorsSource(tmp_path / "nowhere")
