@@ -289,7 +289,11 @@ def check_matches(
     kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype")
     lines = list_differences(there, ours, owners=("checkpoint has", "the model has"), kinds=kinds)
     if lines:
-        raise ValueError(f"checkpoint {source.path} is of another model or optimizer:\n{lines}")
+        remedy = (
+            "build the model and the optimizer as they were saved (`jfsdp checkpoint inspect` shows them), or read "
+            "what fits into a live state: only=, skip="
+        )
+        raise ValueError(f"checkpoint {source.path} is of another model or optimizer:\n{lines}\n  {remedy}")
 
 
 def _show(array: Any, key_impl: str | None) -> str:

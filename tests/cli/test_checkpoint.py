@@ -279,7 +279,7 @@ BAD = {
         "has no max_position_embeddings",
     ),
     "vocabulary": (("export", "STEP", "OUT", "--model-config", "vocab_size=41"), "[40, 16]"),
-    "layers": (("export", "STEP", "OUT", "--model-config", "num_layers=3"), "of another model"),
+    "layers": (("export", "STEP", "OUT", "--model-config", "num_layers=3"), "inspect` shows them"),
     "other options": (
         ("import", "HF", "OUT", *MODEL, "--model-config", "num_layers=1"),
         "num_layers: config.json says 2",

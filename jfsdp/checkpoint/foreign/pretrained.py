@@ -159,7 +159,8 @@ def _open_ours(
     wanted = {name: _show(leaf) for name, leaf in leaves.items()}
     lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
     if lines:
-        raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}")
+        remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
+        raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
     return Unprefixed(view, "params."), functools.partial(source.check, inner)
 
 
