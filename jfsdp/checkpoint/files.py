@@ -94,6 +94,8 @@ def read_manifest(path: Any) -> dict[str, Any]:
         manifest = read_json(path, MANIFEST)
     elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
         raise damaged(path, f"{MANIFEST} is missing")
+    elif path in step_paths(path.parent) and not any(path.iterdir()):
+        raise damaged(path, "it is empty")
     else:
         steps = [step.name for step in step_paths(path)[-4:]]
         which = f"; it is a run, with steps such as {', '.join(steps)}" if steps else ""

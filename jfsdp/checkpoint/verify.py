@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
-from jfsdp.checkpoint.files import SUMS, part_of
+from jfsdp.checkpoint.files import SUMS, DamagedError, part_of
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, grid
@@ -66,7 +66,8 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
         source = CheckpointSource(path, cache_bytes=0)
         digests = read_digests(path) if source.manifest["format"] > 1 else {}
     except ValueError as error:
-        if not (path / SUMS).exists() and not (path / "arrays").exists():
+        is_there = (path / SUMS).exists() or (path / "arrays").exists()
+        if not is_there and not isinstance(error, DamagedError):
             raise
         return Verified((str(error),), True, (), 0, 0, 0)
     is_old = source.manifest["format"] == 1

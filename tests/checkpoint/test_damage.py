@@ -149,6 +149,19 @@ def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):
         other.restore(state_of(1), fall_back=True)
 
 
+def test_a_step_that_lost_all_its_files_is_damaged(run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(run.directory, directory, ignore=shutil.ignore_patterns("lock"))
+    shutil.rmtree(directory / "3")
+    (directory / "3").mkdir()
+    assert problems_of(directory / "3") and not problems_of(directory / "2")
+    other = jfsdp.Checkpointer(directory)
+    with pytest.raises(DamagedError, match="/3: is damaged: it is empty"):
+        other.restore(state_of(1))
+    with pytest.warns(UserWarning, match="Falling back to step 2"):
+        assert int(other.restore(state_of(1), fall_back=True)[0].step) == 2
+
+
 def test_falling_back_is_no_answer_to_another_model(run):
     other = jfsdp.fully_shard(lambda rngs: nnx.Linear(3, 3, rngs=rngs)).abstract_state(TX)
     with pytest.raises(ValueError, match="is of another model or optimizer"):
