@@ -119,7 +119,10 @@ def _arrays(flat: Any) -> Arrays:
     for path, variable in flat:
         leaves = jax.tree.leaves(variable)
         for index, leaf in enumerate(leaves):
-            named[join_path(path) if len(leaves) == 1 else f"{join_path(path)}.{index}"] = leaf
+            name = join_path(path) if len(leaves) == 1 else f"{join_path(path)}.{index}"
+            if name in named:
+                raise ValueError(f"{name}: two arrays would have this name; take the '.' out of the key of one")
+            named[name] = leaf
     return named
 
 

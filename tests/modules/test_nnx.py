@@ -250,6 +250,15 @@ def test_parameters_know_their_variable_types():
     }
 
 
+def test_two_parameters_of_one_name_are_refused():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Dict({"a.b": nnx.Param(jnp.ones(3)), "a": nnx.Dict(b=nnx.Param(jnp.zeros(3)))})
+
+    with pytest.raises(ValueError, match=r"inner\.a\.b: two arrays would have this name; take the '\.' out"):
+        jfsdp.fully_shard(Twice)
+
+
 def test_a_factory_that_makes_no_module_is_refused():
     with pytest.raises(ValueError, match="must return an nnx"):
         NNXModel(lambda rngs: {})
