@@ -43,8 +43,8 @@ from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_axes
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf
+from jfsdp.train.checks import check_reduce_dtype
 from jfsdp.train.loss import Loss, as_loss
 from jfsdp.train.state import trainable
 from jfsdp.train.survey import Survey, is_key, survey
@@ -313,24 +313,6 @@ class Gradients:
         split = (*engine.accumulator_axes(leaf), *self._scattered(engine, leaf))
         axes = engine.layout.axes_on(engine.mesh, split)
         return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
-
-
-def check_reduce_dtype(layout: Layout, once: bool) -> None:
-    """Refuse a dtype of the reduction that XLA would not use: its own reductions are in the dtype of the gradient.
-
-    Raises:
-      ValueError: naming the unit.
-    """
-    for leaf in layout.leaves:
-        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
-        if once or not leaf.trainable or not is_float(use) or wanted in (None, use):
-            continue
-        raise ValueError(
-            f"unit {leaf.unit or '(root)'}: reduce_dtype {wanted!r} differs from param_dtype {use!r}, in which "
-            f"{leaf.path} is used: engine 'auto' reduces every microbatch in that; leave reduce_dtype None, make both "
-            'equal, or reduce once per step with reduce="once" (strategies that split parameters also need '
-            "reshard_after_backward=False)"
-        )
 
 
 def sum_over_rows(engine: Engine, weight: jax.Array) -> jax.Array:

@@ -39,10 +39,11 @@ from jfsdp.layout.table import Layout
 from jfsdp.layout.units import resolve_units
 from jfsdp.modules.model import FlaxModel, as_model
 from jfsdp.train import state as states
+from jfsdp.train.checks import check_lowers, check_stands
 from jfsdp.train.gradients import LossFn
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import StepConfig, TrainStep, check_lowers, check_stands
+from jfsdp.train.step import StepConfig, TrainStep
 
 
 def fully_shard(

@@ -10,19 +10,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, is_on_host, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards
-from jfsdp.layout.report import summary
+from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import HOST, Layout
 from jfsdp.layout.units import matches_glob
-from jfsdp.train.gradients import Gradients, LossFn, check_reduce_dtype, positive
+from jfsdp.train.checks import (
+    batch_shape,
+    check_batch,
+    check_kept_types,
+    check_lowers,
+    check_reduce_dtype,
+    check_same_batch,
+    check_state,
+)
+from jfsdp.train.gradients import Gradients, LossFn, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import on_logical_leaves
@@ -140,16 +148,6 @@ class TrainStep:
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.
         """
-        if not isinstance(state, TrainState):
-            raise ValueError(
-                f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
-                "model.init, jfsdp.restore or the step before returned"
-            )
-        if state.step.is_deleted():
-            raise ValueError(
-                "the state given was donated to an earlier step and is gone; keep what the step returns: "
-                "state, metrics = step(state, batch)"
-            )
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self.shard_batch(batch)
@@ -157,7 +155,7 @@ class TrainStep:
         result = self._compile_for(state)(donated, lent, batch)
         for value in jax.tree.leaves(lent):
             value.delete()
-        self._batch_shape = _batch_shape(batch)
+        self._batch_shape = batch_shape(batch)
         return result
 
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
@@ -187,33 +185,8 @@ class TrainStep:
 
     def _check_batch(self, batch: Any, num_processes: int) -> None:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
-        accumulate = self.config.accumulate
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        if not leaves:
-            raise ValueError("the batch holds no arrays")
-        first = None
-        for path, x in leaves:
-            name = f"batch{jax.tree_util.keystr(path)}"
-            if not getattr(x, "shape", ()):
-                raise ValueError(
-                    f"{name}: is {type(x).__name__} without dims; every leaf of a batch is an array of rows [B, ...]: "
-                    "repeat what holds for all rows, or leave it out"
-                )
-            size = x.shape[0] * num_processes
-            if size == 0 or size % (shards * accumulate):
-                raise ValueError(
-                    f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "
-                    f"{accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
-                )
-            first = first or (name, size)
-            if size != first[1]:
-                raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; give every leaf as many rows")
-        shape = _batch_shape(batch)
-        if self._batch_shape is not None and shape != self._batch_shape:
-            raise ValueError(
-                f"the batch changed: this step was built for {self._batch_shape}, and got {shape}; make another "
-                "train_step for batches of another form"
-            )
+        check_batch(batch, shards=shards, accumulate=self.config.accumulate, num_processes=num_processes)
+        check_same_batch(batch, self._batch_shape)
 
     def _compile_for(self, state: TrainState) -> Any:
         if self._jitted is None:
@@ -249,7 +222,7 @@ class TrainStep:
         grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
         grads = {path: grad.astype(self.layout.by_path[path].dtype) for path, grad in grads.items()}
         new = dataclasses.replace(self._update(state, grads), model_state=model_state)
-        _check_dtypes(state, new)
+        check_kept_types(state, new)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
         new = dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
         metrics = {
@@ -294,48 +267,6 @@ class TrainStep:
         scale = self.loss_scale.update(old.loss_scale, is_finite) if self.loss_scale else old.loss_scale
         num_skipped = old.num_skipped + (~is_finite).astype(jnp.int32)
         return dataclasses.replace(kept, loss_scale=scale, num_skipped=num_skipped)
-
-
-def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:
-    """Refuse a state that stands elsewhere than a step expects it; what else a layout says is the step's own affair.
-
-    Raises:
-      ValueError: naming the first leaf that differs, or the loss scale.
-    """
-    check_stands(state, layout)
-    if bool(state.loss_scale) != (loss_scale is not None):
-        raise ValueError(
-            f"the state has {'a' if state.loss_scale else 'no'} loss scale, and this step's precision takes "
-            f"{'one' if loss_scale else 'none'}; {_REMEDY}(state, model)"
-        )
-
-
-_REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
-
-
-def check_stands(state: TrainState, layout: Layout) -> None:
-    """Refuse a state that stands elsewhere than a layout says.
-
-    Raises:
-      ValueError: naming the first leaf that differs, or the form of storage.
-    """
-    forms = state.layout.storage, layout.storage
-    if forms[0] != forms[1]:
-        raise ValueError(f"the state has storage {forms[0]!r}, and this model {forms[1]!r}; {_REMEDY}")
-    there, wanted = _at_rest(state.layout), _at_rest(layout)
-    differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
-    if differing or state.layout.mesh_sizes != layout.mesh_sizes:
-        what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
-        raise ValueError(
-            f"the state has another layout ({summary(state.layout)}) than this model ({summary(layout)}){what}; "
-            f"{_REMEDY}"
-        )
-
-
-def _at_rest(layout: Layout) -> dict[str, Any]:
-    stages = ("param", "work", "opt")
-    leaves = {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
-    return leaves | {buffer.path: (buffer.shape, buffer.views) for buffer in layout.buffers}
 
 
 def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:
@@ -389,31 +320,6 @@ def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) ->
             "microbatches: reshard_after_backward=False"
         )
     return is_once
-
-
-def check_lowers(mesh: Any) -> None:
-    """Refuse to lower for a mesh of sizes alone: it does not say for which platform."""
-    if isinstance(mesh, AbstractMesh):
-        raise ValueError(
-            "the mesh has no devices, so there is no platform to lower for; use jfsdp.make_mesh(devices=...), with "
-            "those of jax.experimental.topologies where the hardware is elsewhere"
-        )
-
-
-def _batch_shape(batch: Any) -> Any:
-    # The dtype as JAX takes it: without 64 bits unless they are asked for.
-    return jax.tree.map(lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}", batch)
-
-
-def _check_dtypes(old: TrainState, new: TrainState) -> None:
-    """Refuse an optimizer whose state changes its types: the state would no longer be what its layout says."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
-    for (path, a), b in pairs:
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)}: the optimizer turns {a.dtype}{list(a.shape)} into "
-                f"{b.dtype}{list(b.shape)}; give it a state dtype that stays (mu_dtype=, say)"
-            )
 
 
 def batch_sharding(mesh: Any) -> NamedSharding:

@@ -7,7 +7,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.train.step import StepConfig, check_reduce_dtype, reduces_once
+from jfsdp.train.checks import check_reduce_dtype
+from jfsdp.train.step import StepConfig, reduces_once
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
 F32_SUMS = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")

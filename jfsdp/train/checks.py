@@ -1,0 +1,157 @@
+"""What a step refuses: states, batches, dtypes and meshes that it cannot take, by name and with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.precision import is_float
+from jfsdp.layout.report import summary
+from jfsdp.layout.table import Layout
+from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.state import TrainState
+
+_REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
+
+
+def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:
+    """Refuse what is no state, is gone, or stands elsewhere than a step expects it.
+
+    What else a layout says is the step's own affair.
+
+    Raises:
+      ValueError: naming what was given, the first leaf that differs, or the loss scale.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
+            "model.init, jfsdp.restore or the step before returned"
+        )
+    if state.step.is_deleted():
+        raise ValueError(
+            "the state given was donated to an earlier step and is gone; keep what the step returns: "
+            "state, metrics = step(state, batch)"
+        )
+    check_stands(state, layout)
+    if bool(state.loss_scale) != (loss_scale is not None):
+        raise ValueError(
+            f"the state has {'a' if state.loss_scale else 'no'} loss scale, and this step's precision takes "
+            f"{'one' if loss_scale else 'none'}; {_REMEDY}(state, model)"
+        )
+
+
+def check_stands(state: TrainState, layout: Layout) -> None:
+    """Refuse a state that stands elsewhere than a layout says.
+
+    Raises:
+      ValueError: naming the first leaf that differs, or the form of storage.
+    """
+    forms = state.layout.storage, layout.storage
+    if forms[0] != forms[1]:
+        raise ValueError(f"the state has storage {forms[0]!r}, and this model {forms[1]!r}; {_REMEDY}")
+    there, wanted = _at_rest(state.layout), _at_rest(layout)
+    differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
+    if differing or state.layout.mesh_sizes != layout.mesh_sizes:
+        what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
+        raise ValueError(
+            f"the state has another layout ({summary(state.layout)}) than this model ({summary(layout)}){what}; "
+            f"{_REMEDY}"
+        )
+
+
+def _at_rest(layout: Layout) -> dict[str, Any]:
+    stages = ("param", "work", "opt")
+    leaves = {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
+    return leaves | {buffer.path: (buffer.shape, buffer.views) for buffer in layout.buffers}
+
+
+def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int) -> None:
+    """Refuse a batch whose rows cannot be shared by devices and microbatches.
+
+    Args:
+      num_processes: how many of them give as many rows as this one.
+
+    Raises:
+      ValueError: naming the array and its size.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    first = None
+    for path, x in leaves:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if not getattr(x, "shape", ()):
+            raise ValueError(
+                f"{name}: is {type(x).__name__} without dims; every leaf of a batch is an array of rows [B, ...]: "
+                "repeat what holds for all rows, or leave it out"
+            )
+        size = x.shape[0] * num_processes
+        if size == 0 or size % (shards * accumulate):
+            raise ValueError(
+                f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "
+                f"{accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
+            )
+        first = first or (name, size)
+        if size != first[1]:
+            raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; give every leaf as many rows")
+
+
+def check_same_batch(batch: Any, built_for: Any) -> None:
+    """Refuse a batch of another structure than a step was built for; None: it is not yet.
+
+    Raises:
+      ValueError: with both structures.
+    """
+    shape = batch_shape(batch)
+    if built_for is not None and shape != built_for:
+        raise ValueError(
+            f"the batch changed: this step was built for {built_for}, and got {shape}; make another "
+            "train_step for batches of another form"
+        )
+
+
+def batch_shape(batch: Any) -> Any:
+    """Return dtypes and shapes of a batch's arrays but for their rows, as a step is built for. Moves no data."""
+    # The dtype as JAX takes it: without 64 bits unless they are asked for.
+    return jax.tree.map(lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}", batch)
+
+
+def check_kept_types(old: TrainState, new: TrainState) -> None:
+    """Refuse an optimizer whose state changes its types: the state would no longer be what its layout says."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+    for (path, a), b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)}: the optimizer turns {a.dtype}{list(a.shape)} into "
+                f"{b.dtype}{list(b.shape)}; give it a state dtype that stays (mu_dtype=, say)"
+            )
+
+
+def check_reduce_dtype(layout: Layout, once: bool) -> None:
+    """Refuse a dtype of the reduction that XLA would not use: its own reductions are in the dtype of the gradient.
+
+    Raises:
+      ValueError: naming the unit.
+    """
+    for leaf in layout.leaves:
+        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
+        if once or not leaf.trainable or not is_float(use) or wanted in (None, use):
+            continue
+        raise ValueError(
+            f"unit {leaf.unit or '(root)'}: reduce_dtype {wanted!r} differs from param_dtype {use!r}, in which "
+            f"{leaf.path} is used: engine 'auto' reduces every microbatch in that; leave reduce_dtype None, make both "
+            'equal, or reduce once per step with reduce="once" (strategies that split parameters also need '
+            "reshard_after_backward=False)"
+        )
+
+
+def check_lowers(mesh: Any) -> None:
+    """Refuse to lower for a mesh of sizes alone: it does not say for which platform."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            "the mesh has no devices, so there is no platform to lower for; use jfsdp.make_mesh(devices=...), with "
+            "those of jax.experimental.topologies where the hardware is elsewhere"
+        )
