@@ -25,13 +25,13 @@ class NNXModel:
     def __init__(self, source: Any):
         self.instance = source if isinstance(source, nnx.Module) else None
         self.factory = source
-        model = self.instance if self.instance is not None else _abstract(source)
-        self.graphdef, params, state = nnx.split(model, nnx.Param, ...)
+        parts = _abstract(source) if self.instance is None else nnx.split(self.instance, nnx.Param, ...)
+        self.graphdef, params, state = parts
         self._params, self._state = nnx.to_flat_state(params), nnx.to_flat_state(state)
         self.params = {name: struct_of(value) for name, value in _arrays(self._params).items()}
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
-        self.modules = _modules(model)
+        self.modules = _modules(self.instance if self.instance is not None else nnx.merge(*parts))
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""
@@ -87,16 +87,27 @@ def _guard(path: str, unit: str, hooks: Hooks) -> Callable[..., Any]:
     return guard
 
 
-def _abstract(factory: Any) -> nnx.Module:
+def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
+    """Split a factory's model into its graph definition and shapes: in the trace, for outside of it a shape that stands
+    bare in a dict or a list is static to flax (0.12.8).
+    """
     if not callable(factory):
         raise ValueError(
             f"model {factory!r} is neither an nnx.Module, a factory f(rngs) -> nnx.Module, nor (linen_module, "
             "example_inputs)"
         )
-    model = nnx.eval_shape(lambda: _with_data(factory(nnx.Rngs(0))))
-    if not isinstance(model, nnx.Module):
-        raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
-    return model
+    graphdefs = []
+
+    def make() -> Any:
+        model = factory(nnx.Rngs(0))
+        if not isinstance(model, nnx.Module):
+            raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
+        graphdef, *parts = nnx.split(_with_data(model), nnx.Param, ...)
+        graphdefs.append(graphdef)
+        return parts
+
+    params, state = jax.eval_shape(make)
+    return graphdefs[0], params, state
 
 
 def _with_data(model: Any) -> Any:

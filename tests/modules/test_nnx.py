@@ -293,14 +293,15 @@ def test_modules_that_are_no_pytrees_keep_their_lists(factory, unit):
 
 
 class Masked(nnx.Module):
-    """Holds a bare array, which a call reads."""
+    """Holds bare arrays, one of them in a dict and one in a list, which a call reads."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
         self.mask = jnp.arange(DIM) % 2.0
+        self.tables = nnx.data({"shift": jnp.arange(DIM) / DIM, "scales": [jnp.full((), 2.0)]})
 
     def __call__(self, x):
-        return self.linear(x) * self.mask
+        return self.linear(x) * self.mask * self.tables["scales"][0] + self.tables["shift"]
 
 
 class MaskedNet(nnx.Module):
@@ -315,7 +316,8 @@ class MaskedNet(nnx.Module):
 
 def test_bare_arrays_of_a_factory_are_state_as_they_are_of_an_instance():
     instance = MaskedNet(nnx.Rngs(jax.random.key(0)))
-    assert {"layers.0.mask", "layers.1.mask"} <= set(NNXModel(instance).state)
+    names = {"mask", "tables.shift", "tables.scales.0"}
+    assert {f"layers.{i}.{name}" for i in range(2) for name in names} <= set(NNXModel(instance).state)
     states, losses = [], []
     for source in (MaskedNet, instance):
         model = jfsdp.fully_shard(source, units=[Masked], min_size=1)
