@@ -14,6 +14,7 @@ import numpy as np
 from flax import linen
 from flax.core import meta, unfreeze
 from flax.core.scope import DenyList, in_filter
+from flax.errors import ScopeParamNotFoundError
 
 from jfsdp.layout.units import ModuleInfo
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
@@ -230,7 +231,15 @@ class BoundModel:
         if callable(captures):
             kwargs["capture_intermediates"] = lambda module, name: name != IN_UNIT and captures(module, name)
         with linen.intercept_methods(make_interceptor(self._hooks)):
-            return self.module.apply({**variables, PARAMS: self._params}, *args, mutable=mutable, **kwargs)
+            try:
+                return self.module.apply({**variables, PARAMS: self._params}, *args, mutable=mutable, **kwargs)
+            except ScopeParamNotFoundError as error:
+                if not self._hooks.units:
+                    raise
+                raise ValueError(
+                    f"{error} Init made no such parameter; if a module names it after the weights of a unit that it "
+                    "maps from outside (nn.WeightNorm), make a unit of a module that holds both, or leave it to the root unit"
+                ) from error
 
     def __getattr__(self, name: str) -> Any:
         cls, fields = type(self.module), {field.name for field in dataclasses.fields(self.module)}

@@ -113,6 +113,15 @@ class NotGathered(meta.AxisMetadata):
     def add_axis(self, index: int, params: dict[Any, Any]) -> NotGathered:
         return self.remove_axis(index, params)
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise NotGatheredError(str(not_gathered(self.path, self.unit)))
+
+
+# A transform that maps variables (nn.map_variables) sees the boxes themselves.
+for _name in ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for operator in _OPERATORS)):
+    setattr(NotGathered, f"__{_name}__", NotGathered._refuse)
+
 
 class Labelled(NotGathered):
     """A parameter with its name, for discovery: Flax opens the box, and no trace cached for other names serves it."""

@@ -55,6 +55,31 @@ def test_a_layer_of_a_unit_called_from_outside_is_refused_by_name():
     refuse(r"unit\.inner\.(kernel|bias): read outside the calls of its unit 'unit'", Reaching(), units=[TwoLayers])
 
 
+class Mapped(nn.Module):
+    """Maps the weights of a layer before that is called."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        def double(variables):
+            return {name: {**of, "kernel": of["kernel"] * 2.0} if of else of for name, of in variables.items()}
+
+        layer = nn.map_variables(nn.Dense, "params", double, init=self.is_initializing())
+        return layer(DIM, name="layer")(x)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.WeightNorm(nn.Dense(DIM))(x)
+
+
+def test_weights_of_a_unit_mapped_from_outside_are_refused_by_name_and_fine_in_the_root():
+    refuse(r"layer\.kernel: read outside the calls of its unit 'layer'", Mapped(), units=[nn.Dense])
+    refuse('"Dense_0/kernel/.* make a unit of a module that holds both', Normed(), units=[nn.Dense])
+    train_sharded(shard(Mapped(), units=[]), mean_square, [data()])
+    train_sharded(shard(Normed(), units=[nn.WeightNorm]), mean_square, [data()])
+
+
 def test_layers_stacked_along_another_dim_are_refused_by_name_and_fine_in_the_root():
     class Stacked(nn.Module):
         @nn.compact
