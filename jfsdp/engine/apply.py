@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jfsdp.engine.dataflow import num_readers, passes_through
-from jfsdp.engine.engine import Engine, Pull, cast_floating, label_params
+from jfsdp.engine.dataflow import num_readers, passes_through, reads
+from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
 from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
@@ -53,6 +53,7 @@ class ShardedApply:
             on slices that the layout does not know.
         """
         run, root, rest = self._root(fn, params, state, inputs)
+        self._check_padded(run, root, rest)
         out = self.engine.call_unit(ROOT, run, root, rest)
         self._check_writes(ROOT, run, root, rest)
         return out
@@ -73,6 +74,7 @@ class ShardedApply:
           ValueError: as `__call__`; and if no value has a name that a remat is to save.
         """
         run, root, rest = self._root(fn, params, state, inputs)
+        self._check_padded(run, root, rest)
         wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)}
         seen = set() if wanted else None
         ((_, out), after), pull = self.engine.vjp(run, root, rest, seen, params)
@@ -107,6 +109,27 @@ class ShardedApply:
         finally:
             self._open.pop()
         return cast_floating(out, self.layout.policy(name).mp_policy.output_dtype), state
+
+    def _check_padded(self, run: _RootRun, root: Arrays, rest: dict[str, Any]) -> None:
+        """Refuse a read of a unit's weight outside its calls where it would see the padding.
+
+        It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables.
+        """
+        labels = jax.tree.leaves((dict.fromkeys(root, ""), label_params(rest)))
+        marked = [label != "" and self.layout.by_path[label].padding > 0 for label in labels]
+        if not any(marked):
+            return
+        jaxpr = jax.make_jaxpr(run)(self.engine.full_shapes(root), rest).jaxpr
+        for place, eqn in reads(jaxpr, marked):
+            if f"{SCOPE}." not in str(eqn.source_info.name_stack):
+                leaf = self.layout.by_path[labels[place]]
+                assert leaf.dim is not None
+                axes, size = " x ".join(leaf.stage("opt").axes), leaf.shape[leaf.dim]
+                raise ValueError(
+                    f"{leaf.path}: read outside the calls of its unit {leaf.unit!r}, where dim {leaf.dim} (size "
+                    f"{size}) is padded to {size + leaf.padding}, to be split over {axes}; of a penalty on weights "
+                    "make weight decay, in the optimizer, or leave that module out of units="
+                )
 
     def _check_writes(self, unit: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> None:
         """Refuse a call that writes parameters.

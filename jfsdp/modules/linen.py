@@ -237,8 +237,8 @@ class BoundModel:
                 if not self._hooks.units:
                     raise
                 raise ValueError(
-                    f"{error} Init made no such parameter; if a module names it after the weights of a unit that it "
-                    "maps from outside (nn.WeightNorm), make a unit of a module that holds both, or leave it to the root unit"
+                    f"{error} Init made no such parameter; if a module names it after a unit's weights, which it maps "
+                    "from outside (nn.WeightNorm), make a unit of a module that holds both, or leave it to the root"
                 ) from error
 
     def __getattr__(self, name: str) -> Any:

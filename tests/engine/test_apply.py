@@ -215,8 +215,8 @@ def test_a_unit_that_is_never_called_gets_no_gradient():
 
 
 class TiedNet(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(37, DIM, rngs=rngs)
+    def __init__(self, rngs, dim=DIM):
+        self.embed = nnx.Embed(37, dim, rngs=rngs)
 
     def __call__(self, x):
         return self.embed.attend(self.embed(jnp.abs(x[:, :4]).astype(jnp.int32)))
@@ -237,6 +237,23 @@ def test_a_penalty_on_the_weights_of_a_unit_is_refused():
     model = shard(lambda rngs: Net(rngs, Spy), (Spy,))
     with pytest.raises(ValueError, match=r"layers\.0\.linear\.kernel: read outside"):
         model.train_step(penalized, TX)(model.init(TX), batch())
+
+
+def test_padding_is_not_read_with_all_weights_at_once():
+    def penalized(model, x):
+        weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+        return mean_square(model, x) + sum(jnp.mean((weight - 1) ** 2) for weight in weights)
+
+    make = functools.partial(TiedNet, dim=3)
+    model = shard(make, (nnx.Embed,))
+    match = r"embed\.embedding: read outside .* dim 0 \(size 37\) is padded to 40, .* over fsdp; .* weight decay"
+    with pytest.raises(ValueError, match=match):
+        model.train_step(penalized, TX)(model.init(TX), batch())
+    with pytest.raises(ValueError, match=match):
+        model.forward(penalized)(model.init(TX), batch())
+    root = shard(make, ())
+    _, metrics = root.train_step(penalized, TX)(root.init(TX), batch())
+    np.testing.assert_allclose(metrics["loss"], penalized(nnx.jit(lambda: make(nnx.Rngs(0)))(), batch()), rtol=1e-5)
 
 
 def wrapped(transform):
