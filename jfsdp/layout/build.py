@@ -86,11 +86,16 @@ def build_layout(
       ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
         that choose nothing or collide, and placements that cannot work.
     """
-    if min_size < 0:
-        raise ValueError(f"min_size={min_size} must be 0 or more")
+    if not isinstance(min_size, int) or min_size < 0:
+        raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
     if not isinstance(offload, OffloadPolicy | None):
         raise ValueError(f"offload_policy {offload!r} is not a jfsdp.OffloadPolicy, such as one of opt_state=True")
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
+    if rules.shard_dim is not None and not callable(rules.shard_dim):
+        raise ValueError(
+            f"shard_dim={rules.shard_dim!r} is not a function; say shard_dim=lambda path, shape: ..., which returns the "
+            "dim to split of a leaf, or None to leave the choice"
+        )
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     choices = _choose(leaves, strategy, rules, types or {}, sizes)
     policies = {name: _with_kept(policies[name], strategy, sizes) for name in units}

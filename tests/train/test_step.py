@@ -149,6 +149,9 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "ddp"}, "says how far parameters are split, and so does strategy 'ddp'"),
+        ({"shard_dim": 0}, "shard_dim=0 is not a function; say shard_dim=lambda path, shape:"),
+        ({"shard_dim": lambda path, shape: "last"}, r"shard_dim='last' is not a dim of shape \("),
+        ({"min_size": "1024"}, "min_size='1024' must be a whole number"),
         ({"reshard_after_forward": True, "strategy": "ddp"}, "contradicts strategy 'ddp'"),
     ],
 )
