@@ -44,6 +44,9 @@ def reshard(
       ValueError: if the layouts are of different models, listing names, shapes and dtypes that differ; if the mesh is
         not of the layout's sizes; or if a state of several processes is to go onto other devices.
     """
+    if not isinstance(state, TrainState) or not isinstance(layout, Layout | ShardedModel):
+        given = f"{type(state).__name__}, {type(layout).__name__}"
+        raise ValueError(f"reshard takes (state, layout or sharded model), and was given ({given})")
     if isinstance(layout, ShardedModel):
         state = dataclasses.replace(state, loss_scale=_loss_scale(state, layout))
         mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh

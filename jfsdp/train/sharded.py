@@ -329,8 +329,14 @@ class ShardedModel:
         Layout:  inputs as they come; outputs as XLA leaves them.
         Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped.
         """
+        if not callable(fn):
+            raise ValueError(f"forward takes a function fn(model, *inputs), and was given a {type(fn).__name__}")
 
         def run(state: TrainState, *inputs: Any) -> Any:
+            if not isinstance(state, TrainState):
+                raise ValueError(
+                    f"the state given is a {type(state).__name__}; an evaluation is called f(state, *inputs)"
+                )
             check_stands(state, self.layout)
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]

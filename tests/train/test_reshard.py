@@ -177,6 +177,13 @@ def test_layouts_of_other_models_are_refused_with_what_differs():
     assert "only in the new layout: blocks.down.kernel" in str(error.value)
 
 
+def test_what_is_no_state_and_no_layout_is_refused():
+    with pytest.raises(ValueError, match=r"reshard takes \(state, .*, and was given \(TrainState, str\)"):
+        jfsdp.reshard(lived_in("full8"), "full_shard")
+    with pytest.raises(ValueError, match=r"reshard takes \(state, .*, and was given \(dict, Layout\)"):
+        jfsdp.reshard({}, make("full8").layout)
+
+
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"needs 3 devices, and the state stands on 8; pass mesh="):
         jfsdp.reshard(lived_in("full8"), make("full3").layout)
