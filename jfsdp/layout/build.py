@@ -93,8 +93,8 @@ def build_layout(
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
     if rules.shard_dim is not None and not callable(rules.shard_dim):
         raise ValueError(
-            f"shard_dim={rules.shard_dim!r} is not a function; say shard_dim=lambda path, shape: ..., which returns the "
-            "dim to split of a leaf, or None to leave the choice"
+            f"shard_dim={rules.shard_dim!r} is not a function; say shard_dim=lambda path, shape: ..., which returns "
+            "the dim to split of a leaf, or None to leave the choice"
         )
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     choices = _choose(leaves, strategy, rules, types or {}, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,8 +42,11 @@ def as_loss(value: Any) -> Loss:
     given = value if hasattr(value, "total") else Loss(value, 1.0)
     if isinstance(given.total, (tuple, list, dict)):
         raise ValueError("loss_fn: returned a collection; return a scalar, or jfsdp.Loss(total, weight, aux)")
-    total, weight = jnp.asarray(given.total), jnp.asarray(given.weight, jnp.float32)
-    aux = {key: jnp.asarray(x, jnp.float32) for key, x in (getattr(given, "aux", None) or {}).items()}
+    extra = getattr(given, "aux", None)
+    if not isinstance(extra, Mapping | None):
+        raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
+    total, weight = _number("total", given.total), _number("weight", given.weight).astype(jnp.float32)
+    aux = {key: _number(f"aux[{key!r}]", x).astype(jnp.float32) for key, x in (extra or {}).items()}
     taken = [name for name in aux if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
@@ -52,3 +56,11 @@ def as_loss(value: Any) -> Loss:
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn: total has dtype {total.dtype.name}; a gradient needs a floating loss")
     return Loss(total.astype(jnp.float32), jax.lax.stop_gradient(weight), aux)
+
+
+def _number(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise ValueError(f"loss_fn: {name} is a {kind}; return a scalar, or jfsdp.Loss(total, weight, aux)") from error

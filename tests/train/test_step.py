@@ -8,13 +8,14 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.train.loss import as_loss
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
 
 TX = optax.adam(1e-2)
 
 
 def make(**options):
-    return jfsdp.fully_shard(Tower, units=[Block], min_size=20, **options)
+    return jfsdp.fully_shard(Tower, units=[Block], **{"min_size": 20, **options})
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,19 @@ def test_a_loss_that_is_not_a_scalar_is_refused(model):
         model.train_step(lambda model, batch: model(batch["tokens"]).sum(-1), TX)(model.init(TX), make_batches(1)[0])
 
 
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        ("low", r"total is a str; return a scalar, or jfsdp\.Loss\("),
+        (jfsdp.Loss(1.0, 1.0, np.ones(3)), "aux is a ndarray; make it a dict of scalars by name"),
+        (jfsdp.Loss(1.0, 1.0, {"parts": {"a": 1.0}}), r"aux\['parts'\] is a dict"),
+    ],
+)
+def test_what_is_no_number_in_a_loss_is_refused(loss, match):
+    with pytest.raises(ValueError, match=match):
+        as_loss(loss)
+
+
 def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
     step = model.train_step(lambda model, batch: jfsdp.Loss(1.0, 1.0, {"grad_norm": 0.0}), TX)
     with pytest.raises(ValueError, match="aux names grad_norm are those of the step's own metrics"):
@@ -178,6 +192,13 @@ def test_a_vocabulary_sized_leaf_is_never_replicated_silently(model):
 
 def test_jax_dtype_objects_are_taken_as_names():
     assert jfsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16).param_dtype == "bfloat16"
+
+
+def test_what_is_no_state_and_no_function_is_refused_by_an_evaluation(model):
+    with pytest.raises(ValueError, match=r"the state given is a NoneType; .* f\(state, \*inputs\)"):
+        model.forward(lambda model, x: model(x))(None, np.zeros((8, 4), np.int32))
+    with pytest.raises(ValueError, match=r"forward takes a function fn\(model, \*inputs\), and was given a TrainState"):
+        model.forward(model.abstract_state(TX))
 
 
 def test_a_donated_state_is_refused_before_it_reaches_xla(model):
