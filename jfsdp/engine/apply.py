@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import core
 
-from jfsdp.engine.dataflow import num_readers, passes_through, reads
+from jfsdp.engine.dataflow import depends_on, keep_outputs, num_readers, passes_through, reads
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
 from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
@@ -100,6 +101,19 @@ class ShardedApply:
         full = self.engine.full_shapes(root)
         counts = num_readers(jax.make_jaxpr(run)(full, rest).jaxpr)
         return [path for path, count in zip(sorted(full), counts) if count > 1]
+
+    def constant(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+    ) -> float | None:
+        """Return the scalar that `fn` returns if it depends on no array at all, else None. Moves no data."""
+        run, root, rest = self._root(fn, params, state, inputs)
+        closed = jax.make_jaxpr(lambda full, rest: run(full, rest)[0])(self.engine.full_shapes(root), rest)
+        jaxpr = keep_outputs(closed.jaxpr, [True])
+        if any(depends_on(jaxpr, [True] * len(jaxpr.invars))):
+            return None
+        # On the CPU: a step may be lowered for devices that are not there.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.ensure_compile_time_eval():
+            return float(core.eval_jaxpr(jaxpr, closed.consts, *[None] * len(jaxpr.invars))[0])
 
     def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:
         self._open.append(name)

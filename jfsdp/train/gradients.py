@@ -185,7 +185,8 @@ class Gradients:
         if not found.is_sum:
             warnings.warn(
                 'engine="manual": the loss is a scalar, and is taken for the mean over its rows, all of equal weight; '
-                'if it is not (a masked mean, a contrast between rows), return a jfsdp.Loss, or use engine="auto"',
+                "if it is not (a masked mean, a contrast between rows), return a jfsdp.Loss whose weight counts the "
+                'rows at hand, or use engine="auto"',
                 stacklevel=2,
             )
         layout = self.apply.layout

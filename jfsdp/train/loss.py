@@ -16,7 +16,7 @@ class Loss(NamedTuple):
 
     Attributes:
       total: scalar; the sum of the losses of what is counted (tokens, examples).
-      weight: scalar; how much was counted. Its gradient is not taken.
+      weight: scalar; how much was counted, in the rows at hand. Its gradient is not taken.
       aux: scalars by name, summed and divided like `total`, and returned among the metrics.
     """
 

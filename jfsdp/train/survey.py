@@ -25,7 +25,8 @@ class Survey:
     """What a trace shows.
 
     Attributes:
-      is_sum: whether the loss is a sum by its type.
+      is_sum: whether the loss is a sum by its type, and its weight follows the rows: one that is a constant, as in
+        `Loss(total, 512.0)`, would count once per device, so that such a loss is taken for a scalar.
       draws: whether it depends on rng keys.
       problem: why the model cannot run on a device's own rows; None if it can.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
@@ -60,7 +61,7 @@ def survey(
         nonlocal names
         loss, named = apply(as_sum, params, state, rows)
         names = list(named)
-        return [*named.values(), loss.total]
+        return [*named.values(), loss.weight, loss.total]
 
     jaxpr = jax.make_jaxpr(after)(rows, model_state, params).jaxpr
     num_rows, weights = len(jax.tree.leaves(rows)), sorted(params)
@@ -76,6 +77,11 @@ def survey(
         or _weight_problem(apply.layout, jaxpr, weights, held)
         or _state_problem(names, inputs, keys, by_rows, by_keys, passes_through(jaxpr))
     )
+    num_shards = apply.layout.num_shards(apply.layout.data_axes)
+    if is_sum and not by_rows[-2] and num_shards > 1:
+        fewer = jax.tree.map(lambda x: x[: x.shape[0] // num_shards], rows)
+        weigh = lambda rows: apply.constant(lambda *inputs: as_sum(*inputs).weight, params, model_state, rows)  # noqa: E731
+        is_sum = weigh(rows) != weigh(fewer)
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
     return Survey(is_sum, by_keys[-1], problem, own, any(map(_is_whole, whole)))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jfsdp
 from tests import reference
@@ -174,6 +175,22 @@ def test_a_scalar_that_is_no_mean_of_its_parts_is_left_to_the_global_batch():
         model = make(strategy)
         losses.append(float(model.train_step(masked_mean, TX)(model.init(TX), batch)[1]["loss"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
+    def by_constant(model, batch):
+        loss = token_loss(model, batch)
+        return jfsdp.Loss(loss.total, 100.0)
+
+    batch = make_batches(1)[0]
+    wanted = float(token_loss(Tower(nnx.Rngs(jax.random.key(0))), batch).total) / 100
+    model = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1)
+    _, metrics = model.train_step(by_constant, TX)(model.init(TX), batch)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    manual = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
+    with pytest.warns(UserWarning, match="return a jfsdp.Loss whose weight counts the rows at hand"):
+        manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
 
 
 def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
