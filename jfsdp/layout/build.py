@@ -86,7 +86,7 @@ def build_layout(
       ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
         that choose nothing or collide, and placements that cannot work.
     """
-    if not isinstance(min_size, int) or min_size < 0:
+    if not hasattr(min_size, "__index__") or min_size < 0:
         raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
     if not isinstance(offload, OffloadPolicy | None):
         raise ValueError(f"offload_policy {offload!r} is not a jfsdp.OffloadPolicy, such as one of opt_state=True")

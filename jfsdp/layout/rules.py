@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 DEFAULT_MIN_SIZE = 1024
 
@@ -59,8 +60,12 @@ def choose_dim(
 
 
 def _check_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int) -> int:
-    if not isinstance(dim, int):
-        raise ValueError(f"{path}: shard_dim={dim!r} is not a dim of shape {shape}; return a whole number, or None")
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise ValueError(
+            f"{path}: shard_dim={dim!r} is not a dim of shape {shape}; return a whole number, or None"
+        ) from None
     if not shape:
         raise ValueError(f"{path}: shard_dim={dim} was asked of a scalar, which has no dim; return None for it")
     resolved = dim + len(shape) if dim < 0 else dim

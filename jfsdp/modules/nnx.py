@@ -25,13 +25,13 @@ class NNXModel:
     def __init__(self, source: Any):
         self.instance = source if isinstance(source, nnx.Module) else None
         self.factory = source
-        parts = _abstract(source) if self.instance is None else nnx.split(self.instance, nnx.Param, ...)
-        self.graphdef, params, state = parts
+        split = _abstract(source) if self.instance is None else nnx.split(self.instance, nnx.Param, ...)
+        self.graphdef, params, state = split
         self._params, self._state = nnx.to_flat_state(params), nnx.to_flat_state(state)
         self.params = {name: struct_of(value) for name, value in _arrays(self._params).items()}
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
-        self.modules = _modules(self.instance if self.instance is not None else nnx.merge(*parts))
+        self.modules = _modules(self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state))
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,9 +49,9 @@ class StepConfig:
       reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
         times the traffic; between the groups of a hybrid strategy only once, if the loss is a `Loss`). "once"
         accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`); a scalar
-        loss is then a mean per device. None: as the strategy's table says, which is "once" for zero1 with a `Loss`,
-        and "every" for the others. Where reducing later could change the result, a step that was not told "once"
-        reduces every microbatch, and warns.
+        loss is then a mean per device. None: as the strategy's table says, which is "once" for zero1 with a `Loss`
+        where all parameters are whole at rest, and "every" for the others. Where reducing later could change the
+        result, a step that was not told "once" reduces every microbatch, and warns.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
         last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
         root) to False says so of some units.
@@ -73,8 +74,9 @@ class StepConfig:
             raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
         if self.reduce not in (None, "every", "once"):
             raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive, or None")
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, numbers.Real) and norm > 0):
+            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
 
     def held_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.
@@ -310,8 +312,10 @@ def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) ->
         is_once = config.reduce == "once"
     held = config.held_units(layout)
     split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes and leaf.unit not in held]
-    is_whole = len(held) == len(layout.units)
-    if is_once and not is_manual and not is_whole and (layout.strategy.axes("grad") or split):
+    is_whole = is_manual or len(held) == len(layout.units) or not (layout.strategy.axes("grad") or split)
+    if config.reduce is None:
+        return is_once and is_whole
+    if is_once and not is_whole:
         able = ", ".join(name for name, strategy in STRATEGIES.items() if not strategy.axes("grad"))
         what = f"{split[0]} is split at rest" if split else "its gradient accumulator is split"
         raise ValueError(

@@ -190,6 +190,7 @@ PLACED = {
         "full_shard",
         {"placements": {"embed": P(None, "fsdp"), "lm_head": "ddp", "layers.0": "zero1"}},
     ),
+    "zero1, one of them split": ("llama-list", "8", "zero1", {"placements": {"lm_head": "full_shard"}}),
     "factor 2": ("gpt2", "8", "full_shard", {"sharding_factor": 2}),
     "factor 1": ("llama", "8", "full_shard", {"sharding_factor": 1}),
     "hpz over groups": ("gpt2", "2x4", "full_shard", {"reshard_after_forward": 4}),

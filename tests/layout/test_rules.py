@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,11 @@ def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
     assert [choice.dim for choice in choices] == [dim, dim]
     assert (leaf["shape"][dim] + choices[0].padding) % leaf["num_shards"] == 0
     assert choices[0].reason == f"dim {dim}, as asked"
+
+
+def test_a_dim_may_be_a_number_of_numpy():
+    shape = (64, 128)
+    assert choose_dim("w", shape, 8, shard_dim=np.argmax(shape)) == choose_dim("w", shape, 8, shard_dim=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dim", [2, 5, -3])

@@ -43,6 +43,19 @@ def test_only_zero1_reduces_once_unless_asked_and_only_if_there_is_more_than_one
     assert not reduces_once(layout(strategy=strategy), StepConfig(accumulate, "every"))
 
 
+def test_zero1_with_a_parameter_split_at_rest_reduces_every_microbatch_unless_asked():
+    mixed = layout(strategy="zero1", placements={"0.kernel": "full_shard"}, min_size=4)
+    assert not reduces_once(mixed, StepConfig(2))
+    with pytest.raises(ValueError, match=r'reduce="once": strategy .*: 0\.kernel is split at rest'):
+        reduces_once(mixed, StepConfig(2, "once"))
+
+
+@pytest.mark.parametrize("norm", ["a", 0, -1.0])
+def test_a_norm_to_clip_to_is_a_positive_number(norm):
+    with pytest.raises(ValueError, match=r"max_grad_norm=.* must be a positive number, or None"):
+        StepConfig(max_grad_norm=norm)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reducing_once_needs_a_whole_accumulator_or_whole_parameters(strategy):
     if strategy in WHOLE:

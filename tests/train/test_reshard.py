@@ -179,9 +179,9 @@ def test_layouts_of_other_models_are_refused_with_what_differs():
 
 def test_what_is_no_state_and_no_layout_is_refused():
     with pytest.raises(ValueError, match=r"reshard takes \(state, .*, and was given \(TrainState, str\)"):
-        jfsdp.reshard(lived_in("full8"), "full_shard")
+        jfsdp.reshard(lived_in("full8"), "full_shard")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"reshard takes \(state, .*, and was given \(dict, Layout\)"):
-        jfsdp.reshard({}, make("full8").layout)
+        jfsdp.reshard({}, make("full8").layout)  # type: ignore[arg-type]
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
