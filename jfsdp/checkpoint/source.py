@@ -134,6 +134,21 @@ class Only:
         return self.source.read(name, index)
 
 
+class Renamed:
+    """The arrays of a source by other names.
+
+    Args:
+      names: its names, by those that the arrays are to have.
+    """
+
+    def __init__(self, source: Source, names: Mapping[str, str]):
+        self._source, self._names = source, names
+        self.arrays = {name: source.arrays[theirs] for name, theirs in names.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._source.read(self._names[name], index)
+
+
 class Prefixed:
     """The arrays of a source under names with something before them."""
 

@@ -102,6 +102,8 @@ class Export(_ModelOptions):
     max_length: Annotated[int | None, optional(int, "TOKENS")] = None
     """max_position_embeddings of config.json; default: of the weights that the model began with, unless it
     was trained on longer rows."""
+    ema: bool = False
+    """Write the averages that a run with --ema kept, in place of its parameters: its held-out losses are theirs."""
     json: bool = False
     """Print JSON."""
 
@@ -123,7 +125,7 @@ class Export(_ModelOptions):
         elif self.max_length is not None:
             config = _with_length(config, self.max_length)
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
-            source = our_parameters(path, _leaves(job), cache_bytes=STREAM_BYTES)
+            source = our_parameters(path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
         with progress_of(self.json, "exporting", bound, _bytes_of(source)) as progress:
             written = export_safetensors(

@@ -20,7 +20,7 @@ from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.places import find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.processes import in_all
 from jfsdp.checkpoint.reader import CACHE_BYTES, CheckpointSource
-from jfsdp.checkpoint.source import Only, Recast, Source, Unprefixed
+from jfsdp.checkpoint.source import Recast, Renamed, Source, Unprefixed
 from jfsdp.layout.report import list_differences
 
 CONFIG = "config.json"
@@ -126,24 +126,31 @@ def is_ours(path: Any) -> bool:
 
 
 def our_parameters(
-    path: Any, leaves: Shapes, names: Names = None, config: Any = None, *, cache_bytes: int = CACHE_BYTES
+    path: Any,
+    leaves: Shapes,
+    names: Names = None,
+    config: Any = None,
+    *,
+    averages: bool = False,
+    cache_bytes: int = CACHE_BYTES,
 ) -> Source:
     """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
 
     Args:
       names, config: as in `load_pretrained`: where the checkpoint says what its model computes, that is compared.
+      averages: give those of `jfsdp.track_ema` in place of the parameters that have one.
       cache_bytes: see `CheckpointSource`.
 
     Raises:
-      ValueError: if it is damaged, or of another model; lists what differs.
+      ValueError: if it is damaged, or of another model, listing what differs; or has no averages where they are asked.
     """
-    source, check = _open_ours(path, leaves, names, config, cache_bytes)
+    source, check = _open_ours(path, leaves, names, config, cache_bytes, averages)
     check()
     return source
 
 
 def _open_ours(
-    path: Any, leaves: Shapes, names: Names, config: Any, cache_bytes: int = CACHE_BYTES
+    path: Any, leaves: Shapes, names: Names, config: Any, cache_bytes: int = CACHE_BYTES, averages: bool = False
 ) -> tuple[Source, Callable[[], None]]:
     """Return the parameters of a checkpoint of ours, and what checks their files, for which processes wait."""
     source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
@@ -152,8 +159,9 @@ def _open_ours(
         names = as_name_map(names)
         if names.from_config is not None:
             _compare(source.path, names, dict(names.from_config(stated)), config, "the checkpoint")
-    inner = {name: array for name, array in source.arrays.items() if name.startswith("params.")}
-    view = OtherLayers(Only(source, inner), [f"params.{name}" for name in leaves])
+    inner = {name: name for name in source.arrays if name.startswith("params.")}
+    inner |= _averages(source, inner) if averages else {}
+    view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
     there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
     kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or kind")
     wanted = {name: _show(leaf) for name, leaf in leaves.items()}
@@ -161,7 +169,22 @@ def _open_ours(
     if lines:
         remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
         raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
-    return Unprefixed(view, "params."), functools.partial(source.check, inner)
+    return Unprefixed(view, "params."), functools.partial(source.check, list(inner.values()))
+
+
+def _averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:
+    """Find the averages that `track_ema` kept, by the names of their parameters."""
+    found: dict[str, dict[str, str]] = {}
+    for name in source.arrays:
+        where, mark, leaf = name.partition(".ema.")
+        if mark and where.startswith("opt_state") and f"params.{leaf}" in params:
+            found.setdefault(where, {})[f"params.{leaf}"] = name
+    if len(found) != 1:
+        raise ValueError(
+            f"checkpoint {source.path}: its optimizer keeps {len(found) or 'no'} averages of the parameters, and one "
+            "set of them is to be read; train with --ema (jfsdp.track_ema), or leave them out"
+        )
+    return next(iter(found.values()))
 
 
 def _show(array: Any) -> str:

@@ -1,5 +1,6 @@
 """The first state of a run from given weights: in any form of sharding, cast, and read in slices."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,9 @@ from jfsdp.checkpoint.foreign import mapping, pretrained
 from jfsdp.checkpoint.foreign.mapping import bind
 from jfsdp.checkpoint.foreign.pretrained import load_pretrained
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.model import as_model
+from jfsdp.train.ema import with_ema
 from jfsdp.train.job import load_job, parse_config
 from jfsdp.train.storage import by_leaf
 
@@ -130,6 +133,21 @@ def test_every_byte_is_read_once_and_no_slice_is_larger_than_a_device_holds(weig
     assert max(size for name, size in read if name == split) == 16 * 24 * 4 // 8
     # Split leaves once, those that every device holds once for all devices of this process.
     assert sum(totals.values()) == sum(value.nbytes for value in ours.values())
+
+
+@pytest.mark.parametrize("target", ["full_shard on 3", "flat storage"])
+def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
+    state = load(weights[0], target)
+    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x * 2, state.opt_state))
+    jfsdp.save(tmp_path / "c", state)
+    leaves = as_model(job().model).params
+    source = pretrained.our_parameters(tmp_path / "c", leaves, averages=True)
+    for name in leaves:
+        wanted = np.asarray(jfsdp.full(with_ema(state), name))
+        assert wanted.any() and np.array_equal(read_whole(source, name), wanted), name
+    jfsdp.save(tmp_path / "plain", sharded(target).init(optax.adamw(1e-3)))
+    with pytest.raises(ValueError, match=r"keeps no averages of the parameters, .*; train with --ema"):
+        pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 
 
 def test_other_weights_are_refused_with_what_is_left_over(weights, tmp_path):
