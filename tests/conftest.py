@@ -12,6 +12,8 @@ import pytest
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Threads for more than one collective of every device: one wait for ever was seen in six runs of all tests without.
+os.environ.setdefault("NPROC", str(4 * NUM_DEVICES))
 # Nothing is fetched: models of other people are made here, with random weights.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(
