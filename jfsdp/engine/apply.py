@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 from jax import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfsdp.engine.dataflow import depends_on, keep_outputs, num_readers, passes_through, reads
+from jfsdp.engine.dataflow import keep_outputs, num_readers, passes_through, reads
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
 from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
@@ -108,12 +109,13 @@ class ShardedApply:
         """Return the scalar that `fn` returns if it depends on no array at all, else None. Moves no data."""
         run, root, rest = self._root(fn, params, state, inputs)
         closed = jax.make_jaxpr(lambda full, rest: run(full, rest)[0])(self.engine.full_shapes(root), rest)
-        jaxpr = keep_outputs(closed.jaxpr, [True])
-        if any(depends_on(jaxpr, [True] * len(jaxpr.invars))):
+        # Inside calls and loops too: what computes the scalar there may compute with arrays beside it.
+        jaxpr, is_read = dce_jaxpr(keep_outputs(closed.jaxpr, [True]), [True])
+        if any(is_read):
             return None
         # On the CPU: a step may be lowered for devices that are not there.
         with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.ensure_compile_time_eval():
-            return float(core.eval_jaxpr(jaxpr, closed.consts, *[None] * len(jaxpr.invars))[0])
+            return float(core.eval_jaxpr(jaxpr, closed.consts)[0])
 
     def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:
         self._open.append(name)

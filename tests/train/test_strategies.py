@@ -193,6 +193,31 @@ def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
         manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
 
 
+@jax.jit
+def summed_by_jit(values):
+    return jnp.sum(values), values.size
+
+
+@jax.checkpoint
+def summed_by_remat(values):
+    return jnp.sum(values), jnp.float32(values.size)
+
+
+def summed_by_scan(values):
+    return jax.lax.scan(lambda sums, row: ((sums[0] + row.sum(), sums[1] + row.size), None), (0.0, 0.0), values)[0]
+
+
+@pytest.mark.parametrize("summed", [summed_by_jit, summed_by_remat, summed_by_scan])
+def test_a_weight_that_is_counted_beside_the_loss_in_one_call_follows_the_rows(summed):
+    def loss(model, batch):
+        return jfsdp.Loss(*summed(model(batch["tokens"]) ** 2))
+
+    model, batch = jfsdp.fully_shard(Tower, units=[Block], strategy="zero1", min_size=1), make_batches(1)[0]
+    total, weight = loss(Tower(nnx.Rngs(jax.random.key(0))), batch)[:2]
+    _, metrics = model.train_step(loss, TX, accumulate=2)(model.init(TX), batch)
+    np.testing.assert_allclose((metrics["loss"], metrics["weight"]), (total / weight, weight), rtol=1e-5)
+
+
 def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
     model = make("hybrid_shard")
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
