@@ -113,8 +113,8 @@ class ShardedApply:
         jaxpr, is_read = dce_jaxpr(keep_outputs(closed.jaxpr, [True]), [True])
         if any(is_read):
             return None
-        # On the CPU: a step may be lowered for devices that are not there.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.ensure_compile_time_eval():
+        # On a device that is here: a step may be lowered for others.
+        with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
             return float(core.eval_jaxpr(jaxpr, closed.consts)[0])
 
     def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:

@@ -218,6 +218,19 @@ def test_a_weight_that_is_counted_beside_the_loss_in_one_call_follows_the_rows(s
     np.testing.assert_allclose((metrics["loss"], metrics["weight"]), (total / weight, weight), rtol=1e-5)
 
 
+def test_a_weight_is_computed_where_there_is_no_backend_but_the_meshs_own(monkeypatch):
+    """As under JAX_PLATFORMS=cuda: asked for the CPU's devices, JAX raises."""
+    model, devices = make("hybrid_shard"), jax.local_devices()
+
+    def only_theirs(backend=None):
+        assert backend is None
+        return devices
+
+    monkeypatch.setattr(jax, "local_devices", only_theirs)
+    loss = lambda model, batch: jfsdp.Loss((model(batch["tokens"]) ** 2).sum(), batch["tokens"].size)  # noqa: E731
+    model.train_step(loss, TX).lower(model.abstract_state(TX), make_batches(1)[0])
+
+
 def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
     model = make("hybrid_shard")
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
