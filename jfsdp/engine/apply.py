@@ -9,7 +9,7 @@ import jax
 from jax import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfsdp.engine.dataflow import keep_outputs, num_readers, passes_through, reads
+from jfsdp.engine.dataflow import CUTS, keep_outputs, num_readers, passes_through, reads
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
 from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
@@ -129,14 +129,15 @@ class ShardedApply:
     def _check_padded(self, run: _RootRun, root: Arrays, rest: dict[str, Any]) -> None:
         """Refuse a read of a unit's weight outside its calls where it would see the padding.
 
-        It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables.
+        It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables. A layer
+        that is cut out of a stack, and handed to the unit's call, is no read.
         """
         labels = jax.tree.leaves((dict.fromkeys(root, ""), label_params(rest)))
         marked = [label != "" and self.layout.by_path[label].padding > 0 for label in labels]
         if not any(marked):
             return
         jaxpr = jax.make_jaxpr(run)(self.engine.full_shapes(root), rest).jaxpr
-        for place, eqn in reads(jaxpr, marked):
+        for place, eqn in reads(jaxpr, marked, CUTS):
             if f"{SCOPE}." not in str(eqn.source_info.name_stack):
                 leaf = self.layout.by_path[labels[place]]
                 assert leaf.dim is not None

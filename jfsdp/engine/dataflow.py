@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+CUTS = ("slice", "dynamic_slice", "squeeze")
 
 
 def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
@@ -33,33 +34,42 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
     return [is_reached(atom) for atom in jaxpr.outvars]
 
 
-def passes_through(jaxpr: Any) -> list[int | None]:
-    """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data."""
+def passes_through(jaxpr: Any, cuts: Collection[str] = ()) -> list[int | None]:
+    """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data.
+
+    Args:
+      cuts: see `reads`.
+    """
     origin: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        for var, index in zip(eqn.outvars, _unchanged(eqn), strict=True):
+        for var, index in zip(eqn.outvars, _unchanged(eqn, cuts), strict=True):
             atom = None if index is None else eqn.invars[index]
             if atom is not None and not is_literal(atom) and atom in origin:
                 origin[var] = origin[atom]
     return [None if is_literal(atom) else origin.get(atom) for atom in jaxpr.outvars]
 
 
-def _unchanged(eqn: Any) -> list[int | None]:
-    """Tell for each output of an equation which of its inputs it is, unchanged."""
+def _unchanged(eqn: Any, cuts: Collection[str]) -> list[int | None]:
+    """Tell for each output of an equation which of its inputs it is, unchanged or a cut of it."""
     if eqn.primitive.name == "optimization_barrier":
         return list(range(len(eqn.outvars)))
+    if eqn.primitive.name in cuts:
+        return [0]
     inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
     if inner is not None and eqn.primitive.name == "scan":
-        return _scan_passes_through(eqn, inner)
+        return _scan_passes_through(eqn, inner, cuts)
     if inner is not None and eqn.primitive.name != "while" and _is_call(inner, eqn):
-        return passes_through(inner)
+        return passes_through(inner, cuts)
     return [None] * len(eqn.outvars)
 
 
-def reads(jaxpr: Any, marked: Sequence[bool]) -> Iterator[tuple[int, Any]]:
+def reads(jaxpr: Any, marked: Sequence[bool], cuts: Collection[str] = ()) -> Iterator[tuple[int, Any]]:
     """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
 
     Moves no data.
+
+    Args:
+      cuts: operations, of `CUTS`, that are no reads of what they cut: who reads the cut reads the input.
     """
     origin = {var: place for place, (var, mark) in enumerate(zip(jaxpr.invars, marked, strict=True)) if mark}
     for eqn in jaxpr.eqns:
@@ -69,11 +79,15 @@ def reads(jaxpr: Any, marked: Sequence[bool]) -> Iterator[tuple[int, Any]]:
         bodies = list(_bodies(eqn))
         for inner, inputs in bodies:
             inside = [places[index] for index in inputs]
-            for index, reader in reads(inner, [place is not None for place in inside]):
+            for index, reader in reads(inner, [place is not None for place in inside], cuts):
                 yield inside[index], reader  # type: ignore[misc]
-        if not bodies and eqn.primitive.name != "optimization_barrier":
+            if cuts and eqn.primitive.name in ("scan", "while", "cond"):  # what is cut in there is not followed out
+                pairs = zip(passes_through(inner, cuts), passes_through(inner), strict=True)
+                left = (inside[cut] for cut, whole in pairs if cut is not None and whole is None)
+                yield from ((place, eqn) for place in left if place is not None)
+        if not bodies and eqn.primitive.name not in ("optimization_barrier", *cuts):
             yield from ((place, eqn) for place in places if place is not None)
-        for var, index in zip(eqn.outvars, _unchanged(eqn), strict=True):
+        for var, index in zip(eqn.outvars, _unchanged(eqn, cuts), strict=True):
             if index is not None and places[index] is not None:
                 origin[var] = places[index]  # type: ignore[assignment]
 
@@ -93,10 +107,10 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
             yield inner, range(num)
 
 
-def _scan_passes_through(eqn: Any, body: Any) -> list[int | None]:
+def _scan_passes_through(eqn: Any, body: Any, cuts: Collection[str]) -> list[int | None]:
     """Tell which outputs of a scan are inputs: a carry that its body hands on, ys that are a row of xs each."""
     num_consts, num_carry = scan_counts(eqn)
-    found = passes_through(body)
+    found = passes_through(body, cuts)
     carry = [index if index == num_consts + place else None for place, index in enumerate(found[:num_carry])]
     is_xs = (index is not None and index >= num_consts + num_carry for index in found[num_carry:])
     return carry + [index if mark else None for index, mark in zip(found[num_carry:], is_xs, strict=True)]

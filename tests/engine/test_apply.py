@@ -256,6 +256,41 @@ def test_padding_is_not_read_with_all_weights_at_once():
     np.testing.assert_allclose(metrics["loss"], penalized(nnx.jit(lambda: make(nnx.Rngs(0)))(), batch()), rtol=1e-5)
 
 
+class Unrolled(nnx.Module):
+    """A stack whose layers are called one by one: whole in the padded dim."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda key: nnx.Linear(37, 37, rngs=nnx.Rngs(key)), in_axes=0)
+        self.layers = make(jax.random.split(rngs.params(), 3))
+
+    def layer(self, at):
+        graph, state = nnx.split(self.layers)
+        return nnx.merge(graph, jax.tree.map(lambda stack: stack[at], state))
+
+    def __call__(self, x):
+        return jax.lax.fori_loop(1, 3, lambda at, x: self.layer(at)(x), self.layer(0)(x))
+
+
+def test_layers_are_cut_out_of_a_padded_stack_and_called():
+    model, x = shard(Unrolled, (nnx.Linear,)), jnp.ones((8, 37))
+    assert all(leaf.padding for leaf in model.layout.leaves)
+    _, metrics = model.train_step(mean_square, TX)(model.init(TX), x)
+    wanted = mean_square(nnx.jit(lambda: Unrolled(nnx.Rngs(0)))(), x)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda stack: stack[0], lambda stack: jax.lax.map(lambda at: stack[at], jnp.arange(3))]
+)
+def test_padding_is_not_read_in_layers_cut_out_of_a_stack(cut):
+    def penalized(model, x):
+        return mean_square(model, x) + sum(cut(stack).mean() for stack in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    model = shard(Unrolled, (nnx.Linear,))
+    with pytest.raises(ValueError, match="read outside the calls of its unit"):
+        model.train_step(penalized, TX)(model.init(TX), jnp.ones((8, 37)))
+
+
 def wrapped(transform):
     class Wrapped(Spy):
         def __call__(self, x):
