@@ -35,6 +35,10 @@ FILE_BYTES = 128 << 20
 _LOADING = 8
 """So many pieces are loaded at once where they are read while they are written."""
 
+_TIMEOUT_S = 24 * 3600
+"""Orbax (0.12) gives up a checkpoint that takes longer than this, by itself after 20 minutes: too few for a large one
+on a slow disk, and for a conversion, which reads while it writes."""
+
 
 class _PiecesHandler(ocp.type_handlers.ArrayHandler):
     """What orbax calls to write `Pieces`; to who reads them they are arrays like any other."""
@@ -73,7 +77,7 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
 
     Attributes:
       error: what went wrong in the background. It is kept, and raised by `Writer`: one that orbax sees in one process
-        leaves the others waiting at its next barrier (orbax 0.12: for ten minutes).
+        leaves the others waiting at its next barrier (orbax 0.12: for `_TIMEOUT_S`).
     """
 
     def __init__(self) -> None:
@@ -166,7 +170,7 @@ class Writer:
     """Writes checkpoints one after the other, each in the background. No program ends before they are written."""
 
     def __init__(self) -> None:
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
         self._handler = _StateHandler()
         self._orbax = ocp.AsyncCheckpointer(self._handler, async_options=options)
         self._thread: threading.Thread | None = None

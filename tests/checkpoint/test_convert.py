@@ -1,6 +1,8 @@
 """One checkpoint into another: casts, stacks and lists, some of the arrays, other chunks, and what it holds."""
 
 import math
+import threading
+import time
 import tracemalloc
 
 import jax.numpy as jnp
@@ -108,6 +110,24 @@ def test_what_is_damaged_is_not_converted_and_nothing_stays(tmp_path):
         convert(path, tmp_path / "b")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
     convert(path, tmp_path / "b", skip="params")
+
+
+def test_what_takes_long_is_not_given_up(tmp_path, monkeypatch):
+    """Orbax waits for 20 minutes unless it is told otherwise."""
+    begin, now = time.time(), time.time
+
+    class Slow(Arrays):
+        def read(self, name, index):
+            monkeypatch.setattr(time, "time", lambda: now() + 3600)
+            threading.Event().wait(0.5)
+            return super().read(name, index)
+
+    values = {"params.w": np.ones(3, np.float32)}
+    documents = {LAYOUT: None, CONFIG: None, EXTRA: [None]}
+    write_source(tmp_path / "a", Slow(values), list(values), {"step": 7}, documents)
+    assert time.time() - begin > 3600
+    monkeypatch.undo()
+    assert_same_bits(read(tmp_path / "a"), values)
 
 
 @pytest.mark.parametrize(
