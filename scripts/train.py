@@ -163,7 +163,7 @@ def describer_of(config: TrainConfig, stored: Mapping[str, Any]) -> Callable[[An
     from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 
     path = Path(config.init_from).expanduser() if config.init_from else None
-    theirs = stored.get("pretrained", {}) if config.resume else stated_config(path) if path else {}
+    theirs = stored.get("pretrained") or (stated_config(path) if path else {})
 
     def describe(job: Any, seq_len: int) -> dict[str, Any] | None:
         if not (job.pretrained or {}).get("to_config"):

@@ -425,6 +425,14 @@ def test_a_resumed_run_says_of_its_weights_what_it_said_before():
     assert (short["max_position_embeddings"], long["max_position_embeddings"]) == (4096, 8192)
 
 
+def test_a_run_that_resumes_from_nothing_yet_says_of_its_weights_what_they_say(tmp_path):
+    """A job that is always started with --resume, so that it goes on wherever it was stopped."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    config = parse("--recipe", "stdlib", "--resume", "--init-from", str(tmp_path))
+    stated = script().describer_of(config, {})(load_job("llama-tiny", None), 16)
+    assert stated is not None and stated["eos_token_id"] == 7
+
+
 def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
     (tmp_path / "own_jobs.py").write_text(BIGRAM)
     more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]
