@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -230,7 +231,7 @@ class ShardedModel:
         """
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
-        if not isinstance(seed, int) or not 0 <= seed < 2**31:
+        if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**31:
             raise ValueError(f"seed={seed!r} must be a whole number in 0..2**31-1 (not a key)")
         if self.model.instance is None:
             return self._compile_init(tx)(seed)

@@ -70,12 +70,12 @@ class StepConfig:
     compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not isinstance(self.accumulate, numbers.Integral) or self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
         if self.reduce not in (None, "every", "once"):
             raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
         norm = self.max_grad_norm
-        if norm is not None and not (isinstance(norm, numbers.Real) and norm > 0):
+        if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
             raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
 
     def held_units(self, layout: Layout) -> tuple[str, ...]:

@@ -106,6 +106,13 @@ def test_bad_options_are_named(model, options, match):
         model.train_step(token_loss, TX, **options)
 
 
+def test_numbers_of_numpy_and_jax_are_numbers(model):
+    batch, numpys = make_batches(1)[0], {"accumulate": np.int64(2), "max_grad_norm": jnp.float32(0.25)}
+    step, same = (model.train_step(token_loss, TX, **how) for how in (numpys, {"accumulate": 2, "max_grad_norm": 0.25}))
+    _, metrics = step(model.init(TX, seed=np.int32(3)), batch)
+    assert metrics["loss"] == same(model.init(TX, seed=3), batch)[1]["loss"]
+
+
 @pytest.mark.parametrize(("rows", "accumulate"), [(12, 1), (16, 4), (0, 1)])
 def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumulate):
     batch = make_batches(1, rows=rows)[0]
