@@ -12,7 +12,7 @@ import pytest
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Threads for more than one collective of every device: one wait for ever was seen in six runs of all tests without.
+# Threads for more than one collective of every device: without, eight devices once waited for each other for ever.
 os.environ.setdefault("NPROC", str(4 * NUM_DEVICES))
 # Nothing is fetched: models of other people are made here, with random weights.
 os.environ["HF_HUB_OFFLINE"] = "1"
