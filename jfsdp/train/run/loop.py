@@ -144,12 +144,15 @@ class Loop:
         return state, metrics
 
     def _next_batch(self, state: TrainState) -> Any:
-        """Take the next batch; where the data cannot be read on, save what was trained before the error goes on."""
+        """Take the next batch; where the data cannot be read on, save what was trained before the error goes on.
+
+        One of several processes saves nothing: it would wait for the others, and they for it in their next step.
+        """
         try:
             return next(self.batches)
         except (ValueError, OSError):
             step = int(state.step)
-            if self.last_saved != step and step > 0:
+            if jax.process_count() == 1 and self.last_saved != step and step > 0:
                 self._save(state, step)
                 self.display.say(f"the data cannot be read on; step {step} is saved")
             raise

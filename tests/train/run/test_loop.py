@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -92,6 +93,18 @@ def test_what_was_trained_is_saved_when_the_data_cannot_be_read_on():
     with pytest.raises(ValueError, match="line 7"):
         run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
     assert [step for step, *_ in records.saved] == [4, 5]
+
+
+def test_a_process_whose_data_cannot_be_read_on_does_not_wait_for_others_to_save(monkeypatch):
+    def batches():
+        yield from range(1, 6)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise OSError("stale file handle")
+
+    records = Records()
+    with pytest.raises(OSError, match="stale"):
+        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
+    assert [step for step, *_ in records.saved] == [4]
 
 
 def steps_of(records):
