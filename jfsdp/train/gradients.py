@@ -220,6 +220,8 @@ class Gradients:
         if not axes and found.draws:
             return None  # fewer bytes are not worth other dropout masks than those of one device
         if self.once and self.is_asked:
+            if found.is_constant:
+                problem = problem or "the weight of the loss is the same for any number of rows (count those at hand)"
             if problem:
                 raise ValueError(
                     f'reduce="once": {problem}, and each device would see its own rows only; use reduce="every"'

@@ -49,9 +49,10 @@ class StepConfig:
       reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
         times the traffic; between the groups of a hybrid strategy only once, if the loss is a `Loss`). "once"
         accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`); a scalar
-        loss is then a mean per device. None: as the strategy's table says, which is "once" for zero1 with a `Loss`
-        where all parameters are whole at rest, and "every" for the others. Where reducing later could change the
-        result, a step that was not told "once" reduces every microbatch, and warns.
+        loss is then a mean per device, and a `Loss` has to weigh the rows at hand. None: as the strategy's table says,
+        which is "once" for zero1 with a `Loss` where all parameters are whole at rest, and "every" for the others.
+        Where reducing later could change the result, a step that was not told "once" reduces every microbatch, and
+        warns.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
         last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
         root) to False says so of some units.

@@ -27,6 +27,7 @@ class Survey:
     Attributes:
       is_sum: whether the loss is a sum by its type, and its weight follows the rows: one that is a constant, as in
         `Loss(total, 512.0)`, would count once per device, so that such a loss is taken for a scalar.
+      is_constant: whether it is such a `Loss`.
       draws: whether it depends on rng keys.
       problem: why the model cannot run on a device's own rows; None if it can.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
@@ -34,6 +35,7 @@ class Survey:
     """
 
     is_sum: bool
+    is_constant: bool
     draws: bool
     problem: str | None
     model_axes: tuple[str, ...]
@@ -49,7 +51,7 @@ def survey(
     held: Collection[str] = (),
 ) -> Survey:
     """Trace a loss on the rows of a microbatch and read what it does; `held` units are whole. Moves no data."""
-    is_sum, names, params = False, [], unpack_tree(apply.layout, dict(source))
+    is_sum, is_constant, names, params = False, False, [], unpack_tree(apply.layout, dict(source))
 
     def as_sum(model: Any, rows: Any) -> Loss:
         nonlocal is_sum
@@ -81,9 +83,11 @@ def survey(
     if is_sum and not by_rows[-2] and num_shards > 1:
         fewer = jax.tree.map(lambda x: x[: x.shape[0] // num_shards], rows)
         weigh = lambda rows: apply.constant(lambda *inputs: as_sum(*inputs).weight, params, model_state, rows)  # noqa: E731
-        is_sum = weigh(rows) != weigh(fewer)
+        weight = weigh(rows)
+        is_constant = weight is not None and weight == weigh(fewer)
+        is_sum = weight is not None and not is_constant
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
-    return Survey(is_sum, by_keys[-1], problem, own, any(map(_is_whole, whole)))
+    return Survey(is_sum, is_constant, by_keys[-1], problem, own, any(map(_is_whole, whole)))
 
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:

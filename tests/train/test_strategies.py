@@ -191,6 +191,9 @@ def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
     manual = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
     with pytest.warns(UserWarning, match="return a jfsdp.Loss whose weight counts the rows at hand"):
         manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
+    once = model.train_step(by_constant, TX, accumulate=2, reduce="once", reshard_after_backward=False)
+    with pytest.raises(ValueError, match=r'reduce="once": the weight of the loss is the same for any number of rows'):
+        once.lower(model.abstract_state(TX), batch)
 
 
 @jax.jit
