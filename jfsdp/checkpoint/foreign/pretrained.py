@@ -227,7 +227,8 @@ def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, An
     ours = dict(names.to_config(config, seq_len))
     kept = {name: value for name, value in (theirs or {}).items() if name in _SPECIAL_TOKENS}
     if _LENGTH in ours:
-        kept[_LENGTH] = max(ours[_LENGTH], (theirs or {}).get(_LENGTH) or 0)
+        before = (theirs or {}).get(_LENGTH)
+        kept[_LENGTH] = max(ours[_LENGTH], before if isinstance(before, int) else 0)
     return ours | kept
 
 

@@ -109,12 +109,13 @@ class Loop:
           The last state, and how many steps were taken in all.
         """
         in_flight: list[jax.Array] = []
+        metrics: Metrics = {}
         step = self.last_saved = first
         try:
             while step < self.config.steps:
                 step += 1
                 self._start_trace(step, first)
-                state, metrics = self._take_step(state, step == first + 1)
+                state, metrics = self._take_step(state, metrics, step == first + 1)
                 in_flight.append(metrics["loss"])
                 while len(in_flight) >= self.max_in_flight:
                     in_flight.pop(0).block_until_ready()
@@ -130,8 +131,8 @@ class Loop:
             self._stop_trace(None, None)
         return state, step
 
-    def _take_step(self, state: TrainState, is_first: bool) -> tuple[TrainState, Metrics]:
-        batch = self._next_batch(state)
+    def _take_step(self, state: TrainState, before: Metrics, is_first: bool) -> tuple[TrainState, Metrics]:
+        batch = self._next_batch(state, before)
         if not is_first:
             self.throughput.count_step()
             return self.step(state, batch)
@@ -143,7 +144,7 @@ class Loop:
         self.throughput.restart()
         return state, metrics
 
-    def _next_batch(self, state: TrainState) -> Any:
+    def _next_batch(self, state: TrainState, before: Metrics) -> Any:
         """Take the next batch; where the data cannot be read on, save what was trained before the error goes on.
 
         One of several processes saves nothing: it would wait for the others, and they for it in their next step.
@@ -152,7 +153,8 @@ class Loop:
             return next(self.batches)
         except (ValueError, OSError):
             step = int(state.step)
-            if jax.process_count() == 1 and self.last_saved != step and step > 0:
+            if jax.process_count() == 1 and self.last_saved != step and before:
+                self._check_finite(before, step)
                 self._save(state, step)
                 self.display.say(f"the data cannot be read on; step {step} is saved")
             raise

@@ -95,6 +95,23 @@ def test_what_was_trained_is_saved_when_the_data_cannot_be_read_on():
     assert [step for step, *_ in records.saved] == [4, 5]
 
 
+def test_a_diverged_state_is_not_saved_either_when_the_data_cannot_be_read_on():
+    def batches():
+        yield from range(1, 6)
+        raise ValueError("line 7 is not JSON")
+
+    records = Records()
+    with pytest.raises(ValueError, match=r"step 5: the run has diverged \(loss nan"):
+        run_loop(
+            steps=9,
+            checkpoint_every=4,
+            batches=batches(),
+            records=records,
+            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
+        )
+    assert [step for step, *_ in records.saved] == [4]
+
+
 def test_a_process_whose_data_cannot_be_read_on_does_not_wait_for_others_to_save(monkeypatch):
     def batches():
         yield from range(1, 6)
