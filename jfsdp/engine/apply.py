@@ -9,7 +9,7 @@ import jax
 from jax import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfsdp.engine.dataflow import CUTS, keep_outputs, num_readers, passes_through, reads
+from jfsdp.engine.dataflow import cuts, keep_outputs, num_readers, passes_through, reads
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
 from jfsdp.engine.flat import unpack_tree
 from jfsdp.engine.unit import Arrays
@@ -130,15 +130,16 @@ class ShardedApply:
         """Refuse a read of a unit's weight outside its calls where it would see the padding.
 
         It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables. A layer
-        that is cut out of a stack, and handed to the unit's call, is no read.
+        that is cut out of a stack, and handed to the unit's call, is no read. The engine's own cut, of the padding, is.
         """
         labels = jax.tree.leaves((dict.fromkeys(root, ""), label_params(rest)))
         marked = [label != "" and self.layout.by_path[label].padding > 0 for label in labels]
         if not any(marked):
             return
         jaxpr = jax.make_jaxpr(run)(self.engine.full_shapes(root), rest).jaxpr
-        for place, eqn in reads(jaxpr, marked, CUTS):
-            if f"{SCOPE}." not in str(eqn.source_info.name_stack):
+        is_own = lambda eqn: f"{SCOPE}." in str(eqn.source_info.name_stack)  # noqa: E731
+        for place, eqn in reads(jaxpr, marked, lambda eqn: cuts(eqn) and not is_own(eqn)):
+            if not is_own(eqn):
                 leaf = self.layout.by_path[labels[place]]
                 assert leaf.dim is not None
                 axes, size = " x ".join(leaf.stage("opt").axes), leaf.shape[leaf.dim]

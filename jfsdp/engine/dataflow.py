@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-CUTS = ("slice", "dynamic_slice", "squeeze")
+_CUTS = ("slice", "dynamic_slice", "squeeze")
+
+
+def cuts(eqn: Any) -> bool:
+    """Tell whether an operation takes a part of its first operand and changes nothing. Moves no data."""
+    return eqn.primitive.name in _CUTS
 
 
 def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
@@ -34,42 +39,42 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
     return [is_reached(atom) for atom in jaxpr.outvars]
 
 
-def passes_through(jaxpr: Any, cuts: Collection[str] = ()) -> list[int | None]:
+def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] | None = None) -> list[int | None]:
     """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data.
 
     Args:
-      cuts: see `reads`.
+      is_cut: see `reads`.
     """
     origin: dict[Any, int] = {var: index for index, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        for var, index in zip(eqn.outvars, _unchanged(eqn, cuts), strict=True):
+        for var, index in zip(eqn.outvars, _unchanged(eqn, is_cut), strict=True):
             atom = None if index is None else eqn.invars[index]
             if atom is not None and not is_literal(atom) and atom in origin:
                 origin[var] = origin[atom]
     return [None if is_literal(atom) else origin.get(atom) for atom in jaxpr.outvars]
 
 
-def _unchanged(eqn: Any, cuts: Collection[str]) -> list[int | None]:
+def _unchanged(eqn: Any, is_cut: Callable[[Any], bool] | None) -> list[int | None]:
     """Tell for each output of an equation which of its inputs it is, unchanged or a cut of it."""
     if eqn.primitive.name == "optimization_barrier":
         return list(range(len(eqn.outvars)))
-    if eqn.primitive.name in cuts:
+    if is_cut is not None and is_cut(eqn):
         return [0]
     inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
     if inner is not None and eqn.primitive.name == "scan":
-        return _scan_passes_through(eqn, inner, cuts)
+        return _scan_passes_through(eqn, inner, is_cut)
     if inner is not None and eqn.primitive.name != "while" and _is_call(inner, eqn):
-        return passes_through(inner, cuts)
+        return passes_through(inner, is_cut)
     return [None] * len(eqn.outvars)
 
 
-def reads(jaxpr: Any, marked: Sequence[bool], cuts: Collection[str] = ()) -> Iterator[tuple[int, Any]]:
+def reads(jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] | None = None) -> Iterator[tuple[int, Any]]:
     """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
 
     Moves no data.
 
     Args:
-      cuts: operations, of `CUTS`, that are no reads of what they cut: who reads the cut reads the input.
+      is_cut: tells of an operation that it is no read of what it cuts: who reads the cut reads the input.
     """
     origin = {var: place for place, (var, mark) in enumerate(zip(jaxpr.invars, marked, strict=True)) if mark}
     for eqn in jaxpr.eqns:
@@ -79,15 +84,20 @@ def reads(jaxpr: Any, marked: Sequence[bool], cuts: Collection[str] = ()) -> Ite
         bodies = list(_bodies(eqn))
         for inner, inputs in bodies:
             inside = [places[index] for index in inputs]
-            for index, reader in reads(inner, [place is not None for place in inside], cuts):
+            for index, reader in reads(inner, [place is not None for place in inside], is_cut):
                 yield inside[index], reader  # type: ignore[misc]
-            if cuts and eqn.primitive.name in ("scan", "while", "cond"):  # what is cut in there is not followed out
-                pairs = zip(passes_through(inner, cuts), passes_through(inner), strict=True)
+            if is_cut is not None and eqn.primitive.name in (
+                "scan",
+                "while",
+                "cond",
+            ):  # what is cut in there is not followed out
+                pairs = zip(passes_through(inner, is_cut), passes_through(inner), strict=True)
                 left = (inside[cut] for cut, whole in pairs if cut is not None and whole is None)
                 yield from ((place, eqn) for place in left if place is not None)
-        if not bodies and eqn.primitive.name not in ("optimization_barrier", *cuts):
+        is_alias = eqn.primitive.name == "optimization_barrier" or (is_cut is not None and is_cut(eqn))
+        if not bodies and not is_alias:
             yield from ((place, eqn) for place in places if place is not None)
-        for var, index in zip(eqn.outvars, _unchanged(eqn, cuts), strict=True):
+        for var, index in zip(eqn.outvars, _unchanged(eqn, is_cut), strict=True):
             if index is not None and places[index] is not None:
                 origin[var] = places[index]  # type: ignore[assignment]
 
@@ -107,10 +117,10 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
             yield inner, range(num)
 
 
-def _scan_passes_through(eqn: Any, body: Any, cuts: Collection[str]) -> list[int | None]:
+def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool] | None) -> list[int | None]:
     """Tell which outputs of a scan are inputs: a carry that its body hands on, ys that are a row of xs each."""
     num_consts, num_carry = scan_counts(eqn)
-    found = passes_through(body, cuts)
+    found = passes_through(body, is_cut)
     carry = [index if index == num_consts + place else None for place, index in enumerate(found[:num_carry])]
     is_xs = (index is not None and index >= num_consts + num_carry for index in found[num_carry:])
     return carry + [index if mark else None for index, mark in zip(found[num_carry:], is_xs, strict=True)]

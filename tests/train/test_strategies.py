@@ -281,7 +281,7 @@ def test_dropout_masks_differ_between_devices_where_a_step_reduces_once():
     def loss(model, batch):
         out = model(batch["x"])
         total = out.sum()
-        return jfsdp.Loss(total, 1.0, {"squares": total**2})
+        return jfsdp.Loss(total, batch["x"].shape[0], {"squares": total**2})
 
     model = jfsdp.fully_shard(Dropped, strategy="ddp")
     step = model.train_step(loss, optax.sgd(0.0), accumulate=2, reduce="once")
