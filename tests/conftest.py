@@ -5,24 +5,18 @@ import os
 import shutil
 import sys
 import tempfile
-from importlib.metadata import version
 
 import pytest
 
 NUM_DEVICES = 8
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Threads for more than one collective of every device: without, eight devices once waited for each other for ever.
-os.environ.setdefault("NPROC", str(4 * NUM_DEVICES))
 # Nothing is fetched: models of other people are made here, with random weights.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-        # The older emitter of fused kernels, all in one module: half of the time that compiling a step takes otherwise.
-        "--xla_cpu_parallel_codegen_split_count=1",
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
         # A loaded 2-core machine may leave a rendezvous of 8 threads waiting longer than the default 40 s.
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]

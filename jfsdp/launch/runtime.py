@@ -36,9 +36,6 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
         # the process after 40 s of waiting.
         flags["xla_cpu_collective_call_warn_stuck_timeout_seconds"] = "300"
         flags["xla_cpu_collective_call_terminate_timeout_seconds"] = "600"
-        # XLA makes its pools as large as the number of cores that it reads here, at least one thread for each device.
-        # A thread that waits in a collective takes no other work, and what the last device needs may wait behind it.
-        os.environ.setdefault("NPROC", str(4 * simulate_devices))
     if deterministic:
         flags["xla_gpu_deterministic_ops"] = "true"
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
