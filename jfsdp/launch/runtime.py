@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> None:
-    """Write platform, XLA flags and threads into the environment. XLA reads them once, and ignores what comes later.
+    """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
 
     Args:
       simulate_devices: make the CPU look like this many devices; 0 uses the devices that are there.
