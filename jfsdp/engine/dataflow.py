@@ -9,11 +9,16 @@ from jax.extend import core
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CUTS = ("slice", "dynamic_slice", "squeeze")
+_LOOPS = ("scan", "while", "cond")
 
 
 def cuts(eqn: Any) -> bool:
     """Tell whether an operation takes a part of its first operand and changes nothing. Moves no data."""
     return eqn.primitive.name in _CUTS
+
+
+def _cuts_nothing(eqn: Any) -> bool:
+    return False
 
 
 def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
@@ -39,7 +44,7 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
     return [is_reached(atom) for atom in jaxpr.outvars]
 
 
-def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] | None = None) -> list[int | None]:
+def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] = _cuts_nothing) -> list[int | None]:
     """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data.
 
     Args:
@@ -54,11 +59,11 @@ def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] | None = None) -> l
     return [None if is_literal(atom) else origin.get(atom) for atom in jaxpr.outvars]
 
 
-def _unchanged(eqn: Any, is_cut: Callable[[Any], bool] | None) -> list[int | None]:
+def _unchanged(eqn: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
     """Tell for each output of an equation which of its inputs it is, unchanged or a cut of it."""
     if eqn.primitive.name == "optimization_barrier":
         return list(range(len(eqn.outvars)))
-    if is_cut is not None and is_cut(eqn):
+    if is_cut(eqn):
         return [0]
     inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
     if inner is not None and eqn.primitive.name == "scan":
@@ -68,7 +73,9 @@ def _unchanged(eqn: Any, is_cut: Callable[[Any], bool] | None) -> list[int | Non
     return [None] * len(eqn.outvars)
 
 
-def reads(jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] | None = None) -> Iterator[tuple[int, Any]]:
+def reads(
+    jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] = _cuts_nothing
+) -> Iterator[tuple[int, Any]]:
     """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
 
     Moves no data.
@@ -86,16 +93,11 @@ def reads(jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] | No
             inside = [places[index] for index in inputs]
             for index, reader in reads(inner, [place is not None for place in inside], is_cut):
                 yield inside[index], reader  # type: ignore[misc]
-            if is_cut is not None and eqn.primitive.name in (
-                "scan",
-                "while",
-                "cond",
-            ):  # what is cut in there is not followed out
+            if is_cut is not _cuts_nothing and eqn.primitive.name in _LOOPS:  # what is cut in there is not followed out
                 pairs = zip(passes_through(inner, is_cut), passes_through(inner), strict=True)
                 left = (inside[cut] for cut, whole in pairs if cut is not None and whole is None)
                 yield from ((place, eqn) for place in left if place is not None)
-        is_alias = eqn.primitive.name == "optimization_barrier" or (is_cut is not None and is_cut(eqn))
-        if not bodies and not is_alias:
+        if not bodies and eqn.primitive.name != "optimization_barrier" and not is_cut(eqn):
             yield from ((place, eqn) for place in places if place is not None)
         for var, index in zip(eqn.outvars, _unchanged(eqn, is_cut), strict=True):
             if index is not None and places[index] is not None:
@@ -117,7 +119,7 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
             yield inner, range(num)
 
 
-def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool] | None) -> list[int | None]:
+def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
     """Tell which outputs of a scan are inputs: a carry that its body hands on, ys that are a row of xs each."""
     num_consts, num_carry = scan_counts(eqn)
     found = passes_through(body, is_cut)

@@ -11,7 +11,7 @@ import pytest
 
 from jfsdp.checkpoint.digest import find_damage, list_files, read_digests
 from jfsdp.train.run.directory import checkpoint_steps
-from tests.scripts.test_train import TINY, command, environment, read_losses, train
+from tests.scripts.test_train import TINY, command, environment, read_losses, train, write_corpus
 
 EVERY = 2  # steps between checkpoints
 
@@ -19,10 +19,7 @@ EVERY = 2  # steps between checkpoints
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
-    (root / "corpus").mkdir()
-    for number in range(40):
-        text = "".join(f"def f{number}_{line}(x):\n    return x * {line * number}\n\n" for line in range(20))
-        (root / "corpus" / f"{number:02}.py").write_text(text)
+    write_corpus(root / "corpus")
     model = ["--model", "llama-tiny", "--model-config", *TINY, "--seq-len", 32, "--batch-per-device", 2]
     data = ["--data", root / "corpus", "--eval-fraction", 0, "--sample-tokens", 0]
     when = ["--log-every", 1, "--checkpoint-every", EVERY, "--keep", 2, "--decay-steps", 1000, "--warmup", 10]

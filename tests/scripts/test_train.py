@@ -42,14 +42,18 @@ def read_losses(run_dir):
     return [(line["step"], line["loss"], line["grad_norm"], line["eval_loss"]) for line in read_metrics(run_dir)]
 
 
+def write_corpus(directory):
+    directory.mkdir()
+    for number in range(40):
+        text = "".join(f"def f{number}_{line}(x):\n    return x * {line * number}\n\n" for line in range(20))
+        (directory / f"{number:02}.py").write_text(text)
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     """A small corpus, and room for runs."""
     root = tmp_path_factory.mktemp("train")
-    (root / "corpus").mkdir()
-    for number in range(40):
-        text = "".join(f"def f{number}_{line}(x):\n    return x * {line * number}\n\n" for line in range(20))
-        (root / "corpus" / f"{number:02}.py").write_text(text)
+    write_corpus(root / "corpus")
     return root
 
 
