@@ -14,8 +14,8 @@ def decay_mask(params: Any, *, spared: frozenset[str] = NORMS_AND_BIASES) -> Any
     Embeddings decay, as in Llama's own training: a tied table is also the head, whose logits decay keeps in bounds.
 
     Args:
-      params: a dict from dotted name to array; any nested tree works too.
-      spared: a parameter is spared where any part of its name is one of these.
+      params: the tree of a model's parameters, nested by name; a dict from dotted name to array works too.
+      spared: a parameter is spared where any part of its path is one of these.
 
     Returns:
       The same tree with bools.

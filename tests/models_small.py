@@ -1,10 +1,10 @@
-"""A small NNX model with the shapes that make sharding interesting, its loss, and batches for it."""
+"""A small model, NNX and Linen, with the shapes that make sharding interesting, its loss, and batches for it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 import jfsdp
 
@@ -62,3 +62,38 @@ def make_batches(num, *, rows=16, length=6, seed=0):
         return {"tokens": tokens[0], "targets": tokens[1], "weights": keep.astype(np.float32)}
 
     return [one() for _ in range(num)]
+
+
+class LinenBlock(linen.Module):
+    """The block, as `linen.scan` wants it."""
+
+    dim: int
+
+    @linen.compact
+    def __call__(self, x, _=None):
+        h = linen.Dense(4 * self.dim, name="up")(linen.RMSNorm(name="norm")(x))
+        return x + linen.Dense(self.dim, use_bias=False, name="down")(jax.nn.silu(h)), None
+
+
+class LinenTower(linen.Module):
+    """The tower, stacked under a scan or a list."""
+
+    stacked: bool = True
+    dim: int = 16
+    num_layers: int = 3
+
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(VOCAB, self.dim, name="embed")(tokens)
+        if self.stacked:
+            kinds = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": self.num_layers}
+            x, _ = linen.scan(LinenBlock, **kinds)(self.dim, name="blocks")(x, None)
+        else:
+            for index in range(self.num_layers):
+                x, _ = LinenBlock(self.dim, name=f"blocks_{index}")(x)
+        return linen.Dense(VOCAB, name="head")(x)
+
+
+def linen_tower(stacked=True):
+    """The Linen tower as `fully_shard` and the reference take it."""
+    return LinenTower(stacked), (jax.ShapeDtypeStruct((1, 6), jnp.int32),)

@@ -16,6 +16,7 @@ class Trajectory:
     params: dict
     moments: dict
     model_state: dict
+    opt_state: dict
 
 
 class PlainNNX:
@@ -58,13 +59,19 @@ def plain(source, seed=0):
     return PlainLinen(source, seed) if isinstance(source, tuple) else PlainNNX(source, seed)
 
 
-def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulate=1):
-    """Train on one device; return losses, parameters by dotted name, and Adam's moments by the same names.
+def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulate=1, frozen=()):
+    """Train on one device; return losses, parameters by dotted name, Adam's moments by the same names, and all arrays
+    of the optimizer's state by their dotted paths. Parameters whose name begins with one of `frozen` are not trained.
 
     With `accumulate` microbatch a holds the rows b with b % accumulate == a, one after the other: losses, weights and
     gradients of the sums are added and divided once, and the model's other state goes from one to the next.
     """
     model = plain(source, seed)
+    if frozen:
+        is_frozen = lambda path, _: dotted(path).startswith(tuple(frozen))  # noqa: E731
+        mask = jax.tree_util.tree_map_with_path(is_frozen, model.params)
+        tx = optax.chain(optax.masked(tx, jax.tree.map(lambda x: not x, mask)), optax.masked(optax.set_to_zero(), mask))
+    tx = optax.with_extra_args_support(tx)
     opt_state = tx.init(model.params)
 
     @jax.jit
@@ -83,7 +90,10 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / norm)
             grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        try:
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss / weight)
+        except TypeError:  # one that takes no more than gradients, state and parameters
+            updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss / weight, norm
 
     losses, norms, params, state = [], [], model.params, model.state
@@ -91,9 +101,22 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
         params, state, opt_state, loss, norm = step(params, state, opt_state, batch)
         losses.append(float(loss))
         norms.append(float(norm))
-    adam = next(s for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
-    moments = {f"{kind}.{name}": x for kind in ("mu", "nu") for name, x in named(getattr(adam, kind)).items()}
-    return Trajectory(losses, norms, named(params), moments, named(state))
+    states = [s for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
+    moments = {f"{kind}.{name}": x for s in states[:1] for kind in ("mu", "nu") for name, x in moment(s, kind).items()}
+    arrays = {dotted(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    arrays = {name.removeprefix("0.inner_state.") if frozen else name: x for name, x in arrays.items()}
+    return Trajectory(losses, norms, named(params), moments, named(state), arrays)
+
+
+def moment(state, kind):
+    """Name the arrays of one of Adam's moments by dotted name, as `named` does."""
+    return {dotted(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, kind))}
+
+
+def dotted(path):
+    """Name a place in a tree; the value of an NNX variable has the variable's name."""
+    keys = [next(str(getattr(key, kind)) for kind in ("key", "idx", "name") if hasattr(key, kind)) for key in path]
+    return ".".join(keys[:-1] if keys and keys[-1] == "value" else keys)
 
 
 def named(state):
@@ -122,35 +145,3 @@ def worst_leaf(found, wanted, scale):
         for name in wanted
     }
     return max((error, name) for name, error in errors.items())
-
-
-def train_by_name(factory, loss_fn, tx, batches, *, seed=0):
-    """Train on one device with an optimizer over a flat dict by dotted name, so that labels and masks can go by name.
-
-    Returns the parameters and the arrays of the optimizer's state, both by dotted name.
-    """
-    graphdef, variables, rest = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
-    flat = nnx.to_flat_state(variables)
-    names = [".".join(map(str, path)) for path, _ in flat]
-    params = dict(zip(names, jax.tree.leaves(variables), strict=True))
-    tree = jax.tree.structure(variables)
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        def mean_loss(params):
-            # A map makes new variables: the given ones belong to an outer trace.
-            variables = jax.tree.unflatten(tree, [params[name] for name in names])
-            loss = loss_fn(nnx.merge(graphdef, variables, jax.tree.map(lambda x: x, rest)), batch)
-            return loss.total / loss.weight
-
-        updates, opt_state = tx.update(jax.grad(mean_loss)(params), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for batch in batches:
-        params, opt_state = step(params, opt_state, batch)
-    arrays = jax.tree_util.tree_leaves_with_path(opt_state)
-    return {name: np.asarray(x) for name, x in params.items()}, {
-        ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))) for key in path): x
-        for path, x in arrays
-    }

@@ -72,16 +72,16 @@ def contents(state: TrainState) -> list[Stored]:
     buffers = {buffer.path: buffer for buffer in state.layout.buffers}
     shapes = {role.name: role.shape for role in state.roles.arrays}
     shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
-    found = []
+    found, roles = [], iter(state.roles.arrays)
     for path, value in jax.tree_util.tree_leaves_with_path(_trees(state)):
         data, impl = _key_data(value)
-        place = next((place for place, key in enumerate(path) if getattr(key, "key", None) in buffers), None)
-        if place is None:
-            shape = tuple(data.shape) if impl else shapes.get(dotted(path), tuple(data.shape))
-            found.append(_one(dotted(path), data, Logical(shape, data.dtype, impl)))
+        part, last = path[0].key, getattr(path[-1], "key", None)
+        if part == "params" and last in buffers:
+            found.append(_many(state.layout, buffers[last], data))
         else:
-            name = tuple(dotted(keys) for keys in (path[:place], path[place + 1 :]))
-            found.append(_many(state.layout, buffers[path[place].key], data, name))
+            name = next(roles).name if part == "opt_state" else dotted(path)
+            shape = tuple(data.shape) if impl else shapes.get(name, tuple(data.shape))
+            found.append(_one(name, data, Logical(shape, data.dtype, impl)))
     return found
 
 
@@ -135,9 +135,9 @@ def one_array(name: str, logical: Any, stored: Any) -> Stored:
     return _one(name, stored, Logical(tuple(logical.shape), logical.dtype))
 
 
-def _many(layout: Layout, buffer: Buffer, data: Any, around: tuple[str, ...]) -> Stored:
-    """Describe a buffer of flat storage: the leaves in it, under their names in the tree where it stands."""
-    names = {view.path: ".".join(filter(None, (around[0], view.path, around[1]))) for view in buffer.views}
+def _many(layout: Layout, buffer: Buffer, data: Any) -> Stored:
+    """Describe a buffer of flat storage: the parameters in it."""
+    names = {view.path: f"params.{view.path}" for view in buffer.views}
     logical = {names[view.path]: Logical(layout.by_path[view.path].shape, data.dtype) for view in buffer.views}
     lead = data.shape[: buffer.stacked]
 

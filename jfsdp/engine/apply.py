@@ -11,7 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfsdp.engine.dataflow import cuts, keep_outputs, num_readers, passes_through, reads
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
-from jfsdp.engine.flat import unpack_tree
+from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -88,7 +88,7 @@ class ShardedApply:
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any
     ) -> tuple[_RootRun, Arrays, dict[str, Any]]:
         """Return the root's call, its weights, and everything else that it reads."""
-        params = unpack_tree(self.layout, dict(params))
+        params = unpack_all(self.layout, dict(params))
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
         rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}

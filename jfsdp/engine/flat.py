@@ -68,53 +68,26 @@ def pack_one(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.
     return leaves[name] if buffer is None else pack(buffer, leaves)
 
 
-def pack_tree(layout: Layout, tree: Any) -> Any:
-    """Put leaves into buffers wherever a dict of the tree has all leaves of one, in one dtype and their stored shape.
+def pack_all(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays at rest of leaves by name, in their stored shape: all leaves of a buffer, or none.
 
-    What does not cover a buffer (moments of an optimizer for some leaves, factored ones) stays leaf by leaf.
-    Moves no data between devices.
+    What is at rest already stays. Moves no data between devices.
     """
-
-    def pack_node(node: Any) -> Any:
-        if not _has(node, layout.stored_name):
-            return node
-        node = dict(node)
-        for buffer in layout.buffers:
-            values = {view.path: node.get(view.path) for view in buffer.views}
-            if _fills(layout, values):
-                node = {path: value for path, value in node.items() if path not in values}
-                node[buffer.path] = pack(buffer, values)
-        return node
-
-    return jax.tree.map(pack_node, tree, is_leaf=lambda x: _has(x, layout.stored_name)) if layout.buffers else tree
+    there = [buffer for buffer in layout.buffers if buffer.views[0].path in leaves]
+    at_rest = {name: value for name, value in leaves.items() if layout.stored_name.get(name, name) == name}
+    return at_rest | {buffer.path: pack(buffer, leaves) for buffer in there}
 
 
-def unpack_tree(layout: Layout, tree: Any) -> Any:
-    """Take leaves out of their buffers, wherever a dict of the tree has one; undoes `pack_tree`.
+def unpack_all(layout: Layout, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves in arrays at rest by name; undoes `pack_all`. Leaves among them stay.
 
     Moves no data between devices.
     """
-    buffers = {buffer.path: buffer for buffer in layout.buffers}
-
-    def unpack_node(node: Any) -> Any:
-        if not _has(node, buffers):
-            return node
-        opened: dict[str, Any] = {}
-        for name, value in node.items():
-            opened |= unpack(buffers[name], value) if name in buffers else {name: value}
-        return opened
-
-    return jax.tree.map(unpack_node, tree, is_leaf=lambda x: _has(x, buffers)) if buffers else tree
-
-
-def _has(node: Any, names: Mapping[str, Any]) -> bool:
-    return isinstance(node, dict) and any(name in names for name in node)
-
-
-def _fills(layout: Layout, values: Mapping[str, Any]) -> bool:
-    shapes = {path: getattr(value, "shape", None) for path, value in values.items()}
-    is_stored = all(shape == layout.by_path[path].stored_shape for path, shape in shapes.items())
-    return is_stored and len({value.dtype for value in values.values()}) == 1
+    opened = dict(stored)
+    for buffer in layout.buffers:
+        if buffer.path in opened:
+            opened |= unpack(buffer, opened.pop(buffer.path))
+    return opened
 
 
 def stored_shards(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from flax.errors import ScopeParamNotFoundError
 
 from jfsdp.layout.units import ModuleInfo
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
-from jfsdp.modules.model import Arrays, Hooks, is_array, join_path, struct_of
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, struct_of
 
 PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
@@ -76,6 +76,7 @@ class LinenModel:
         self.params = {name: struct_of(value) for name, value in params.items()}
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
+        self.tree = ParamTree(jax.tree.unflatten(self._tree, list(self.params)))
         self.modules = [
             ModuleInfo(join_path(path), cls, tuple(leaf for leaf in self.params if _is_below(leaf, join_path(path))))
             for path, cls in classes.items()

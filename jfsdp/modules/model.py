@@ -14,10 +14,57 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+import optax
 
 from jfsdp.layout.units import ModuleInfo, UnitInfo
 
 Arrays = dict[str, jax.Array]
+KeyPath = tuple[Any, ...]
+
+
+class ParamTree:
+    """The tree in which the user's own code, an optimizer above all, sees the parameters of a model.
+
+    Linen: `params` as `module.init` returns them, nested, without metadata boxes. NNX: the state of `nnx.Param` that
+    `nnx.split(model, nnx.Param, ...)` returns, with its Params.
+
+    Args:
+      named: that tree, with the name of each parameter in the place of its array.
+    """
+
+    def __init__(self, named: Any):
+        self._names, self._tree = jax.tree.flatten(named)
+        self._name_of: dict[KeyPath, str] = {}
+        for path, name in jax.tree_util.tree_leaves_with_path(named):
+            self._name_of[path] = name
+            # An optimizer may also keep arrays bare where the tree has them in a Param.
+            if isinstance(path[-1], jax.tree_util.GetAttrKey):
+                self._name_of.setdefault(path[:-1], name)
+
+    def build(self, values: Mapping[str, Any]) -> Any:
+        """Return the tree of values by name, with `optax.MaskedNode()` where there is none."""
+        return jax.tree.unflatten(self._tree, [values.get(name, optax.MaskedNode()) for name in self._names])
+
+    def by_name(self, tree: Any) -> dict[str, Any]:
+        """Return the values of a tree by name; undoes `build`.
+
+        Raises:
+          ValueError: if it is another tree.
+        """
+        values = zip(self._names, self._tree.flatten_up_to(tree), strict=True)
+        return {name: value for name, value in values if not isinstance(value, optax.MaskedNode)}
+
+    def find(self, path: KeyPath) -> tuple[KeyPath, str | None, KeyPath]:
+        """Return the parameter that a path speaks of, and the keys before and after its own; (path, None, ()) if none.
+
+        That is the one whose key path is the longest at the path's end. Where there is none, keys may follow: some
+        optimizers keep several arrays in the place of a parameter.
+        """
+        for end in range(len(path), 0, -1):
+            for start in range(end):
+                if (name := self._name_of.get(path[start:end])) is not None:
+                    return path[:start], name, path[end:]
+        return path, None, ()
 
 
 class UnitRun(Protocol):
@@ -70,6 +117,7 @@ class FlaxModel(Protocol):
     Attributes:
       params, state: shapes and dtypes of the parameters, and of everything else that lives between steps, by name.
       types: the variable type of each parameter, where the API has such types; else empty.
+      tree: the tree in which users, and their optimizers, see the parameters.
       modules: all modules, the root first.
       instance: the weights given with the model, in a form of its own; None if `create` makes them.
     """
@@ -77,6 +125,7 @@ class FlaxModel(Protocol):
     params: dict[str, jax.ShapeDtypeStruct]
     state: dict[str, jax.ShapeDtypeStruct]
     types: dict[str, type]
+    tree: ParamTree
     modules: list[ModuleInfo]
     instance: Any
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jfsdp.layout.units import ROOT, ModuleInfo
-from jfsdp.modules.model import Arrays, Hooks, join_path, not_gathered, struct_of
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, not_gathered, struct_of
 from jfsdp.modules.nnx_unit import hook_root, hook_unit
 
 
@@ -31,6 +31,7 @@ class NNXModel:
         self.params = {name: struct_of(value) for name, value in _arrays(self._params).items()}
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
+        self.tree = ParamTree(nnx.from_flat_state(_with_arrays(self._params, {name: name for name in self.params})))
         self.modules = _modules(self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state))
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from jfsdp.plan.axes import is_own
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.hlo import Instruction, Module, parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
+from jfsdp.plan.scopes import find_argument
 from jfsdp.plan.theory import SCALARS_BYTES, find_moves
 from jfsdp.plan.timeline import overlapped_share
 from jfsdp.plan.traps import Check, Finding, gb
 
-_ARGUMENT = re.compile(r"^(?:state\.|lent\[?\W*)(params|work|opt_state)\b.*\[\\?'([^'\\]+)\\?'\]$")
 # What a program of another strategy, mesh or step than the layout's is found guilty of.
 _OF_ANOTHER = ("extra-bytes", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
@@ -153,9 +152,9 @@ def _check_devices(module: Module, layout: Layout) -> int:
 def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:
     """Yield the step's arguments that belong to a leaf, with the stage in which they arrive."""
     for instruction in module.entry.instructions:
-        found = _ARGUMENT.match(instruction.op_name) if instruction.opcode == "parameter" else None
-        if found and found[2] in layout.by_path:
-            yield layout.by_path[found[2]], _STAGES[found[1]], instruction
+        field, leaf = find_argument(instruction.op_name, layout.by_path)
+        if instruction.opcode == "parameter" and field in _STAGES and leaf:
+            yield layout.by_path[leaf], _STAGES[field], instruction
 
 
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:

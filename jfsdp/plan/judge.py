@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 
 from jfsdp.layout.table import Layout, Leaf
@@ -29,7 +28,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.buffers import LiveRanges, Value
 from jfsdp.plan.flow import Flow, Place, is_collective
 from jfsdp.plan.hlo import Instruction
-from jfsdp.plan.scopes import find_scopes
+from jfsdp.plan.scopes import find_argument, find_scopes
 from jfsdp.plan.work import is_matmul
 
 PARTS = {
@@ -73,22 +72,12 @@ class Buffer:
 
 
 _PACKAGE = f"{pathlib.Path(__file__).parents[1]}/"
-_ARGUMENT = re.compile(r"^(?:state\.|lent\[')(\w+)(?:'\])?(.*)$")
 _SCOPE_PARTS = {"reduce": "gradients", "update": "update"}
 
 
 def _scope(op_name: str) -> tuple[str, str]:
     """Return the outermost of the engine's scopes as (verb, unit); empty where there is none."""
     return next(iter(find_scopes(op_name)), ("", ""))
-
-
-def _argument(parameter: Instruction) -> tuple[str, str]:
-    """Read which field of the state a parameter of the entry is, and its path in it; ("batch", ...) for the batch."""
-    name = parameter.op_name.replace("\\'", "'")
-    found = _ARGUMENT.match(name)
-    if not found:
-        return ("batch" if name.startswith("batch") else "state"), name
-    return found[1], found[2]
 
 
 def guess_vocab(layout: Layout) -> int | None:
@@ -120,13 +109,10 @@ class Judge:
     def argument(self, number: int, num_bytes: int, value: Value) -> Buffer:
         """Name a parameter of the entry by the argument of the step that it is."""
         parameter = self.flow.parameters[number]
-        field, rest = _argument(parameter)
-        path = _leaf_path(rest)
-        if field == "opt_state":
-            part = "optimizer" if path in self.layout.by_path else "state"
-        else:
-            part = {"params": "parameters", "work": "work", "batch": "batch"}.get(field, "state")
         name = parameter.op_name.replace("\\'", "'")
+        field, leaf = find_argument(name, self.layout.by_path)
+        part = {"params": "parameters", "work": "work"}.get(field, "batch" if name.startswith("batch") else "state")
+        part = "optimizer" if field == "opt_state" and leaf else part
         return self.buffer(part, name, value, num_bytes, parameter)
 
     def judge(self, value: Value, num_bytes: int) -> Buffer:
@@ -217,7 +203,7 @@ class Judge:
         if part in ("gathered", "copies"):
             bits = self.flow.depends_on(place)
             used = [self.flow.parameters[i] for i in self.flow.parameters if bits >> i & 1]
-            return [_leaf_path(_argument(parameter)[1]) for parameter in used]
+            return [find_argument(parameter.op_name, self.layout.by_path)[1] for parameter in used]
         if part != "gradients":
             return []
         alike = [leaf for leaf in self.layout.by_path.values() if _squeezed(value.dims) in self._forms(leaf)]
@@ -254,7 +240,8 @@ class Judge:
     @functools.cached_property
     def _weights(self) -> int:
         """The bits of the step's arguments that are parameters."""
-        weights = [i for i, inst in self.flow.parameters.items() if _argument(inst)[0] in ("params", "work")]
+        fields = {i: find_argument(inst.op_name, ())[0] for i, inst in self.flow.parameters.items()}
+        weights = [i for i, field in fields.items() if field in ("params", "work")]
         return sum(1 << i for i in weights)
 
     @functools.cached_property
@@ -313,12 +300,6 @@ def _is_attention(instruction: Instruction, op_name: str) -> bool:
 def _is_models(op_name: str) -> bool:
     """Whether an operation is of the loss that is differentiated: its forward or its backward."""
     return "jvp(" in op_name or "transpose(" in op_name or "checkpoint" in op_name
-
-
-def _leaf_path(rest: str) -> str:
-    """Read the parameter's name out of `[0].mu['layers.attn.q_proj.kernel']`."""
-    quoted = re.findall(r"\['([^']*)'\]", rest)
-    return quoted[-1] if quoted else ""
 
 
 def _own_line(instruction: Instruction) -> str:

@@ -1,8 +1,9 @@
-"""The engine's scopes, as they stand in the names of a program's operations: `jfsdp.gather.layers`."""
+"""Names in a program: the engine's scopes in those of operations (`jfsdp.gather.layers`), and those of arguments."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 # Those of `engine.engine.scoped`, each with a unit ("root" for the root unit), and that of the step's update, which has
 # none. Where XLA joins the names of several operations, a colon parts them.
@@ -12,6 +13,24 @@ _SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|update)(?:\.([^/():]+)
 def find_scopes(op_name: str) -> list[tuple[str, str]]:
     """Return the scopes in the name of an operation as (verb, unit), the outermost first; the update has unit ""."""
     return _SCOPE.findall(op_name)
+
+
+_FIELD = re.compile(r"^(?:state\.|lent\[')(\w+)(?:'\])?(.*)$")
+_KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
+
+
+def find_argument(op_name: str, leaves: Container[str]) -> tuple[str, str]:
+    """Return the field of the state that an argument of a step is, and the leaf that it speaks of, or "".
+
+    `state.opt_state[0].mu['layers']['up']['kernel'].value` is ("opt_state", "layers.up.kernel"): the longest of the
+    names that the last keys spell. What is no part of the state has field "".
+    """
+    found = _FIELD.match(op_name.replace("\\'", "'"))
+    if found is None:
+        return "", ""
+    keys = ["".join(key) for key in _KEY.findall(found[2])]
+    spelled = (".".join(keys[start:end]) for end in range(len(keys), 0, -1) for start in range(end))
+    return found[1], next((name for name in spelled if name in leaves), "")
 
 
 def split_names(op_name: str, num: int) -> list[str]:

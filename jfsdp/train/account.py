@@ -11,7 +11,6 @@ import jax
 from jfsdp.layout.advice import advise
 from jfsdp.layout.report import layout_to_dict
 from jfsdp.layout.table import DEVICE, HOST, Leaf
-from jfsdp.train.roles import dotted
 from jfsdp.train.state import TrainState, array_bytes, state_memories
 from jfsdp.train.storage import shapes_by_leaf
 
@@ -65,12 +64,13 @@ def account(state: TrainState) -> StateBytes:
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
     count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)
     by_leaf = {memory: dict.fromkeys(layout.by_path, 0) for memory in (DEVICE, HOST)}
-    owners = {role.name: (role.leaf, role.padding) for role in state.roles.arrays}
+    roles = iter(state.roles.arrays)
     arrays = jax.tree_util.tree_leaves_with_path(state)
     for (path, array), memory in zip(arrays, memories, strict=True):
         part, size = path[0].name, array_bytes(array)
         if part == "opt_state":
-            owner, padding = owners[dotted(path)]
+            role = next(roles)
+            owner, padding = role.leaf, role.padding
         else:
             owner = path[1].key if part in ("params", "work") else None
             padding = layout.by_path[owner].padding if owner else 0

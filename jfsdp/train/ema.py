@@ -12,7 +12,7 @@ import optax
 
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.flat import pack_tree, unpack_tree
+from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, make_work
@@ -75,13 +75,14 @@ def with_ema(state: TrainState) -> TrainState:
       ValueError: if the optimizer keeps no averages, or more than one set of them.
     """
     is_ema = lambda x: isinstance(x, TrackEmaState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+    owned = state.roles.map(lambda role, x: _Owned(role.leaf or "", x), state.opt_state)
+    found = [x for x in jax.tree.leaves(owned, is_leaf=is_ema) if is_ema(x)]
     if len(found) != 1:
         raise ValueError(
             f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.track_ema(decay) last in its "
             "optax.chain"
         )
-    averages = {path: ema for path, ema in found[0].ema.items() if isinstance(ema, jax.Array)}
+    averages = {owned.leaf: owned.average for owned in jax.tree.leaves(found[0].ema)}
     shardings = (
         tuple((p, x.sharding) for p, x in state.params.items()),
         tuple((p, x.sharding) for p, x in state.work.items()),
@@ -89,6 +90,14 @@ def with_ema(state: TrainState) -> TrainState:
     mesh = state.step.sharding.mesh  # type: ignore[attr-defined]
     params, work = _placer(state.layout, mesh, *shardings)(state.params, averages)
     return dataclasses.replace(state, params=params, work=work)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owned:
+    """An array of the optimizer's state, and the parameter that it belongs to."""
+
+    leaf: str
+    average: jax.Array
 
 
 _Shardings = tuple[tuple[str, Any], ...]
@@ -105,9 +114,9 @@ def _place(
     engine: AutoEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     here = (jax.tree.map(to_device, values) for values in (params, averages))
-    opened, new = (unpack_tree(engine.layout, values) for values in here)
+    opened, new = (unpack_all(engine.layout, values) for values in here)
     # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state. Averages may be of
     # some leaves of an array only, and of another dtype.
     cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in (opened | new).items()}
-    stored = pack_tree(engine.layout, cast)
+    stored = pack_all(engine.layout, cast)
     return stored, make_work(engine, stored)

@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine, to_device
-from jfsdp.engine.flat import pack_tree
+from jfsdp.engine.flat import pack_all
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.schedule import Prefetch
@@ -140,7 +140,7 @@ class Gradients:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             weight = positive(sum_over_rows(engine, loss.weight)) if self.is_scaled else 1.0
             found = jax.tree.map(to_device, pull(jnp.asarray(scale / weight, jnp.float32)))
-            grads = pack_tree(layout, found)
+            grads = pack_all(layout, found)
             return {path: add(layout.by_path[path], value) * weight for path, value in grads.items()}, loss, after
 
         def add(leaf: Leaf, grad: jax.Array) -> jax.Array:

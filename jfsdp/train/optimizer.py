@@ -1,6 +1,10 @@
-"""How an optimizer is run on stored arrays: it sees the logical leaves, as on one device.
+"""How an optimizer is run on stored arrays: it sees what it would see on one device.
 
-[Note: optimizers see logical leaves]
+[Note: what an optimizer sees]
+`tx.init` and `tx.update` get one tree, the model's own (`jfsdp.modules.model.ParamTree`), so that masks, labels and
+whatever else goes by key path mean what they mean without jfsdp. What is not trained is `optax.MaskedNode()` there, as
+under `optax.masked`. The step keeps gradients and parameters by dotted name; this file converts, and no other.
+
 A leaf that no mesh divides is stored padded. Elementwise updates do not mind the padding; anything else does (three
 steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %), and so does whatever counts elements,
 draws noise by position or starts from another value than zero. So the padding is cut off before the optimizer and put
@@ -10,79 +14,146 @@ lies already, so no byte moves. Measured on JAX 0.10.2 and 0.12.0: the AdamW upd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import functools
+import re
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jfsdp.engine.engine import Engine, pad_leaf
-from jfsdp.engine.flat import pack_tree, unpack_tree
-from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.roles import Role, Roles, dotted, opt_state_by_leaf, pack_opt_state, pack_roles
+from jfsdp.engine.flat import pack_all, unpack_all
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.table import Leaf
+from jfsdp.modules.model import ParamTree
+from jfsdp.train.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 
 
-def on_logical_leaves(engine: Engine, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `tx` for arrays as they are stored: `init` and `update` take and return them padded.
+@dataclasses.dataclass(frozen=True)
+class ShardedOptimizer:
+    """An optax transformation on stored arrays: `init` and `update` take and return them by name, padded.
 
     Layout:  gradients, parameters and parameter-shaped states [D+pad/axes F] -> [D/axes F] (unevenly) -> back.
-    Cost:    none for the cut ([Note: optimizers see logical leaves]); what `tx` does over split dims, XLA inserts: an
+    Cost:    none for the cut ([Note: what an optimizer sees]); what `tx` does over split dims, XLA inserts: an
              all-reduce of one scalar per norm, of vectors for factored moments. An update that mixes whole matrices
              (Muon) has XLA gather whole stacks of them: 129 GB for Llama-3-8B on 64 devices (docs/log.md).
 
-    Raises:
-      ValueError: if `update` is given the state of another optimizer; lists what differs.
+    Attributes:
+      engine: states the layouts.
+      tree: the tree in which the user sees the parameters.
+      tx: the user's transformation.
     """
-    layout = engine.layout
-    padded = {leaf.path: leaf for leaf in layout.leaves if leaf.padding}
-    shapes, roles = opt_state_by_leaf(layout, tx)
-    stored = pack_roles(layout, shapes, roles)[1]
 
-    def init(params: Any) -> Any:
-        return pack_opt_state(layout, roles, roles.map(pad_state, tx.init(cut(params))))
+    engine: Engine
+    tree: ParamTree
+    tx: optax.GradientTransformation
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        _check_state(stored, state)
-        logical = None if params is None else cut(params)
-        updates, state = tx.update(cut(updates), roles.map(cut_state, unpack_tree(layout, state)), logical)
-        return pad(updates), pack_opt_state(layout, roles, roles.map(pad_state, state))
+    @functools.cached_property
+    def abstract(self) -> tuple[Any, Roles]:
+        """The shapes of its state as it is stored, and the role of each of its arrays.
 
-    def cut(values: dict[str, Any]) -> dict[str, Any]:
-        values = engine.constrain(unpack_tree(layout, dict(values)), "opt") if layout.buffers else values
-        return {path: _cut(engine, padded[path], x) if path in padded else x for path, x in values.items()}
+        Raises:
+          ValueError: if `tx` fails on the model's tree; names the transformation.
+        """
+        with _naming_what_fails():
+            return abstract_opt_state(self.engine.layout, self.tree, self.tx)
 
-    def pad(values: Mapping[str, Any]) -> dict[str, Any]:
-        whole = {path: _pad(engine, padded[path], x) if path in padded else x for path, x in values.items()}
-        return pack_tree(layout, whole)
+    @property
+    def roles(self) -> Roles:
+        """The roles of the arrays of its state."""
+        return self.abstract[1]
 
-    def cut_state(role: Role, value: Any) -> Any:
-        return _cut(engine, padded[role.leaf or ""], value) if role.padding else value
+    def init(self, params: Arrays) -> Any:
+        """Return the state for trained parameters on the device: the structure of `tx.init`, in stored shapes."""
+        return self.roles.map(self._pad_state, self.tx.init(self.tree.build(self._cut_all(params))))
 
-    def pad_state(role: Role, value: Any) -> Any:
+    def update(self, grads: Arrays, state: Any, params: Arrays, value: jax.Array) -> tuple[Arrays, Any]:
+        """Return the updates of trained parameters, and the new state.
+
+        Args:
+          grads, params: as they are stored, in the layout of stage `opt`.
+          value: the loss of the step, for transformations that take `value=`.
+
+        Raises:
+          ValueError: if the state is that of another optimizer; lists what differs.
+        """
+        _check_state(self.tree, self.roles, state)
+        logical = self.tree.build(self._cut_all(grads)), self.tree.build(self._cut_all(params))
+        state = self.roles.map(self._cut_state, state)
+        updates, state = self._update(logical[0], state, logical[1], value if self._takes_value else None)
+        return self._pad_all(self.tree.by_name(updates)), self.roles.map(self._pad_state, state)
+
+    def check(self) -> None:
+        """Refuse a transformation that cannot run in a step, before anything is compiled.
+
+        Raises:
+          ValueError: if it fails on the model's tree, asks for more than gradients, state, parameters and the loss, or
+            returns updates of another tree; names the transformation.
+        """
+        with _naming_what_fails():
+            self.tree.by_name(self._updates(1.0 if self._takes_value else None))
+
+    @functools.cached_property
+    def _takes_value(self) -> bool:
+        """Whether `tx.update` is given the loss: wherever it can be, since only `tx` knows whether it needs it."""
+        try:
+            self._updates(1.0)
+        except TypeError:
+            with contextlib.suppress(TypeError):
+                self._updates(None)
+                return False
+        return True
+
+    def _updates(self, value: float | None) -> Any:
+        """Return the shapes of the first updates."""
+        shapes = logical_shapes(self.engine.layout, self.tree)
+        first = lambda grads, params: self._update(grads, self.tx.init(params), params, value)[0]  # noqa: E731
+        return jax.eval_shape(first, shapes, shapes)
+
+    def _update(self, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+        tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
+        extra = {} if value is None else {"value": jnp.asarray(value)}
+        return optax.with_extra_args_support(tx).update(grads, state, params, **extra)
+
+    def _cut_all(self, values: Arrays) -> Arrays:
+        layout = self.engine.layout
+        if layout.buffers:
+            values = self.engine.constrain(unpack_all(layout, dict(values)), "opt")
+        return {path: self._cut(path, x) for path, x in values.items()}
+
+    def _pad_all(self, values: Arrays) -> Arrays:
+        return pack_all(self.engine.layout, {path: self._pad(path, x) for path, x in values.items()})
+
+    def _cut_state(self, role: Role, value: Any) -> Any:
+        return self._cut(role.leaf or "", value) if role.padding else value
+
+    def _pad_state(self, role: Role, value: Any) -> Any:
         # One that changed its shape is left as it is: the step compares types, and says which array it was.
-        return _pad(engine, padded[role.leaf or ""], value) if role.padding and value.shape == role.shape else value
+        return self._pad(role.leaf or "", value) if role.padding and value.shape == role.shape else value
 
-    return optax.GradientTransformation(init, update)
+    def _cut(self, path: str, value: jax.Array) -> jax.Array:
+        leaf = self.engine.layout.by_path[path]
+        if not leaf.padding or leaf.dim is None:
+            return value
+        return self._constrain(leaf, jax.lax.slice_in_dim(value, 0, leaf.shape[leaf.dim], axis=leaf.dim))
 
+    def _pad(self, path: str, value: jax.Array) -> jax.Array:
+        leaf = self.engine.layout.by_path[path]
+        return self._constrain(leaf, pad_leaf(self._constrain(leaf, value), leaf)) if leaf.padding else value
 
-def _cut(engine: Engine, leaf: Leaf, value: jax.Array) -> jax.Array:
-    assert leaf.dim is not None
-    return _constrain(engine, leaf, jax.lax.slice_in_dim(value, 0, leaf.shape[leaf.dim], axis=leaf.dim))
-
-
-def _pad(engine: Engine, leaf: Leaf, value: jax.Array) -> jax.Array:
-    return _constrain(engine, leaf, pad_leaf(_constrain(engine, leaf, value), leaf))
-
-
-def _constrain(engine: Engine, leaf: Leaf, value: jax.Array) -> jax.Array:
-    return engine.constrain({leaf.path: value}, "opt")[leaf.path]
+    def _constrain(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        return self.engine.constrain({leaf.path: value}, "opt")[leaf.path]
 
 
-def _check_state(roles: Roles, state: Any) -> None:
+def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
     wanted = {role.name: role.stored_shape for role in roles.arrays}
-    arrays = jax.tree_util.tree_leaves_with_path(state)
-    found = {"opt_state." + dotted(path): tuple(x.shape) for path, x in arrays}
-    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    found = {array_name(tree, path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    differing = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
     if differing:
         shown = [f"{n}: the state has {found.get(n)}, the optimizer {wanted.get(n)}" for n in differing[:4]]
         raise ValueError(
@@ -91,19 +162,17 @@ def _check_state(roles: Roles, state: Any) -> None:
         )
 
 
-def check_optimizer(layout: Layout, tx: optax.GradientTransformation) -> None:
-    """Refuse an optimizer that cannot run in a step, before anything is compiled. Moves no data.
-
-    Raises:
-      ValueError: if its update asks for more than gradients, state and parameters.
-    """
-    logical = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
+@contextlib.contextmanager
+def _naming_what_fails() -> Iterator[None]:
     try:
-        jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), logical, logical)
-    except TypeError as error:
-        if "missing" not in str(error):
-            raise
+        yield
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        frames = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
+        made_by = [found[1] for text in (*frames, str(error)) if (found := re.search(r"(\w+)\.<locals>", text))]
         raise ValueError(
-            f"optimizer: its update asks for more than gradients, state and parameters ({error}); the step has nothing "
-            "else to give it: leave out what needs it (a line search, a plateau schedule)"
+            f"optimizer: {made_by[-1] if made_by else 'tx'} failed on the model's parameters ({type(error).__name__}: "
+            f"{error}). A step gives it gradients, state, parameters and value= (the loss), and no more: leave out "
+            "what needs a function of the loss (a line search, as in lbfgs) or two sets of parameters (lookahead). "
+            "Masks and labels are trees like the parameters: Linen's nested params, or what "
+            "nnx.split(model, nnx.Param, ...)[1] returns"
         ) from error

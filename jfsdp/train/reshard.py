@@ -33,7 +33,7 @@ def reshard(
              where another dim is split). Onto other devices every array goes through the host, one at a time.
     Memory:  the old state and the new one; and of the one array on its way, up to all of it on every device. With
              `donate` each old array is freed as soon as it has moved: one state, and that array. Into or out of flat
-             storage: one more copy of the state.
+             storage: one more copy of the parameters.
 
     Args:
       layout: the new layout, or a `ShardedModel`, whose mesh is then the default too.
@@ -71,7 +71,7 @@ def _opened(state: TrainState, donate: bool) -> TrainState:
     """Return a state with every leaf stored by itself; the buffers of flat storage are gone afterwards if `donate`."""
     new = by_leaf(state)
     if donate and new is not state:
-        jax.tree.map(lambda x: x.delete(), (state.params, state.work, state.opt_state))
+        jax.tree.map(lambda x: x.delete(), (state.params, state.work))
     return new
 
 

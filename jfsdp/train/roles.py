@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,9 +19,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.flat import pack_tree, unpack_tree
 from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.table import DEVICE, Layout, Leaf
+from jfsdp.modules.model import KeyPath, ParamTree
 
 
 class Kind(Enum):
@@ -108,80 +108,36 @@ class Roles:
         return self.map(sharding, opt_state)
 
 
-def abstract_opt_state(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
-    """Return the shapes of an optimizer's state as it is stored, and the role of each of its arrays. Moves no data."""
-    return pack_roles(layout, *opt_state_by_leaf(layout, tx))
+def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
+    """Return the shapes of an optimizer's state as it is stored, and the role of each of its arrays.
 
+    The structure is what `tx.init` returns for the trained parameters in the user's tree. An array belongs to the
+    parameter whose key path is the longest at the end of its own (`ParamTree.find`).
 
-def opt_state_by_leaf(layout: Layout, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
-    """Return what `abstract_opt_state` does under per-parameter storage. Moves no data."""
-    logical = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
-    shapes = jax.eval_shape(tx.init, logical)
-    named = jax.tree_util.tree_leaves_with_path(shapes)
-    _check_names(layout, [path for path, _ in named])
+    Raises:
+      ValueError: if two arrays would have one name in checkpoints.
+    """
+    shapes = jax.eval_shape(tx.init, logical_shapes(layout, tree))
+    arrays = jax.tree_util.tree_leaves_with_path(shapes)
     roles = Roles(
-        tuple(_place(layout, "opt_state." + dotted(path), leaf_of(layout, path), tuple(x.shape)) for path, x in named)
+        tuple(_place(layout, array_name(tree, path), tree.find(path)[1], tuple(x.shape)) for path, x in arrays)
     )
+    if len(roles.by_name) < len(arrays):
+        names = [role.name for role in roles.arrays]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice}: two arrays of the optimizer's state have this name; take the '.' out of a key")
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
 
 
-def _check_names(layout: Layout, paths: Sequence[tuple[Any, ...]]) -> None:
-    taken = {buffer.path for buffer in layout.buffers}
-    for path in paths:
-        if any(getattr(key, "key", None) in taken for key in path):
-            raise ValueError(
-                f"opt_state.{dotted(path)}: flat storage gives this name to an array of its own; use "
-                "storage='per_parameter', or another name in the optimizer's state"
-            )
+def logical_shapes(layout: Layout, tree: ParamTree) -> Any:
+    """Return the shapes of the trained parameters in the user's tree, as an optimizer is given them."""
+    return tree.build({x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable})
 
 
-def pack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:
-    """Return the shapes and roles of a state, given leaf by leaf, once its arrays stand in the buffers they fill.
-
-    Moves no data.
-    """
-    if not layout.buffers:
-        return opt_state, roles
-    packed = jax.eval_shape(functools.partial(pack_opt_state, layout, roles), opt_state)
-    return packed, _named_roles(layout, packed, roles)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Apart:
-    """An array of the optimizer's own, which no buffer takes up, whatever its shape."""
-
-    value: Any
-
-
-def pack_opt_state(layout: Layout, roles: Roles, opt_state: Any) -> Any:
-    """Put the parameter-shaped arrays of a state that stands leaf by leaf into the buffers that they fill.
-
-    Moves no data between devices.
-    """
-    marked = roles.map(lambda role, x: x if role.kind is Kind.PARAMETER else _Apart(x), opt_state)
-    return jax.tree.map(lambda x: x.value if isinstance(x, _Apart) else x, pack_tree(layout, marked))
-
-
-def unpack_roles(layout: Layout, opt_state: Any, roles: Roles) -> tuple[Any, Roles]:
-    """Return the shapes and roles of a state in buffers once it stands leaf by leaf; undoes `pack_roles`.
-
-    Moves no data.
-    """
-    opened = jax.eval_shape(functools.partial(unpack_tree, layout), opt_state)
-    return opened, _named_roles(layout, opened, roles)
-
-
-def _named_roles(layout: Layout, opt_state: Any, roles: Roles) -> Roles:
-    """Return the roles of arrays that keep their name, and of parameter-shaped ones in or out of a buffer."""
-
-    def role(path: tuple[Any, ...]) -> Role:
-        name = "opt_state." + dotted(path)
-        if name in roles.by_name:
-            return roles.by_name[name]
-        leaf = layout.by_path[leaf_of(layout, path) or ""]
-        return _place(layout, name, leaf.path, leaf.shape)
-
-    return Roles(tuple(role(path) for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)))
+def array_name(tree: ParamTree, path: KeyPath) -> str:
+    """Return the name in checkpoints of an array of the optimizer's state, by its path there."""
+    before, leaf, after = tree.find(path)
+    return ".".join(part for part in ("opt_state", dotted(before), leaf, dotted(after)) if part)
 
 
 def place(layout: Layout, roles: Roles) -> Roles:
@@ -199,12 +155,6 @@ def _key_name(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
-
-
-def leaf_of(layout: Layout, path: tuple[Any, ...]) -> str | None:
-    """Return the parameter that a path inside the optimizer's state speaks of: the innermost name. Moves no data."""
-    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return next((key for key in reversed(keys) if key in layout.by_path), None)
 
 
 def _place(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...]) -> Role:

@@ -43,6 +43,7 @@ from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands
 from jfsdp.train.gradients import LossFn
 from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import StepConfig, TrainStep
 
@@ -220,7 +221,7 @@ class ShardedModel:
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
-        return states.abstract_state(self.engine, tx, self.model.state, self.loss_scale)
+        return states.abstract_state(self._optimizer(tx), self.model.state, self.loss_scale)
 
     def init(self, tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
         """Make the first state, born sharded: the same seed gives the same bits on every mesh and strategy.
@@ -238,7 +239,7 @@ class ShardedModel:
         params, model_state = self.model.create(seed)
         shardings = self._shardings(tx)
         stored = {path: self._place(path, value) for path, value in params.items()}
-        make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
+        make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
 
     def init_from(self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: int = 0) -> TrainState:
@@ -254,7 +255,7 @@ class ShardedModel:
         with model_mesh(self.mesh):
             keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
             model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
-        make = functools.partial(states.make_state, self.engine, tx, loss_scale=self.loss_scale)
+        make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are packed or cut
@@ -279,7 +280,7 @@ class ShardedModel:
             with model_mesh(self.mesh):
                 params, model_state = self.model.create(seed)
             stored = {path: pad_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
-            return states.make_state(self.engine, tx, stored, model_state, self.loss_scale)
+            return states.make_state(self._optimizer(tx), stored, model_state, self.loss_scale)
 
         return jax.jit(make, out_shardings=self._shardings(tx), compiler_options=init_options(self.mesh))
 
@@ -315,14 +316,12 @@ class ShardedModel:
             raise ValueError(
                 "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
             )
-        self._check_optimizer(tx)
+        self._optimizer(tx).check()
         config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self.prefetch)
 
-    def _check_optimizer(self, tx: optax.GradientTransformation) -> None:
-        from jfsdp.train.optimizer import check_optimizer
-
-        check_optimizer(self.layout, tx)
+    def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
+        return ShardedOptimizer(self.engine, self.model.tree, tx)
 
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.

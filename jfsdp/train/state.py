@@ -10,17 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine, to_device
-from jfsdp.engine.flat import pack_tree
+from jfsdp.engine.flat import pack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.table import DEVICE, Layout
 from jfsdp.train.loss_scale import LossScale, ScaleState
-from jfsdp.train.optimizer import on_logical_leaves
-from jfsdp.train.roles import Roles, abstract_opt_state
+from jfsdp.train.optimizer import ShardedOptimizer
+from jfsdp.train.roles import Roles
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +30,10 @@ class TrainState:
     Attributes:
       step: int32 scalar; how many steps were taken, skipped ones included.
       params: the master parameters by name, in their stored shape (logical, or padded along the split dim); under flat
-        storage the buffers that hold them, by the buffer's name. So `work`, and `opt_state` where it has as many.
+        storage the buffers that hold them, by the buffer's name. So `work`.
       work: the low-precision copy at rest by name, for strategies that keep one; else empty.
-      opt_state: the optimizer's state over the trainable part of `params`.
+      opt_state: what `tx.init` returned for the trained parameters in the model's own tree, its arrays in their stored
+        shape: one for each leaf, under flat storage too.
       model_state: the model's other state by name (batch statistics, rng keys and counts).
       num_skipped: int32 scalar; how many steps were skipped for non-finite gradients.
       loss_scale: the loss scale of float16 training; else empty.
@@ -58,8 +58,7 @@ class TrainState:
 
 
 def make_state(
-    engine: Engine,
-    tx: optax.GradientTransformation,
+    optimizer: ShardedOptimizer,
     params: Arrays,
     model_state: Arrays,
     loss_scale: LossScale | None = None,
@@ -69,17 +68,18 @@ def make_state(
     Layout:  parameters as they come -> [D/axes F] each.
     Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
     """
-    stored = engine.constrain(pack_tree(engine.layout, params), "param")
+    engine = optimizer.engine
+    stored = engine.constrain(pack_all(engine.layout, params), "param")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=stored,
         work=make_work(engine, stored),
-        opt_state=on_logical_leaves(engine, tx).init(trainable(engine.layout, stored)),
+        opt_state=optimizer.init(trainable(engine.layout, stored)),
         model_state=model_state,
         num_skipped=jnp.zeros((), jnp.int32),
         loss_scale=loss_scale.init() if loss_scale else {},
         layout=engine.layout,
-        roles=abstract_opt_state(engine.layout, tx)[1],
+        roles=optimizer.roles,
     )
 
 
@@ -152,14 +152,13 @@ def state_memories(state: TrainState) -> TrainState:
 
 
 def abstract_state(
-    engine: Engine,
-    tx: optax.GradientTransformation,
+    optimizer: ShardedOptimizer,
     model_state: Mapping[str, Any],
     loss_scale: LossScale | None = None,
 ) -> TrainState:
     """Return shapes, dtypes and shardings of a state. Moves no data."""
-    layout = engine.layout
-    opt_state, roles = abstract_opt_state(layout, tx)
+    layout = optimizer.engine.layout
+    opt_state, roles = optimizer.abstract
     stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.stored}
     shapes = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
@@ -176,7 +175,7 @@ def abstract_state(
         layout=layout,
         roles=roles,
     )
-    return with_shardings(shapes, state_shardings(layout, engine.mesh, shapes))
+    return with_shardings(shapes, state_shardings(layout, optimizer.engine.mesh, shapes))
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

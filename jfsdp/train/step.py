@@ -34,7 +34,7 @@ from jfsdp.train.checks import (
 from jfsdp.train.gradients import Gradients, LossFn, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
-from jfsdp.train.optimizer import on_logical_leaves
+from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.state import TrainState, make_work, state_memories, state_shardings, trainable
 
 Metrics = dict[str, jax.Array]
@@ -122,7 +122,8 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         prefetch: Prefetch | None = None,
     ):
-        self.apply, self.tx, self.config, self.loss_scale = apply, tx, config, loss_scale
+        self.apply, self.config, self.loss_scale = apply, config, loss_scale
+        self.optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         is_manual = prefetch is not None and bool(self.layout.data_axes)
         options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
@@ -224,7 +225,7 @@ class TrainStep:
         grad_norm = optax.tree.norm(grads)
         grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
         grads = {path: grad.astype(self.layout.by_path[path].dtype) for path, grad in grads.items()}
-        new = dataclasses.replace(self._update(state, grads), model_state=model_state)
+        new = dataclasses.replace(self._update(state, grads, loss.total / weight), model_state=model_state)
         check_kept_types(state, new)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
         new = dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
@@ -238,7 +239,7 @@ class TrainStep:
             metrics["loss_scale"] = jnp.asarray(scale)
         return new, metrics | {key: value / weight for key, value in (loss.aux or {}).items()}
 
-    def _update(self, state: TrainState, grads: Arrays) -> TrainState:
+    def _update(self, state: TrainState, grads: Arrays, value: jax.Array) -> TrainState:
         """Update each parameter where the optimizer's states stand, then bring it back to where it rests.
 
         What is offloaded is copied to the device, array by array, and back.
@@ -247,7 +248,7 @@ class TrainStep:
         here = {path: to_device(value) for path, value in trainable(self.layout, state.params).items()}
         params = engine.constrain(here, "opt")
         opt_state = jax.tree.map(to_device, state.opt_state)
-        updates, opt_state = on_logical_leaves(engine, self.tx).update(grads, opt_state, params)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, value)
         updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
         masters = engine.constrain(updated, "param")
         work = state.work if not state.work else {**state.work, **make_work(engine, masters)}

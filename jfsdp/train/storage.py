@@ -1,4 +1,7 @@
-"""A state from one storage form into the other: what leaves a run, or comes from outside, stands leaf by leaf."""
+"""A state from one storage form into the other: what leaves a run, or comes from outside, stands leaf by leaf.
+
+Parameters and their low-precision copies alone have two forms; the optimizer's state is leaf by leaf under both.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any
 import jax
 
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.flat import pack_tree, unpack_tree
+from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.layout.table import Layout
-from jfsdp.train.roles import pack_opt_state, pack_roles, unpack_roles
-from jfsdp.train.state import TrainState, state_shardings, with_shardings
+from jfsdp.train.state import TrainState, with_shardings
+
+Form = Callable[[Layout, Any], Any]
 
 
 def by_leaf(state: TrainState) -> TrainState:
@@ -21,9 +25,11 @@ def by_leaf(state: TrainState) -> TrainState:
 
     Layout:  [layers, chunks * chunk / axes] -> [D/axes F] each.
     Cost:    none between devices.
-    Memory:  a second copy of the state, under flat storage, until one of the two is dropped.
+    Memory:  a second copy of the parameters, under flat storage, until one of the two is dropped; all other arrays are
+             those of the state given.
     """
-    return _place(opened, state) if state.layout.buffers else state
+    layout = state.layout
+    return _place(unpack_all, layout, state, layout.per_parameter()) if layout.buffers else state
 
 
 def in_storage(state: TrainState, layout: Layout) -> TrainState:
@@ -31,13 +37,7 @@ def in_storage(state: TrainState, layout: Layout) -> TrainState:
 
     Layout, Cost, Memory: as `by_leaf`.
     """
-    return _place(_packer(layout), state) if layout.buffers else state
-
-
-@functools.lru_cache(maxsize=8)
-def _packer(layout: Layout) -> Callable[[TrainState], TrainState]:
-    """Return one function for one layout, so that it is compiled once."""
-    return functools.partial(_packed, layout=layout)
+    return _place(pack_all, layout, state, layout) if layout.buffers else state
 
 
 def shapes_by_leaf(state: TrainState) -> TrainState:
@@ -47,28 +47,29 @@ def shapes_by_leaf(state: TrainState) -> TrainState:
 
 def opened(state: TrainState) -> TrainState:
     """Do what `by_leaf` does inside a `jit`, without placing anything."""
-    layout = state.layout
-    roles = unpack_roles(layout, state.opt_state, state.roles)[1]
-    trees = {name: unpack_tree(layout, tree) for name, tree in _on_device(state).items()}
-    return dataclasses.replace(state, **trees, layout=layout.per_parameter(), roles=roles)
+    params, work = _convert(unpack_all, state.layout, (state.params, state.work))
+    return dataclasses.replace(state, params=params, work=work, layout=state.layout.per_parameter())
 
 
-def _packed(state: TrainState, layout: Layout) -> TrainState:
-    roles = pack_roles(layout, state.opt_state, state.roles)[1]
-    trees = _on_device(state)
-    packed = {name: pack_tree(layout, trees[name]) for name in ("params", "work")}
-    packed["opt_state"] = pack_opt_state(layout, state.roles, trees["opt_state"])
-    return dataclasses.replace(state, **packed, layout=layout, roles=roles)
+def _convert(form: Form, layout: Layout, trees: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(form(layout, jax.tree.map(to_device, tree)) for tree in trees)
 
 
-def _on_device(state: TrainState) -> dict[str, Any]:
-    return {name: jax.tree.map(to_device, getattr(state, name)) for name in ("params", "work", "opt_state")}
+@functools.lru_cache(maxsize=8)
+def _converter(form: Form, layout: Layout) -> Callable[[Any], Any]:
+    """Return one function for one layout, so that it is compiled once."""
+    return functools.partial(_convert, form, layout)
 
 
-def _place(convert: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
-    shapes = jax.eval_shape(convert, state)
+def _place(form: Form, buffers: Layout, state: TrainState, layout: Layout) -> TrainState:
+    """Bring parameters and copies from the form of the state into that of `layout`; `buffers` is the flat one."""
+    convert, trees = _converter(form, buffers), (state.params, state.work)
     mesh: Any = state.step.sharding.mesh  # type: ignore[attr-defined]
-    shardings = state_shardings(shapes.layout, mesh, shapes)
-    if not isinstance(state.step, jax.Array):
-        return with_shardings(shapes, shardings)
-    return jax.jit(convert, out_shardings=shardings)(state)
+    shapes = jax.eval_shape(convert, trees)
+    stages = zip(shapes, ("param", "work"), strict=True)
+    shardings = tuple(
+        {path: layout.sharding(mesh, layout.by_path[path], stage) for path in tree} for tree, stage in stages
+    )
+    is_there = isinstance(state.step, jax.Array)
+    moved = jax.jit(convert, out_shardings=shardings)(trees) if is_there else with_shardings(shapes, shardings)
+    return dataclasses.replace(state, params=moved[0], work=moved[1], layout=layout)

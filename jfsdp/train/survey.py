@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, reads, stated_axes
 from jfsdp.engine.engine import SCOPE
-from jfsdp.engine.flat import unpack_tree
+from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, model_axes
 from jfsdp.layout.table import Layout
@@ -51,7 +51,7 @@ def survey(
     held: Collection[str] = (),
 ) -> Survey:
     """Trace a loss on the rows of a microbatch and read what it does; `held` units are whole. Moves no data."""
-    is_sum, is_constant, names, params = False, False, [], unpack_tree(apply.layout, dict(source))
+    is_sum, is_constant, names, params = False, False, [], unpack_all(apply.layout, dict(source))
 
     def as_sum(model: Any, rows: Any) -> Loss:
         nonlocal is_sum

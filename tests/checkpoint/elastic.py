@@ -15,10 +15,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import jfsdp
-from jfsdp.train.roles import dotted
-from jfsdp.train.storage import by_leaf
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
+from tests.states import logical
 
 TX = optax.adamw(1e-2, eps=1e-4)
 BEFORE, AFTER, ROWS = 3, 5, 24
@@ -149,20 +148,8 @@ def train(setting, state, first, num):
 
 def bits(state: jfsdp.TrainState) -> dict[str, str]:
     """Say what every logical array of a state is, down to its bits; layers are stacked, and keys are their data."""
-    state = by_leaf(state)
-    shapes = {role.name: role.shape for role in state.roles.arrays}
-    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
-    arrays = {}
-    for path, value in jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, work={})):
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        whole = multihost_utils.process_allgather(value, tiled=True) if jax.process_count() > 1 else np.asarray(value)
-        name = dotted(path)
-        inside = tuple(map(slice, shapes.get(name, whole.shape)))
-        padding = whole.copy()
-        padding[inside] = 0
-        assert not padding.any(), f"{name}: padding is not zero"
-        arrays[name] = whole[inside]
+    gather = lambda value: multihost_utils.process_allgather(value, tiled=True)  # noqa: E731
+    arrays = logical(state, gather if jax.process_count() > 1 else np.asarray)
     return {name: describe(value) for name, value in stack_layers(arrays).items()}
 
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.train.state import TrainState
-from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import Net
+from tests.states import logical
 
 DIM, LAYERS = 12, 3
 OPTIMIZERS = {
@@ -51,15 +51,6 @@ def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
     if api == "nnx":
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
     return jfsdp.fully_shard(source, min_size=8, **STORAGES[storage])
-
-
-def logical(state: TrainState) -> dict[str, np.ndarray]:
-    state = by_leaf(state)
-    values = {f"params.{name}": x for name, x in state.params.items()}
-    values |= {role.name: x for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state), strict=True)}
-    shapes = {role.name: role.shape for role in state.roles.arrays}
-    shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
-    return {name: np.asarray(x)[tuple(map(slice, shapes[name]))] for name, x in values.items()}
 
 
 def lived_in(state: TrainState) -> TrainState:

@@ -21,9 +21,9 @@ from flax import nnx
 import jfsdp
 from jfsdp.checkpoint.digest import hash_files, list_files, write_digests
 from jfsdp.checkpoint.files import MANIFEST, read_manifest
-from jfsdp.train.roles import leaf_of
 from jfsdp.train.state import TrainState
 from jfsdp.train.storage import by_leaf
+from tests.states import logical
 
 TX = optax.adamw(1e-3)
 
@@ -81,14 +81,15 @@ def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
 def lived_in(state: TrainState) -> TrainState:
     """A state as after some steps: moments of their own, counters that are not zero. Padding stays zero."""
 
-    def change(path: Any, value: jax.Array) -> jax.Array:
-        name = leaf_of(state.layout, path)
-        if name is None:
-            return jax.device_put(value + 7, value.sharding)
-        factor = 0.5 if "mu" in jax.tree_util.keystr(path) else -0.25
-        return jax.device_put(state.params[name] * factor, value.sharding)
+    params = by_leaf(state).params
 
-    opt_state = jax.tree_util.tree_map_with_path(change, state.opt_state)
+    def change(role: Any, value: jax.Array) -> jax.Array:
+        if role.leaf is None:
+            return jax.device_put(value + 7, value.sharding)
+        factor = 0.5 if "mu" in role.name else -0.25
+        return jax.device_put(params[role.leaf] * factor, value.sharding)
+
+    opt_state = state.roles.map(change, state.opt_state)
     step = jax.device_put(state.step + 41, state.step.sharding)
     return TrainState(**{**vars(state), "opt_state": opt_state, "step": step})
 
@@ -110,26 +111,6 @@ def saved(tmp_path_factory) -> Any:
         return path
 
     return save
-
-
-def logical(state: TrainState) -> dict[str, np.ndarray]:
-    """Every array that belongs to training, by path, without padding; keys as data; no low-precision copy."""
-    arrays, state = {}, by_leaf(state)
-    for path, value in jax.tree_util.tree_leaves_with_path(state):
-        if path[0].name == "work":
-            continue
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        value, name = np.asarray(value), leaf_of(state.layout, path)
-        if name is not None and path[0].name in ("params", "opt_state"):
-            leaf = state.layout.by_path[name]
-            inside = tuple(map(slice, leaf.shape))
-            padding = value.copy()
-            padding[inside] = 0
-            assert not padding.any(), f"{name}: padding is not zero"
-            value = value[inside]
-        arrays[jax.tree_util.keystr(path)] = value
-    return arrays
 
 
 def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

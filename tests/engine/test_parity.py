@@ -76,13 +76,11 @@ def measure(model, mesh, strategy, accumulate, clip, options=None, **step_option
         norms.append(float(metrics["grad_norm"]))
     state = by_leaf(state)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
-    moments = {
-        kind: {
-            f"{kind}.{name}": reference.logical(state, name, value)
-            for name, value in getattr(state.opt_state[0], kind).items()
-        }
-        for kind in ("mu", "nu")
+    arrays = {
+        role.name.removeprefix("opt_state.0."): np.asarray(value)[tuple(map(slice, role.shape))]
+        for role, value in zip(state.roles.arrays, jax.tree.leaves(state.opt_state), strict=True)
     }
+    moments = {kind: {k: x for k, x in arrays.items() if k.startswith(f"{kind}.")} for kind in ("mu", "nu")}
     found = {name: np.asarray(x) for name, x in state.model_state.items() if name in wanted.model_state}
     return {
         "loss": (np.abs(np.array(losses) / wanted.losses - 1).max(), ""),

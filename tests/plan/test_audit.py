@@ -1,7 +1,9 @@
 """Every trap planted in a compiled step, and named by the audit; what is as it should be passes."""
 
+import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import pytest
@@ -101,10 +103,15 @@ def test_a_replicated_leaf_and_unsharded_optimizer_states_are_named(monkeypatch)
 
     model = programs.build()
     state = model.abstract_state(programs.job().optimizer(3e-4))
-    arrays = [(state.params, "lm_head.kernel"), (state.opt_state[0].mu, "layers.mlp.up_proj.kernel")]
-    for values, path in arrays:
-        whole = jax.sharding.NamedSharding(values[path].sharding.mesh, jax.sharding.PartitionSpec())
-        values[path] = jax.ShapeDtypeStruct(values[path].shape, values[path].dtype, sharding=whole)
+
+    def whole(x: Any, is_chosen: bool) -> Any:
+        sharding = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_chosen else x
+
+    chosen = "opt_state.0.mu.layers.mlp.up_proj.kernel"
+    params = {name: whole(x, name == "lm_head.kernel") for name, x in state.params.items()}
+    opt_state = state.roles.map(lambda role, x: whole(x, role.name == chosen), state.opt_state)
+    state = dataclasses.replace(state, params=params, opt_state=opt_state)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     monkeypatch.setattr(step_module, "state_shardings", lambda *_: shardings)
     report = audit(programs.compile_step(model, state=state), model.layout)

@@ -24,24 +24,26 @@ MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
 SCHEDULE = optax.linear_schedule(0.0, RATE, 3)
 
 
-def is_block_matrix(name: str) -> bool:
-    return name.startswith("blocks.") and name.endswith("kernel")
+def by_name(decide: Callable[[str, Any], Any]) -> Callable[[Any], Any]:
+    """A mask or labels, decided leaf by leaf by the dotted name."""
+    return lambda params: jax.tree_util.tree_map_with_path(lambda path, x: decide(reference.dotted(path), x), params)
 
 
-def muon_dims(params: Any) -> Any:
+@by_name
+def muon_dims(name: str, x: Any) -> Any:
     """Which leaves are matrices for Muon: the last two dims of the blocks' kernels, a layer dim before them or not."""
-    return {
-        name: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if is_block_matrix(name) else None
-        for name, x in params.items()
-    }
+    is_matrix = name.startswith("blocks.") and name.endswith("kernel")
+    return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if is_matrix else None
 
 
-def by_kind(params: Any) -> Any:
-    return {name: "embed" if "embed" in name else "matrix" if "kernel" in name else "vector" for name in params}
+@by_name
+def by_kind(name: str, x: Any) -> str:
+    return "embed" if "embed" in name else "matrix" if "kernel" in name else "vector"
 
 
-def kernels(params: Any) -> Any:
-    return {name: name.endswith("kernel") for name in params}
+@by_name
+def kernels(name: str, x: Any) -> bool:
+    return name.endswith("kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,8 @@ def rows(mesh: str) -> int:
 @functools.cache
 def oracle(case: str, form: str, num_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     batches = make_batches(STEPS, rows=num_rows)
-    return reference.train_by_name(lambda rngs: Tower(rngs, form == "stacked"), token_loss, CASES[case].make(), batches)
+    wanted = reference.train(lambda rngs: Tower(rngs, form == "stacked"), token_loss, CASES[case].make(), batches)
+    return wanted.params, wanted.opt_state
 
 
 def run(case: str, mesh: str, strategy: str, form: str) -> jfsdp.TrainState:

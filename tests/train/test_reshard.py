@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.train.storage import by_leaf
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.states import logical
 
 TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
 
@@ -71,19 +71,6 @@ def train(model: jfsdp.ShardedModel, state: jfsdp.TrainState, num: int = 2) -> j
 def lived_in(name: str) -> jfsdp.TrainState:
     model = make(name)
     return train(model, model.init(TX, seed=list(LAYOUTS).index(name)))
-
-
-def logical(state: jfsdp.TrainState) -> dict[str, np.ndarray]:
-    """Every array by name, without padding, as bits; nothing of it through `full`."""
-    state = by_leaf(state)
-    shapes = {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
-    shapes |= {role.name: role.shape for role in state.roles.arrays}
-    arrays = {f"params.{name}": x for name, x in state.params.items()}
-    arrays |= dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state), strict=True))
-    for name, x in state.model_state.items():
-        arrays[name] = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    arrays |= {"step": state.step, "num_skipped": state.num_skipped}
-    return {name: np.asarray(x)[tuple(map(slice, shapes.get(name, x.shape)))] for name, x in arrays.items()}
 
 
 def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

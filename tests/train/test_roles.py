@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.train.optimizer import on_logical_leaves
+from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.roles import Kind, abstract_opt_state, place
 
 
@@ -32,9 +32,13 @@ class Leaves(nnx.Module):
 
 
 @functools.cache
-def layout(sizes: tuple[tuple[str, int], ...] = (("fsdp", 8),), strategy: str = "full_shard", min_size: int = 8) -> Any:
+def model(sizes: tuple[tuple[str, int], ...] = (("fsdp", 8),), strategy: str = "full_shard", min_size: int = 8) -> Any:
     mesh = jfsdp.make_abstract_mesh(dict(sizes))
-    return jfsdp.fully_shard(Leaves, mesh=mesh, strategy=strategy, min_size=min_size).layout
+    return jfsdp.fully_shard(Leaves, mesh=mesh, strategy=strategy, min_size=min_size)
+
+
+def layout(**options: Any) -> Any:
+    return model(**options).layout
 
 
 def stateful(make_arrays: Any) -> Any:
@@ -43,7 +47,7 @@ def stateful(make_arrays: Any) -> Any:
 
 
 def roles_of(tx: Any, **options: Any) -> dict[str, Any]:
-    return dict(abstract_opt_state(layout(**options), tx)[1].by_name)
+    return dict(abstract_opt_state(layout(**options), model(**options).model.tree, tx)[1].by_name)
 
 
 # Array made for a leaf -> what is expected of it: kind, spec, and how the reason begins.
@@ -100,10 +104,11 @@ def test_leaves_without_a_gradient_have_no_state():
 
 def test_placing_roles_anew_is_deciding_them_in_the_other_layout():
     tx = optax.chain(optax.adafactor(1e-3, min_dim_size_to_factor=8), optax.adam(1e-3))
-    roles = abstract_opt_state(layout(), tx)[1]
+    tree = model().model.tree
+    roles = abstract_opt_state(layout(), tree, tx)[1]
     for options in ({"sizes": (("fsdp", 3),)}, {"strategy": "ddp"}, {"min_size": 1000}):
         other = layout(**options)
-        assert place(other, roles) == abstract_opt_state(other, tx)[1] != roles
+        assert place(other, roles) == abstract_opt_state(other, tree, tx)[1] != roles
     assert place(layout(), roles) == roles and hash(place(layout(), roles)) == hash(roles)
 
 
@@ -120,7 +125,7 @@ def collectives(model: jfsdp.ShardedModel, tx: Any) -> dict[str, int]:
     state = model.abstract_state(tx)
     params = {path: x for path, x in state.params.items() if model.layout.by_path[path].trainable}
     shardings = jax.tree.map(lambda x: x.sharding, (params, state.opt_state))
-    update = on_logical_leaves(model.engine, tx).update
+    update = functools.partial(ShardedOptimizer(model.engine, model.model.tree, tx).update, value=jnp.zeros(()))
     text = jax.jit(update, out_shardings=shardings).lower(params, state.opt_state, params).compile().as_text() or ""
     pattern = r"= (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
     found = {}
