@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jfsdp.train.loss_scale import LossScale
     from jfsdp.train.low_precision import low_precision_state
     from jfsdp.train.reshard import reshard
+    from jfsdp.train.separate import separate
     from jfsdp.train.sharded import ShardedModel, fully_shard
     from jfsdp.train.state import TrainState
     from jfsdp.train.step import TrainStep
@@ -49,6 +50,7 @@ _HOMES = {
     "train.loss_scale": ("LossScale",),
     "train.low_precision": ("low_precision_state",),
     "train.reshard": ("reshard",),
+    "train.separate": ("separate",),
     "train.sharded": ("ShardedModel", "fully_shard"),
     "train.state": ("TrainState",),
     "train.step": ("TrainStep",),
@@ -90,6 +92,7 @@ __all__ = [
     "resolve_units",
     "restore",
     "save",
+    "separate",
     "track_ema",
     "with_ema",
 ]

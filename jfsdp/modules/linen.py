@@ -151,12 +151,16 @@ class LinenModel:
             else value
             for path, value in params.items()
         }
-        variables = jax.tree.unflatten(self._tree, [boxed[name] for name in self.params])
-        names = [name for name in self.state if name not in (RNG_KEY, RNG_COUNT)]
-        collections = jax.tree.unflatten(self._state_tree, [state[name] for name in names])
-        model = BoundModel(self.module, variables, collections, (state[RNG_KEY], state[RNG_COUNT]), hooks)
+        collections = self.plain(boxed, state)
+        model = BoundModel(self.module, collections.pop(PARAMS), collections, (state[RNG_KEY], state[RNG_COUNT]), hooks)
         out = fn(model, *inputs)
         return out, dict(params), self._collect(model)
+
+    def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the collections of the module, as `module.init` returns them, around arrays."""
+        names = [name for name in self.state if name not in (RNG_KEY, RNG_COUNT)]
+        collections = jax.tree.unflatten(self._state_tree, [state[name] for name in names])
+        return {PARAMS: jax.tree.unflatten(self._tree, [params[name] for name in self.params]), **collections}
 
     def _collect(self, model: BoundModel) -> Arrays:
         key, count = model._rngs

@@ -149,6 +149,10 @@ class FlaxModel(Protocol):
         """
         ...
 
+    def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+        """Return the user's own model around arrays: an `nnx.Module`, or the variables of a Linen module."""
+        ...
+
 
 def as_model(source: Any) -> FlaxModel:
     """Bring what `fully_shard` takes as a model into one form. Moves no data.

@@ -49,10 +49,14 @@ class NNXModel:
         out = fn(model, *inputs)
         return out, *self._collect(model)
 
+    def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> nnx.Module:
+        """Build the model around arrays."""
+        flat = [_with_arrays(self._params, params), _with_arrays(self._state, state)]
+        return nnx.merge(self.graphdef, *(nnx.from_flat_state(part) for part in flat))
+
     def _bind(self, params: Mapping[str, Any], state: Mapping[str, Any], hooks: Hooks) -> nnx.Module:
         """Build the model around arrays, with the units hooked and their parameters guarded."""
-        flat = [_with_arrays(self._params, params), _with_arrays(self._state, state)]
-        model = nnx.merge(self.graphdef, *(nnx.from_flat_state(part) for part in flat))
+        model = self.plain(params, state)
         owners = hooks.owners()
         for path, node in nnx.iter_graph(model):
             name = join_path(path)

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -72,12 +72,12 @@ class ShardedOptimizer:
         """Return the state for trained parameters on the device: the structure of `tx.init`, in stored shapes."""
         return self.roles.map(self._pad_state, self.tx.init(self.tree.build(self._cut_all(params))))
 
-    def update(self, grads: Arrays, state: Any, params: Arrays, value: jax.Array) -> tuple[Arrays, Any]:
+    def update(self, grads: Arrays, state: Any, params: Arrays, extra: Mapping[str, Any]) -> tuple[Arrays, Any]:
         """Return the updates of trained parameters, and the new state.
 
         Args:
           grads, params: as they are stored, in the layout of stage `opt`.
-          value: the loss of the step, for transformations that take `value=`.
+          extra: what `tx.update` is given besides, by name.
 
         Raises:
           ValueError: if the state is that of another optimizer; lists what differs.
@@ -85,7 +85,7 @@ class ShardedOptimizer:
         _check_state(self.tree, self.roles, state)
         logical = self.tree.build(self._cut_all(grads)), self.tree.build(self._cut_all(params))
         state = self.roles.map(self._cut_state, state)
-        updates, state = self._update(logical[0], state, logical[1], value if self._takes_value else None)
+        updates, state = self._update(logical[0], state, logical[1], extra)
         return self._pad_all(self.tree.by_name(updates)), self.roles.map(self._pad_state, state)
 
     def check(self) -> None:
@@ -96,28 +96,30 @@ class ShardedOptimizer:
             returns updates of another tree; names the transformation.
         """
         with _naming_what_fails():
-            self.tree.by_name(self._updates(1.0 if self._takes_value else None))
+            self.tree.by_name(self._updates(self.given(1.0)))
+
+    def given(self, value: Any) -> dict[str, Any]:
+        """Return what a training step gives `tx.update` besides: the loss, wherever it can be taken."""
+        return {"value": jnp.asarray(value)} if self._takes_value else {}
 
     @functools.cached_property
     def _takes_value(self) -> bool:
-        """Whether `tx.update` is given the loss: wherever it can be, since only `tx` knows whether it needs it."""
         try:
-            self._updates(1.0)
+            self._updates({"value": jnp.ones(())})
         except TypeError:
             with contextlib.suppress(TypeError):
-                self._updates(None)
+                self._updates({})
                 return False
         return True
 
-    def _updates(self, value: float | None) -> Any:
+    def _updates(self, extra: Mapping[str, Any]) -> Any:
         """Return the shapes of the first updates."""
         shapes = logical_shapes(self.engine.layout, self.tree)
-        first = lambda grads, params: self._update(grads, self.tx.init(params), params, value)[0]  # noqa: E731
+        first = lambda grads, params: self._update(grads, self.tx.init(params), params, extra)[0]  # noqa: E731
         return jax.eval_shape(first, shapes, shapes)
 
-    def _update(self, grads: Any, state: Any, params: Any, value: Any) -> tuple[Any, Any]:
+    def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
-        extra = {} if value is None else {"value": jnp.asarray(value)}
         return optax.with_extra_args_support(tx).update(grads, state, params, **extra)
 
     def _cut_all(self, values: Arrays) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -40,12 +42,15 @@ from jfsdp.layout.table import Layout
 from jfsdp.layout.units import resolve_units
 from jfsdp.modules.model import FlaxModel, as_model
 from jfsdp.train import state as states
-from jfsdp.train.checks import check_lowers, check_stands
+from jfsdp.train.checks import check_lowers, check_stands, check_state
 from jfsdp.train.gradients import LossFn
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
+from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import StepConfig, TrainStep
+from jfsdp.train.storage import by_leaf
+from jfsdp.train.update import Update
 
 
 def fully_shard(
@@ -218,6 +223,7 @@ class ShardedModel:
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
         self.engine = AutoEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
+        self._apply_steps: dict[Any, ApplyStep] = {}
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
@@ -316,7 +322,6 @@ class ShardedModel:
             raise ValueError(
                 "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
             )
-        self._optimizer(tx).check()
         config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self.prefetch)
 
@@ -342,3 +347,67 @@ class ShardedModel:
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
         return jax.jit(run, compiler_options=compiler_options(self.mesh))
+
+    def grads(
+        self,
+        loss_fn: LossFn,
+        *,
+        accumulate: int = 1,
+        reduce: str | None = None,
+        reshard_after_backward: bool | Mapping[str, bool] = True,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> GradStep:
+        """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
+
+        Args:
+          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options: as in `train_step`.
+        """
+        options = {"reduce": reduce, "reshard_after_backward": reshard_after_backward}
+        config = StepConfig(accumulate, compiler_options=compiler_options, **options)  # type: ignore[arg-type]
+        return GradStep(self.apply, loss_fn, config, self.loss_scale, self.prefetch)
+
+    def apply_gradients(
+        self,
+        state: TrainState,
+        grads: Any,
+        tx: optax.GradientTransformation,
+        *,
+        skip_nonfinite: bool = False,
+        **extra: Any,
+    ) -> TrainState:
+        """Update a state with gradients; the state given is donated, the gradients are not.
+
+        Args:
+          grads: a tree like the one that `grads` returns, in stored or logical shapes.
+          tx: the optimizer that `init` was given. The update is compiled once for each: make it outside the loop.
+          skip_nonfinite: as in `train_step`.
+          extra: what `tx.update` takes besides, by name: arrays and numbers are traced, anything else is static.
+
+        Raises:
+          ValueError: naming the parameter whose gradient is missing or of another shape; for the state of another tx.
+        """
+        check_state(state, self.layout, self.loss_scale)
+        named = named_gradients(self.layout, self.model.tree, grads)
+        arrays = {name: x for name, x in extra.items() if isinstance(x, (jax.Array, np.ndarray, float, int))}
+        key = tx, skip_nonfinite, tuple((name, x) for name, x in sorted(extra.items()) if name not in arrays)
+        if key not in self._apply_steps:
+            update = Update(self._optimizer(tx), self.loss_scale, skip_nonfinite)
+            self._apply_steps[key] = ApplyStep(update, dict(key[2]))
+        return self._apply_steps[key](dataclasses.replace(state, layout=self.layout), named, arrays)
+
+    def to_flax(self, state: TrainState) -> Any:
+        """Return the plain model with the weights of a state: an `nnx.Module`, or the variables of a Linen module.
+
+        Layout:  [D+pad/axes F] -> [D F] on the first device of this process, in the dtype at rest.
+        Cost:    one all-gather per parameter, one after another. With several processes each calls it.
+        Memory:  the whole model on that device; of one parameter at a time, all of it on every device. The arrays are
+                 copies: the state may be trained on.
+        """
+        check_stands(state, self.layout)
+        leaves = by_leaf(state)
+        params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in leaves.params.items()}
+        return self.model.plain(params, {name: self._whole_leaf(x, x.shape) for name, x in state.model_state.items()})
+
+    def _whole_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        whole = jax.device_put(value, self._whole(), may_alias=False).addressable_data(0)
+        return whole[tuple(map(slice, shape))]

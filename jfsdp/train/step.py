@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,17 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import SCOPE, is_on_host, to_device
+from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards
 from jfsdp.layout.strategy import STRATEGIES, Split
-from jfsdp.layout.table import HOST, Layout
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
 from jfsdp.train.checks import (
     batch_shape,
     check_batch,
-    check_kept_types,
     check_lowers,
     check_reduce_dtype,
     check_same_batch,
@@ -35,7 +34,8 @@ from jfsdp.train.gradients import Gradients, LossFn, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
-from jfsdp.train.state import TrainState, make_work, state_memories, state_shardings, trainable
+from jfsdp.train.state import TrainState, state_shardings
+from jfsdp.train.update import Update, lend_host_params, with_lent
 
 Metrics = dict[str, jax.Array]
 
@@ -103,11 +103,102 @@ class StepConfig:
         return {name: getattr(self, name) for name in ("accumulate", "reduce", "reshard_after_backward")}
 
 
-class TrainStep:
-    """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
+class MeanGradients(NamedTuple):
+    """Gradients of the mean loss of a step, and what else it computed.
+
+    Attributes:
+      grads: by the names of the state's arrays, on the device in the layout of stage `opt`; not clipped.
+      norm: their global norm.
+      loss: the sums over all rows.
+      value: the mean loss.
+      model_state: the model's other state afterwards.
+      metrics: what every step reports.
+    """
+
+    grads: Arrays
+    norm: jax.Array
+    loss: Loss
+    value: jax.Array
+    model_state: Arrays
+    metrics: Metrics
+
+
+class BatchStep:
+    """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
 
     Attributes:
       prefetch: that of engine "manual"; None under engine "auto".
+    """
+
+    def __init__(
+        self,
+        apply: ShardedApply,
+        loss_fn: LossFn,
+        config: StepConfig,
+        loss_scale: LossScale | None = None,
+        prefetch: Prefetch | None = None,
+    ):
+        self.apply, self.config, self.loss_scale = apply, config, loss_scale
+        self.layout, self.mesh = apply.layout, apply.engine.mesh
+        is_manual = prefetch is not None and bool(self.layout.data_axes)
+        options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
+        self.compiler_options = {name: value for name, value in options.items() if value is not None}
+        once = reduces_once(self.layout, config, is_manual=is_manual)
+        check_reduce_dtype(self.layout, once=once or is_manual)
+        held = config.held_units(self.layout)
+        is_asked = config.reduce == "once"
+        is_scaled = loss_scale is not None
+        self.prefetch = prefetch
+        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
+        self._batch_shape: Any = None
+
+    @property
+    def movement(self) -> dict[str, Any]:
+        """What decides how often leaves are gathered and reduced, by the names that theory takes."""
+        return {**self.config.movement, "engine": "auto" if self.prefetch is None else "manual"}
+
+    def prepare(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Check a state and a batch, and put the batch where the step wants it."""
+        check_state(state, self.layout, self.loss_scale)
+        state = dataclasses.replace(state, layout=self.layout)
+        return state, self.shard_batch(batch)
+
+    def finished(self, batch: Any) -> None:
+        """Say that a step over this batch was taken: later ones are of the same structure."""
+        self._batch_shape = batch_shape(batch)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
+        if all(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(batch)):
+            self._check_batch(batch, 1)
+            return jax.device_put(batch, batch_sharding(self.mesh))
+        self._check_batch(batch, jax.process_count())
+        sharding = batch_sharding(self.mesh)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+
+    def _check_batch(self, batch: Any, num_processes: int) -> None:
+        shards = num_data_shards(dict(self.layout.mesh_sizes))
+        check_batch(batch, shards=shards, accumulate=self.config.accumulate, num_processes=num_processes)
+        check_same_batch(batch, self._batch_shape)
+
+    def mean_gradients(self, state: TrainState, batch: Any) -> MeanGradients:
+        """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
+        scale = state.loss_scale["scale"] if self.loss_scale else 1.0
+        with model_mesh(self.mesh):
+            sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+        with jax.named_scope(f"{SCOPE}.update"):
+            weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
+            here = {path: to_device(grad) / (weight * scale) for path, grad in sums.items()}
+            grads = self.apply.engine.constrain(here, "opt")
+            norm, value = optax.tree.norm(grads), loss.total / weight
+        metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
+        metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
+        aux = {key: value / weight for key, value in (loss.aux or {}).items()}
+        return MeanGradients(grads, norm, loss, value, model_state, metrics | aux)
+
+
+class TrainStep(BatchStep):
+    """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
     Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
     is one, and what the loss returns as `aux`.
@@ -122,26 +213,11 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         prefetch: Prefetch | None = None,
     ):
-        self.apply, self.config, self.loss_scale = apply, config, loss_scale
-        self.optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
-        self.layout, self.mesh = apply.layout, apply.engine.mesh
-        is_manual = prefetch is not None and bool(self.layout.data_axes)
-        options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
-        self.compiler_options = {name: value for name, value in options.items() if value is not None}
-        once = reduces_once(self.layout, config, is_manual=is_manual)
-        check_reduce_dtype(self.layout, once=once or is_manual)
-        held = config.held_units(self.layout)
-        is_asked = config.reduce == "once"
-        is_scaled = loss_scale is not None
-        self.prefetch = prefetch
-        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
+        super().__init__(apply, loss_fn, config, loss_scale, prefetch)
+        self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
+        self._optimizer.check()
+        self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
         self._jitted: Any = None
-        self._batch_shape: Any = None
-
-    @property
-    def movement(self) -> dict[str, Any]:
-        """What decides how often leaves are gathered and reduced, by the names that theory takes."""
-        return {**self.config.movement, "engine": "auto" if self.prefetch is None else "manual"}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step.
@@ -152,14 +228,12 @@ class TrainStep:
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.
         """
-        check_state(state, self.layout, self.loss_scale)
-        state = dataclasses.replace(state, layout=self.layout)
-        batch = self.shard_batch(batch)
+        state, batch = self.prepare(state, batch)
         donated, lent = lend_host_params(state)
         result = self._compile_for(state)(donated, lent, batch)
         for value in jax.tree.leaves(lent):
             value.delete()
-        self._batch_shape = batch_shape(batch)
+        self.finished(batch)
         return result
 
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
@@ -178,20 +252,6 @@ class TrainStep:
         with contextlib.nullcontext() if is_there else jax.default_device(device):
             return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
 
-    def shard_batch(self, batch: Any) -> Any:
-        """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
-        if all(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(batch)):
-            self._check_batch(batch, 1)
-            return jax.device_put(batch, batch_sharding(self.mesh))
-        self._check_batch(batch, jax.process_count())
-        sharding = batch_sharding(self.mesh)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
-
-    def _check_batch(self, batch: Any, num_processes: int) -> None:
-        shards = num_data_shards(dict(self.layout.mesh_sizes))
-        check_batch(batch, shards=shards, accumulate=self.config.accumulate, num_processes=num_processes)
-        check_same_batch(batch, self._batch_shape)
-
     def _compile_for(self, state: TrainState) -> Any:
         if self._jitted is None:
             shardings = state_shardings(self.layout, self.mesh, state)
@@ -206,101 +266,13 @@ class TrainStep:
         return self._jitted
 
     def _step(self, state: TrainState, lent: dict[str, Arrays], batch: Any) -> tuple[TrainState, Metrics]:
-        whole = {name: getattr(state, name) | values for name, values in lent.items()}
-        state = dataclasses.replace(state, **whole)
-        state = jax.tree.map(in_memory, state, state_memories(state))
-        scale = state.loss_scale["scale"] if self.loss_scale else 1.0
-        with model_mesh(self.mesh):
-            grads, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+        state = with_lent(state, lent)
+        found = self.mean_gradients(state, batch)
         with jax.named_scope(f"{SCOPE}.update"):
-            return self._apply_gradients(state, grads, loss, model_state, scale)
-
-    def _apply_gradients(
-        self, state: TrainState, grads: Arrays, loss: Loss, model_state: Arrays, scale: Any
-    ) -> tuple[TrainState, Metrics]:
-        """Divide the sums by their weight, clip, update, and say what happened."""
-        weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
-        here = {path: to_device(grad) / (weight * scale) for path, grad in grads.items()}
-        grads = self.apply.engine.constrain(here, "opt")
-        grad_norm = optax.tree.norm(grads)
-        grads = clip_by_norm(grads, grad_norm, self.config.max_grad_norm)
-        grads = {path: grad.astype(self.layout.by_path[path].dtype) for path, grad in grads.items()}
-        new = dataclasses.replace(self._update(state, grads, loss.total / weight), model_state=model_state)
-        check_kept_types(state, new)
-        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss.total)
-        new = dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
-        metrics = {
-            "loss": loss.total / weight,
-            "grad_norm": grad_norm,
-            "weight": loss.weight,
-            "num_skipped": new.num_skipped.astype(jnp.float32),
-        }
-        if self.loss_scale:
-            metrics["loss_scale"] = jnp.asarray(scale)
-        return new, metrics | {key: value / weight for key, value in (loss.aux or {}).items()}
-
-    def _update(self, state: TrainState, grads: Arrays, value: jax.Array) -> TrainState:
-        """Update each parameter where the optimizer's states stand, then bring it back to where it rests.
-
-        What is offloaded is copied to the device, array by array, and back.
-        """
-        engine = self.apply.engine
-        here = {path: to_device(value) for path, value in trainable(self.layout, state.params).items()}
-        params = engine.constrain(here, "opt")
-        opt_state = jax.tree.map(to_device, state.opt_state)
-        updates, opt_state = self.optimizer.update(grads, opt_state, params, value)
-        updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
-        masters = engine.constrain(updated, "param")
-        work = state.work if not state.work else {**state.work, **make_work(engine, masters)}
-        return dataclasses.replace(
-            state,
-            params=state.params | engine.put(masters, "param"),
-            work=work,
-            opt_state=jax.tree.map(like_memory, state.opt_state, opt_state),
-        )
-
-    def _guard(self, old: TrainState, new: TrainState, is_finite: jax.Array) -> TrainState:
-        """Keep the old state where the step is not to be taken, and move the loss scale."""
-        if self.loss_scale is None and not self.config.skip_nonfinite:
-            return new
-
-        def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-            return like_memory(b, jnp.where(is_finite, to_device(a), to_device(b)))
-
-        kept = jax.tree.map(choose, new, old)
-        scale = self.loss_scale.update(old.loss_scale, is_finite) if self.loss_scale else old.loss_scale
-        num_skipped = old.num_skipped + (~is_finite).astype(jnp.int32)
-        return dataclasses.replace(kept, loss_scale=scale, num_skipped=num_skipped)
-
-
-def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """Part a state into what a step may overwrite, and parameters in host memory, which it reads several times.
-
-    XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that keeps the
-    readers from the writer would be one from host to host. So these are freed after the step. Moves no data.
-    """
-
-    def on_host(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
-        return {path: x for path, x in values.items() if state.layout.by_path[path].stage(stage).memory == HOST}
-
-    lent = {"params": on_host(state.params, "param"), "work": on_host(state.work, "work")}
-    kept = {
-        name: {path: x for path, x in getattr(state, name).items() if path not in lent[name]}
-        for name in ("params", "work")
-    }
-    return dataclasses.replace(state, **kept), lent
-
-
-def in_memory(value: jax.Array, memory: str) -> jax.Array:
-    """Say in its type that an argument stands in host memory: JAX (0.10.2, 0.12) leaves that out when a step is lowered
-    for shapes. Moves no data: that is where it stands.
-    """
-    return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_on_host(value) else value
-
-
-def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
-    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new
+            grads = clip_by_norm(found.grads, found.norm, self.config.max_grad_norm)
+            is_finite = jnp.isfinite(found.norm) & jnp.isfinite(found.loss.total)
+            new = self._update(state, grads, is_finite, found.model_state, self._optimizer.given(found.value))
+        return new, found.metrics | {"num_skipped": new.num_skipped.astype(jnp.float32)}
 
 
 def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) -> bool:

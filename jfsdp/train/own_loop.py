@@ -1,0 +1,114 @@
+"""For training loops of one's own: gradients of a loss, and an update from gradients, each compiled by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfsdp.engine.engine import SCOPE, pad_leaf
+from jfsdp.engine.flat import pack_all, unpack_all
+from jfsdp.engine.options import compiler_options
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.modules.model import ParamTree
+from jfsdp.train.state import TrainState, state_shardings
+from jfsdp.train.step import BatchStep, Metrics
+from jfsdp.train.update import Update, lend_host_params, with_lent
+
+
+class GradStep(BatchStep):
+    """Compiled gradients of a loss: `state, grads, metrics = step(state, batch)`. Nothing is donated.
+
+    `grads` is the tree that an optimizer sees (Linen's nested params, or the state of `nnx.Param`; `optax.MaskedNode()`
+    where nothing is trained) with the gradients of the mean loss, in float32 or the master's wider dtype, each sharded
+    as stage `opt` and in its stored shape: padding at the end of the split dim is zero. `state` is the one given with
+    the model's other state (batch statistics, rng counts) as the loss left it. Metrics are those of a training step.
+    """
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Metrics]:
+        """Compute the gradients.
+
+        Raises:
+          ValueError: as a training step.
+        """
+        state, batch = self.prepare(state, batch)
+        grads, model_state, metrics = self._jitted(state, batch)
+        self.finished(batch)
+        return dataclasses.replace(state, model_state=model_state), grads, metrics
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+        shardings = {leaf.path: self.layout.on_device(self.mesh, leaf, "opt") for leaf in leaves}
+        out = (self.apply.model.tree.build(shardings), None, None)
+        return jax.jit(self._compute, out_shardings=out, compiler_options=self.compiler_options)
+
+    def _compute(self, state: TrainState, batch: Any) -> tuple[Any, Arrays, Metrics]:
+        found = self.mean_gradients(with_lent(state, {}), batch)
+        leaves = unpack_all(self.layout, found.grads)
+        return self.apply.model.tree.build(leaves), found.model_state, found.metrics
+
+
+def named_gradients(layout: Layout, tree: ParamTree, grads: Any) -> Arrays:
+    """Return gradients given as the user's tree by name, in their stored shape.
+
+    Raises:
+      ValueError: for another tree, a gradient that is missing, or one of another shape; names the parameter.
+    """
+    try:
+        named = tree.by_name(grads)
+    except ValueError as error:
+        raise ValueError(
+            f"apply_gradients takes (state, grads, tx), with the tree of gradients that model.grads returns ({error})"
+        ) from error
+    for leaf in layout.leaves:
+        shape = jnp.shape(named[leaf.path]) if leaf.path in named else None
+        if leaf.trainable and shape not in (leaf.shape, leaf.stored_shape):
+            given = "no gradient" if shape is None else f"a gradient of shape {shape}"
+            raise ValueError(
+                f"{leaf.path}: is trained, has shape {leaf.shape}, and {given} was given; give zeros where there is "
+                "none, or freeze it (frozen=)"
+            )
+    trained = {path: layout.by_path[path] for path in named if layout.by_path[path].trainable}
+    return {path: _stored(named[path], leaf) for path, leaf in trained.items()}
+
+
+def _stored(grad: Any, leaf: Leaf) -> jax.Array:
+    return grad if jnp.shape(grad) == leaf.stored_shape else pad_leaf(jnp.asarray(grad), leaf)
+
+
+class ApplyStep:
+    """The compiled update of a state from gradients by name. The state given is donated.
+
+    Args:
+      static: what the optimizer's update is given besides and is no array.
+    """
+
+    def __init__(self, update: Update, static: Mapping[str, Any]):
+        self._update, self._static, self._jitted = update, static, None
+
+    def __call__(self, state: TrainState, grads: Arrays, arrays: Mapping[str, Any]) -> TrainState:
+        engine = self._update.optimizer.engine
+        if self._jitted is None:
+            shardings = state_shardings(engine.layout, engine.mesh, state)
+            options = compiler_options(engine.mesh)
+            self._jitted = jax.jit(self._apply, out_shardings=shardings, donate_argnums=0, compiler_options=options)
+        donated, lent = lend_host_params(state)
+        new = self._jitted(donated, lent, grads, arrays)
+        jax.tree.map(lambda x: x.delete(), lent)
+        return new
+
+    def _apply(
+        self, state: TrainState, lent: Mapping[str, Arrays], grads: Arrays, arrays: Mapping[str, Any]
+    ) -> TrainState:
+        state, engine = with_lent(state, lent), self._update.optimizer.engine
+        with jax.named_scope(f"{SCOPE}.update"):
+            grads = engine.constrain(pack_all(engine.layout, grads), "opt")
+            is_finite = jnp.isfinite(optax.tree.norm(grads))
+            return self._update(state, grads, is_finite, state.model_state, {**self._static, **arrays})

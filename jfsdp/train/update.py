@@ -1,0 +1,120 @@
+"""From mean gradients to the next state: the optimizer, the guard against what is not finite, and where memory is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfsdp.engine.engine import is_on_host, to_device
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.table import HOST
+from jfsdp.train.checks import check_kept_types
+from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.optimizer import ShardedOptimizer
+from jfsdp.train.state import TrainState, make_work, state_memories, trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Bring a state one step further, inside a `jit`.
+
+    Attributes:
+      optimizer: the optimizer on stored arrays.
+      loss_scale: how the loss was scaled; None: it was not.
+      skip_nonfinite: leave the state as it was where something is not finite; with a loss scale that is so anyway.
+    """
+
+    optimizer: ShardedOptimizer
+    loss_scale: LossScale | None
+    skip_nonfinite: bool
+
+    def __call__(
+        self, state: TrainState, grads: Arrays, is_finite: jax.Array, model_state: Arrays, extra: Mapping[str, Any]
+    ) -> TrainState:
+        """Return the next state.
+
+        Args:
+          grads: of the mean loss, by the names of `state.params`, on the device in the layout of stage `opt`.
+          is_finite: whether the step is to be taken, where that is asked.
+          model_state: the model's other state after the step.
+          extra: what the optimizer's update is given besides gradients, state and parameters.
+        """
+        grads = {path: grad.astype(state.layout.by_path[path].dtype) for path, grad in grads.items()}
+        new = dataclasses.replace(self._update(state, grads, extra), model_state=model_state)
+        check_kept_types(state, new)
+        return dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
+
+    def _update(self, state: TrainState, grads: Arrays, extra: Mapping[str, Any]) -> TrainState:
+        """Update each parameter where the optimizer's states stand, then bring it back to where it rests.
+
+        What is offloaded is copied to the device, array by array, and back.
+        """
+        engine = self.optimizer.engine
+        here = {path: to_device(value) for path, value in trainable(state.layout, state.params).items()}
+        params = engine.constrain(here, "opt")
+        opt_state = jax.tree.map(to_device, state.opt_state)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, extra)
+        updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
+        masters = engine.constrain(updated, "param")
+        work = state.work if not state.work else {**state.work, **make_work(engine, masters)}
+        return dataclasses.replace(
+            state,
+            params=state.params | engine.put(masters, "param"),
+            work=work,
+            opt_state=jax.tree.map(like_memory, state.opt_state, opt_state),
+        )
+
+    def _guard(self, old: TrainState, new: TrainState, is_finite: jax.Array) -> TrainState:
+        """Keep the old state where the step is not to be taken, and move the loss scale."""
+        if self.loss_scale is None and not self.skip_nonfinite:
+            return new
+
+        def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+            return like_memory(b, jnp.where(is_finite, to_device(a), to_device(b)))
+
+        kept = jax.tree.map(choose, new, old)
+        scale = self.loss_scale.update(old.loss_scale, is_finite) if self.loss_scale else old.loss_scale
+        num_skipped = old.num_skipped + (~is_finite).astype(jnp.int32)
+        return dataclasses.replace(kept, loss_scale=scale, num_skipped=num_skipped)
+
+
+def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:
+    """Part a state into what a step may overwrite, and parameters in host memory, which it reads several times.
+
+    XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that keeps the
+    readers from the writer would be one from host to host. So these are freed after the step. Moves no data.
+    """
+
+    def on_host(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
+        return {path: x for path, x in values.items() if state.layout.by_path[path].stage(stage).memory == HOST}
+
+    lent = {"params": on_host(state.params, "param"), "work": on_host(state.work, "work")}
+    kept = {
+        name: {path: x for path, x in getattr(state, name).items() if path not in lent[name]}
+        for name in ("params", "work")
+    }
+    return dataclasses.replace(state, **kept), lent
+
+
+def with_lent(state: TrainState, lent: Mapping[str, Arrays]) -> TrainState:
+    """Put together, inside a `jit`, what `lend_host_params` parted, and say in its type what is in host memory."""
+    whole = {name: getattr(state, name) | values for name, values in lent.items()}
+    state = dataclasses.replace(state, **whole)
+    return jax.tree.map(_in_memory, state, state_memories(state))
+
+
+def _in_memory(value: jax.Array, memory: str) -> jax.Array:
+    """Say in its type that an argument stands in host memory: JAX (0.10.2, 0.12) leaves that out when a step is lowered
+    for shapes. Moves no data: that is where it stands.
+    """
+    return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_on_host(value) else value
+
+
+def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
+    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new

@@ -1,0 +1,187 @@
+"""Loops of one's own: gradients and updates by themselves, several optimizers, and the plain model back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jfsdp
+from tests import reference
+from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.states import logical
+
+TX = optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+FORMS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "manual": {"engine": "manual"},
+    "flat": {"engine": "manual", "storage": "flat"},
+    "zero1, bfloat16, frozen": {
+        "strategy": "zero1",
+        "mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16"),
+        "frozen": "embed",
+    },
+    "float16": {"mp_policy": jfsdp.MixedPrecisionPolicy("float16")},
+    "offloaded": {"offload_policy": jfsdp.OffloadPolicy(params=True, opt_state=True)},
+}
+
+
+def shard(form: str = "auto", source: Any = Tower, num_devices: int = 3, **options: Any) -> jfsdp.ShardedModel:
+    mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
+    units = [LinenBlock] if isinstance(source, tuple) else [Block]
+    return jfsdp.fully_shard(source, mesh=mesh, units=units, min_size=4, **(FORMS[form] | options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_and_their_application_are_a_training_step(form):
+    model = shard(form, lambda rngs: Tower(rngs, stacked=False, num_layers=1))
+    step, grads_of = model.train_step(token_loss, TX), model.grads(token_loss)
+    wanted, state = model.init(TX), model.init(TX)
+    for batch in make_batches(2, rows=12):
+        wanted, metrics = step(wanted, batch)
+        state, grads, found = grads_of(state, batch)
+        state = model.apply_gradients(state, grads, TX)
+        for name in found:
+            np.testing.assert_allclose(found[name], metrics[name], rtol=1e-5, err_msg=name)
+    other = logical(state)
+    for name, x in logical(wanted).items():
+        np.testing.assert_allclose(np.float32(other[name]), np.float32(x), rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("source", [Tower, linen_tower()], ids=["nnx", "linen"])
+def test_gradients_are_the_tree_that_an_optimizer_sees(source):
+    model = shard(source=source, frozen="head.**")
+    state, grads, _ = model.grads(token_loss)(model.init(TX), make_batches(1, rows=12)[0])
+    assert jax.tree.structure(grads) == jax.tree.structure(state.opt_state[0].mu)
+    for grad, moment in zip(jax.tree.leaves(grads), jax.tree.leaves(state.opt_state[0].mu), strict=True):
+        assert (grad.shape, grad.dtype, grad.sharding) == (moment.shape, jnp.float32, moment.sharding)
+
+
+def test_several_backwards_and_gradients_by_hand():
+    model = shard("flat")
+    batches = make_batches(2, rows=12)
+    both = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    total = lambda model, batch: token_loss(model, batch)._replace(weight=1.0 * batch["tokens"].shape[0])  # noqa: E731
+    state = model.init(TX)
+    grads_of = model.grads(total)
+    _, wanted, _ = grads_of(state, both)
+    found = [grads_of(state, batch)[1] for batch in batches]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *found)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), mean, wanted)
+    plain = reference.plain(Tower).params
+    cut = jax.tree.map(lambda x, like: np.asarray(x)[tuple(map(slice, like.shape))], mean, plain)
+    assert any(a.shape != b.shape for a, b in zip(jax.tree.leaves(cut), jax.tree.leaves(mean)))
+    found, wanted = model.apply_gradients(model.init(TX), cut, TX), model.apply_gradients(state, mean, TX)
+    jax.tree.map(np.testing.assert_array_equal, found.params, wanted.params)
+
+
+class Gan(nnx.Module):
+    """A generator and a discriminator, each a tower's block between two layers."""
+
+    def __init__(self, rngs):
+        self.generator = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), Block(8, rngs), nnx.Linear(8, 3, rngs=rngs))
+        self.discriminator = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), Block(8, rngs), nnx.Linear(8, 1, rngs=rngs))
+
+
+def generator_loss(model: Any, batch: Any) -> Any:
+    scores = model.discriminator(model.generator(batch["noise"]))
+    return jfsdp.Loss(jax.nn.softplus(-scores).sum(), batch["noise"].shape[0])
+
+
+def discriminator_loss(model: Any, batch: Any) -> Any:
+    fake = model.discriminator(jax.lax.stop_gradient(model.generator(batch["noise"])))
+    losses = jax.nn.softplus(fake) + jax.nn.softplus(-model.discriminator(batch["real"]))
+    return jfsdp.Loss(losses.sum(), batch["noise"].shape[0])
+
+
+def of(part: str) -> Any:
+    labels = lambda params: nnx.map_state(lambda path, _: "on" if path[0] == part else "off", params)  # noqa: E731
+    return optax.partition({"on": optax.adam(1e-2), "off": optax.set_to_zero()}, labels)
+
+
+@pytest.mark.parametrize("form", ["auto", "flat"])
+def test_a_gan_with_two_optimizers_equals_one_device(form):
+    optimizers = {"generator": of("generator"), "discriminator": of("discriminator")}
+    losses = {"discriminator": discriminator_loss, "generator": generator_loss}
+    tx = jfsdp.separate(**optimizers)
+    model = shard(form, Gan, 4)
+    state = model.init(tx)
+    steps = {name: model.grads(loss) for name, loss in losses.items()}
+    graphdef, params, rest = nnx.split(Gan(nnx.Rngs(0)), nnx.Param, ...)
+    states = {name: optimizer.init(params) for name, optimizer in optimizers.items()}
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        batch = {"noise": rng.normal(size=(8, 4)).astype("f"), "real": rng.normal(size=(8, 3)).astype("f")}
+        for name, loss in losses.items():
+            state, grads, _ = steps[name](state, batch)
+            state = model.apply_gradients(state, grads, tx, only=name)
+
+            def mean(params, loss=loss, batch=batch):
+                value = loss(nnx.merge(graphdef, *jax.tree.map(lambda x: x, (params, rest))), batch)
+                return value.total / value.weight
+
+            updates, states[name] = optimizers[name].update(jax.grad(mean)(params), states[name], params)
+            params = optax.apply_updates(params, updates)
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+    for name, x in zip(names, jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(jfsdp.full(state, name), x, rtol=1e-3, atol=3e-5, err_msg=name)
+    with pytest.raises(ValueError, match="separate"):
+        model.train_step(generator_loss, tx)
+
+
+def test_an_optimizer_is_given_what_apply_gradients_is():
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+    model = shard()
+    state, grads, metrics = model.grads(token_loss)(model.init(tx), make_batches(1, rows=12)[0])
+    for _ in range(3):
+        state = model.apply_gradients(state, grads, tx, value=metrics["loss"])
+    assert float(state.opt_state[1].scale) < 1
+    with pytest.raises(TypeError, match="value"):
+        model.apply_gradients(state, grads, tx)
+
+
+def test_gradients_that_do_not_fit_are_refused_by_name():
+    model = shard()
+    state, grads, metrics = model.grads(token_loss)(model.init(TX), make_batches(1, rows=12)[0])
+    with pytest.raises(ValueError, match="apply_gradients takes"):
+        model.apply_gradients(state, (grads, metrics), TX)
+    for wrong, told in ((optax.MaskedNode(), "no gradient"), (jnp.zeros(5), r"a gradient of shape \(5,\)")):
+        grads["head"]["bias"] = nnx.Param(wrong)
+        with pytest.raises(ValueError, match=f"head.bias: .*{told}"):
+            model.apply_gradients(state, grads, TX)
+
+
+@pytest.mark.parametrize("form", ["auto", "flat", "offloaded"])
+def test_the_plain_model_comes_back_and_the_state_goes_on(form):
+    model = shard(form)
+    state, _ = model.train_step(token_loss, TX)(model.init(TX), make_batches(1, rows=12)[0])
+    plain = model.to_flax(state)
+    tokens = make_batches(1)[0]["tokens"]
+    wanted = np.asarray(model.forward(lambda model, tokens: model(tokens))(state, tokens))
+    model.train_step(token_loss, TX)(state, make_batches(1, rows=12)[0])
+    assert type(plain) is Tower
+    np.testing.assert_allclose(plain(tokens), wanted, rtol=1e-5, atol=1e-6)
+
+
+class Normed(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        x = linen.BatchNorm(use_running_average=not train)(linen.Dense(5)(x))
+        return linen.Dropout(0.5, deterministic=not train)(x)
+
+
+def test_linen_variables_come_back_with_all_collections():
+    source = Normed(), (jnp.ones((1, 7)),)
+    model = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(devices=jax.devices()[:3]), min_size=1)
+    x = np.random.default_rng(0).normal(size=(6, 7)).astype("f")
+    state, grads, _ = model.grads(lambda model, x: model(x).var())(model.init(TX), x)
+    before, state = state, model.apply_gradients(state, grads, TX)
+    assert before.step.is_deleted()
+    variables = model.to_flax(state)
+    wanted = model.forward(lambda model, x: model(x, train=False))(state, x)
+    assert jax.tree.structure(variables) == jax.tree.structure(Normed().init(jax.random.key(0), x))
+    assert np.asarray(variables["batch_stats"]["BatchNorm_0"]["mean"]).any(), "the statistics of the loss are kept"
+    np.testing.assert_allclose(Normed().apply(variables, x, train=False), wanted, rtol=1e-5, atol=1e-6)
