@@ -7,6 +7,7 @@ a path, data, weights, a checkpoint to resume from), 1 for other errors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -83,12 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_cpu() -> None:
-    """Start JAX on the CPU without remarks on the GPU that is not there."""
-    with without_plugin_chatter():
+def start_jax() -> None:
+    """Start JAX; on the CPU without remarks on the GPU that is not there."""
+    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    with without_plugin_chatter() if is_cpu else contextlib.nullcontext():
         import jax
 
-        jax.devices()
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            raise UsageError(f"JAX does not start: {error}") from error
 
 
 def _describe(error: ValueError | OSError) -> str:
@@ -182,8 +187,7 @@ def train(config: TrainConfig) -> None:
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
-        if os.environ.get("JAX_PLATFORMS") == "cpu":
-            start_cpu()
+        start_jax()
         from jfsdp.train.run.build import build
 
         run_dir = find_run_dir(config)

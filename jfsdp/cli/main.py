@@ -95,6 +95,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except FactoryError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
+            raise
         print(f"jfsdp: error: {as_options(str(error))}", file=sys.stderr)
         return 2

@@ -7,8 +7,8 @@ import hashlib
 import os
 import platform
 import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,26 +41,30 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
 
-_CHATTER = ("All log messages before absl::InitializeLog()", "cudart_stub.cc", "Failed to find host bounds for")
+_CHATTER = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc", b"Failed to find host bounds for")
+_FILTER = (
+    f"import sys\nfor line in sys.stdin.buffer: any(x in line for x in {_CHATTER}) or sys.stderr.buffer.write(line)"
+)
 
 
 @contextlib.contextmanager
 def without_plugin_chatter() -> Iterator[None]:
-    """Hold back what JAX's plugins for GPUs and TPUs print on a machine without; anything else is printed at the end.
+    """Filter out what JAX's plugins for GPUs and TPUs print on a machine without; anything else is printed at once.
 
-    A plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0).
+    A plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0). XLA may end this
+    process after an error (a flag that it does not know), so another process filters: it reads on to the end, and takes
+    no signal from the terminal.
     """
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
-        os.dup2(held.fileno(), 2)
+    command = [sys.executable, "-uISc", _FILTER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    with os.fdopen(os.dup(2), "wb") as stderr, process:
+        os.dup2(process.stdin.fileno(), 2)  # type: ignore[union-attr]
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(stderr.fileno(), 2)
-            held.seek(0)
-            lines = held.read().decode(errors="replace").splitlines(keepends=True)
-            sys.stderr.write("".join(line for line in lines if not any(text in line for text in _CHATTER)))
 
 
 def merge_flags(text: str, flags: dict[str, str]) -> str:

@@ -1,10 +1,16 @@
 import os
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from jfsdp.launch.runtime import configure_xla, initialize_processes, merge_flags, without_plugin_chatter
 from jfsdp.train.run.stop import StopSignal
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_flags_replace_those_of_the_same_name_and_keep_the_others():
@@ -41,3 +47,42 @@ def test_only_the_plugins_chatter_is_held_back(capfd):
         os.write(2, b"something that matters\n")
     os.write(2, b"and afterwards\n")
     assert capfd.readouterr().err == "something that matters\nand afterwards\n"
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"])
+def test_what_is_said_before_a_process_ends_is_not_lost(end):
+    code = (
+        "import os, signal\nfrom jfsdp.launch.runtime import without_plugin_chatter\n"
+        f"with without_plugin_chatter():\n os.write(2, b'cudart_stub.cc: no driver\\nthe last word')\n {end}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, start_new_session=True)
+    assert done.returncode != 0
+    assert done.stderr.startswith("the last word") and "cudart" not in done.stderr
+
+
+def start(*command, **environment):
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=kept | environment, cwd=ROOT, timeout=100
+    )
+
+
+TRAIN = ("scripts/train.py", "--recipe", "stdlib", "--simulate-devices", "0")
+PLAN = ("-m", "jfsdp", "plan", "--model", "llama-tiny")
+FLAG, PLATFORM = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_bad=1"}, {"JAX_PLATFORMS": "nothere"}
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "status", "words"),
+    [
+        (TRAIN, FLAG, (1, -signal.SIGABRT), "XLA_FLAGS: --xla_bad=1"),
+        (TRAIN, PLATFORM, (2,), "error: .*Unable to initialize backend 'nothere'"),
+        (PLAN, PLATFORM, (2,), "error: .*Unable to initialize backend 'nothere'"),
+    ],
+    ids=["train-flag", "train-platform", "plan-platform"],
+)
+def test_what_stops_jax_at_its_start_is_said(command, environment, status, words, tmp_path):
+    directory = ["--run-dir", str(tmp_path / "run")] if command is TRAIN else []
+    done = start(*command, *directory, **environment)
+    assert done.returncode in status
+    assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
