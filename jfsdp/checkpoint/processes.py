@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jfsdp.checkpoint.files import DamagedError
+from jfsdp.launch.hosts import gather_json
 
 T = TypeVar("T")
-
-
-def gather_json(value: Any) -> list[Any]:
-    """Collect every process's value, plain JSON, in the order of the processes, on all of them."""
-    if jax.process_count() == 1:
-        return [value]
-    from jax.experimental import multihost_utils
-
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(np.max(multihost_utils.process_allgather(np.asarray(data.size))))
-    rows = multihost_utils.process_allgather(np.pad(data, (0, length - data.size), constant_values=ord(" ")))
-    return [json.loads(bytes(row).decode()) for row in rows]
 
 
 def together(check: Callable[[], Any]) -> list[Any]:

@@ -34,7 +34,8 @@ def advise_memory(layout: Layout) -> list[str]:
     nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
-    found = [_no_units(layout), _padded(layout) if padding >= LARGE_ELEMENTS else None, _repeated(layout)]
+    found = [_kept_as(layout, False, "shard_grad_op"), _no_units(layout), _repeated(layout)]
+    found += [_padded(layout)] if padding >= LARGE_ELEMENTS else []
     return [warning for warning in found if warning]
 
 
@@ -58,6 +59,8 @@ def _other_name(layout: Layout) -> str | None:
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if num_data_shards(sizes) == 1:
         return None if strategy.name == "ddp" else f"{strategy.name} on one device: nothing is split, as with ddp"
+    if strategy.kept is Split.NODE:
+        return _kept_as(layout, False, "shard_grad_op") or _kept_as(layout, num_data_shards(sizes), "full_shard")
     if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
         return None
     same = next(name for name, other in STRATEGIES.items() if _effect(other, sizes) == _effect(strategy, sizes))
@@ -66,6 +69,19 @@ def _other_name(layout: Layout) -> str | None:
     small = [axis for axis in ("replica", "fsdp") if sizes.get(axis, 1) == 1]
     return (
         f"{strategy.name} on a mesh whose axis {small[0]!r} has size 1 is {same}; give that axis a size, or say {same}"
+    )
+
+
+def _kept_as(layout: Layout, ways: int | bool, name: str) -> str | None:
+    """hpz whose units stay whole (False), or split over so many devices that it is another strategy."""
+    units = zip(layout.units, layout.policies, strict=True)
+    found = {policy.reshard_after_forward for unit, policy in units if unit.name != ROOT and unit.leaves}
+    if layout.strategy.kept is not Split.NODE or found != {ways} or num_data_shards(dict(layout.mesh_sizes)) == 1:
+        return None
+    how = f"split over all {ways} devices" if ways else "whole on every device, since a host's part of the mesh is 1"
+    return (
+        f"{layout.strategy.name} on this mesh is {name}: from forward to backward parameters stay {how}; say {name}, "
+        "or pass reshard_after_forward=n to split them over n neighbouring devices"
     )
 
 

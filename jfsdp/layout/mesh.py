@@ -7,14 +7,16 @@ inside a host. Code asks for the role of an axis ("the batch is split over ...")
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jfsdp.launch.hosts import hosts
 
 AXES = ("pipe", "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
@@ -85,7 +87,10 @@ def make_mesh(
     """Arrange devices into the mesh (pipe, replica, fsdp, tensor). Moves no data.
 
     Devices of one host are neighbours along the minor axes, so that `tensor` and then `fsdp` use the links inside a
-    host and `replica` crosses hosts. TPU slices keep the torus order that JAX knows.
+    host and `replica` crosses hosts, however processes are spread over hosts. TPU slices keep the torus order that JAX
+    knows.
+
+    Cost: for devices of several processes, what `jfsdp.launch.hosts.hosts` costs: every process must make the mesh.
 
     Args:
       pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
@@ -106,12 +111,10 @@ def make_mesh(
 
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:
-        grid = np.asarray(sorted(devices, key=_host_order), dtype=object).reshape(shape)
+        host = dict(zip(devices, hosts(devices), strict=True))
+        devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, host[d], d.process_index, d.id))
+        grid = np.asarray(devices, dtype=object).reshape(shape)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def _host_order(device: Any) -> tuple[int, int, int]:
-    return (getattr(device, "slice_index", 0) or 0, device.process_index, device.id)
 
 
 def make_abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
@@ -162,8 +165,7 @@ def spans_processes(mesh: Mesh | AbstractMesh, axis: str) -> bool:
     """Tell whether the devices along an axis belong to several processes. Moves no data."""
     if isinstance(mesh, AbstractMesh):
         return False
-    place = mesh.axis_names.index(axis)
-    rows = np.moveaxis(mesh.devices, place, -1).reshape(-1, mesh.shape[axis])
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return any(len({device.process_index for device in row}) > 1 for row in rows)
 
 
@@ -192,15 +194,38 @@ def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) ->
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
 
 
-def node_size(mesh: Mesh | AbstractMesh) -> int | None:
-    """Return how many devices of a mesh share a host; None where the mesh does not know, or hosts differ.
+def num_processes(mesh: Mesh | AbstractMesh) -> int:
+    """Return how many processes have devices in a mesh; one without devices counts as one. Moves no data."""
+    return 1 if isinstance(mesh, AbstractMesh) else len({device.process_index for device in mesh.devices.flat})
 
-    Moves no data.
+
+def spans_run(mesh: Mesh | AbstractMesh) -> bool:
+    """Tell whether a run has several processes and a mesh has devices of them all. Moves no data.
+
+    What processes exchange through JAX reaches all of them or none.
+    """
+    return 1 < num_processes(mesh) == jax.process_count()  # in this order: a mesh without devices starts no JAX
+
+
+def node_size(mesh: Mesh | AbstractMesh) -> int:
+    """Return over how many neighbouring parts of the batch one host extends: its devices, over axis `tensor`'s size.
+
+    Cost: as for `make_mesh`.
+
+    Raises:
+      ValueError: if the mesh has no devices, hosts have unequal parts, or the devices of a host are not neighbours (in
+        a mesh from `make_mesh` that can be on TPUs only).
     """
     if isinstance(mesh, AbstractMesh):
-        return None
-    counts = Counter(device.process_index for device in mesh.devices.flat)
-    return counts.most_common(1)[0][1] if len(set(counts.values())) == 1 else None
+        raise ValueError("the mesh has sizes and no devices, so it knows no hosts")
+    places = [mesh.axis_names.index(axis) for axis in data_axes(mesh)]
+    grid = np.reshape(hosts(list(mesh.devices.flat)), mesh.devices.shape)
+    lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, num_data_shards(mesh.shape))
+    runs = [[(host, len(list(run))) for host, run in itertools.groupby(line)] for line in lines.tolist()]
+    sizes = {size for line in runs for _, size in line}
+    if len(sizes) > 1 or any(len(dict(line)) < len(line) for line in runs):
+        raise ValueError(f"the mesh's hosts have no equal blocks of the batch, but in turn (host, parts) {runs[0]}")
+    return sizes.pop()
 
 
 def group_mesh(mesh: Mesh | AbstractMesh, size: int) -> Mesh | AbstractMesh:

@@ -111,7 +111,7 @@ def resolve_policies(
     reshard_after_forward: bool | int | None,
     remat: Remat,
     per_unit: Mapping[str, Mapping[str, Any]] | None,
-    node_size: int | None = None,
+    node_size: Callable[[], int],
 ) -> dict[str, UnitPolicy]:
     """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no
     data.
@@ -119,7 +119,8 @@ def resolve_policies(
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others as `kept` says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
     for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
-    `node_size` is how many devices of the mesh share a host, where that is known.
+    `node_size` finds how many neighbouring parts of the batch a host has, or raises a ValueError that says why not; it
+    is called only for strategies that ask.
 
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
@@ -158,7 +159,7 @@ def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, A
 def _resolve(
     name: str,
     strategy: Strategy,
-    node_size: int | None,
+    node_size: Callable[[], int],
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
     remat: Remat,
@@ -186,12 +187,13 @@ def _resolve(
         raise ValueError(f"unit {shown}: {error}") from error
 
 
-def _default_reshard(unit: str, strategy: Strategy, node_size: int | None) -> bool | int:
+def _default_reshard(unit: str, strategy: Strategy, node_size: Callable[[], int]) -> bool | int:
     if strategy.kept is not Split.NODE:
         return bool(strategy.axes("kept"))
-    if node_size is None:
+    try:
+        return node_size()
+    except ValueError as error:
         raise ValueError(
-            f"unit {unit}: strategy {strategy.name!r} keeps parameters split over the devices of one host, and this "
-            "mesh does not say how many those are; pass reshard_after_forward=n"
-        )
-    return node_size
+            f"unit {unit}: strategy {strategy.name!r} keeps parameters split over the devices of one host, and "
+            f"{error}; pass reshard_after_forward=n, the number of neighbouring devices to split over"
+        ) from error

@@ -31,6 +31,7 @@ from jfsdp.layout.mesh import (
     model_mesh,
     node_size,
     num_data_shards,
+    num_processes,
     spans_processes,
     split_mesh,
 )
@@ -130,7 +131,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         remat=remat,
         per_unit=per_unit,
-        node_size=node_size(mesh),
+        node_size=functools.cache(functools.partial(node_size, mesh)),
     )
     layout = build_layout(
         flax_model.params,
@@ -182,12 +183,13 @@ def _check_mesh(mesh: Any) -> None:
                 f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
                 f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
             )
-    spanning = [axis for axis in model_axes(mesh) if jax.process_count() > 1 and spans_processes(mesh, axis)]
-    if spanning:
-        raise ValueError(
-            f"mesh axis {spanning[0]!r} (size {mesh.shape[spanning[0]]}) spans processes, and each process gives rows "
-            f"of its own to a batch; take a size that divides the {jax.local_device_count()} devices of a process"
-        )
+    for axis in model_axes(mesh):
+        if spans_processes(mesh, axis):
+            raise ValueError(
+                f"mesh axis {axis!r} (size {mesh.shape[axis]}) spans processes, and each process gives rows of its own "
+                f"to a batch; a process has {mesh.size // num_processes(mesh)} of the mesh's devices: take a size that "
+                "divides that, or start one process per host, with all devices of the host"
+            )
 
 
 ENGINES = ("auto", "manual")

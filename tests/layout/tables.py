@@ -25,7 +25,7 @@ def make_table(
     param_dtype: str | None = None,
     reshard: bool | int | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
-    node_size: int | None = None,
+    node_size: int = 4,
     min_size: int = 1024,
     types: Mapping[str, type] | None = None,
     offload: OffloadPolicy | None = None,
@@ -49,7 +49,7 @@ def make_table(
         reshard_after_forward=reshard,
         remat="full",
         per_unit=per_unit,
-        node_size=node_size,
+        node_size=lambda: node_size,
     )
     return build_layout(
         shapes,

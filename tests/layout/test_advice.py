@@ -1,5 +1,7 @@
 """Warnings about layouts: each absurd setting is told, and an ordinary one is not."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -44,6 +46,16 @@ def test_a_hybrid_strategy_on_one_axis_is_called_what_it_is(strategy, mesh, axis
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "full_shard", "shard_grad_op"])
 def test_a_strategy_of_one_group_needs_one_axis_only(strategy):
     assert warnings({"fsdp": 8}, strategy) == warnings({"replica": 8}, strategy) == []
+
+
+@pytest.mark.parametrize("ways", [1, 8])
+def test_hpz_over_one_device_or_all_is_called_what_it_is(ways):
+    """One device alone costs memory unasked, as on hosts of one device each, and is told aloud."""
+    options = {"strategy": "hpz", "units": [nnx.Linear], "reshard_after_forward": ways}
+    with pytest.warns(LayoutWarning, match="hpz .* shard_grad_op") if ways == 1 else contextlib.nullcontext():
+        layout = wide(**options)
+    (warning,) = advise(layout)
+    assert warning.startswith(f"hpz on this mesh is {'shard_grad_op' if ways == 1 else 'full_shard'}:")
 
 
 def test_on_one_device_nothing_is_split():

@@ -9,6 +9,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from jfsdp.launch.hosts import hosts
 from jfsdp.layout.mesh import (
     AXES,
     axis_sizes,
@@ -167,6 +168,12 @@ def test_slices_stay_together_whatever_the_process_numbers():
     devices: list[Any] = [FakeDevice(id=i, process_index=i // 2, slice_index=(i // 2) % 2) for i in range(8)]
     mesh = make_mesh(replica=2, fsdp=4, devices=devices)
     assert [{d.slice_index for d in group.flat} for group in mesh.devices[0]] == [{0}, {1}]
+
+
+def test_hosts_of_a_deviceless_topology_are_its_processes():
+    devices = fake_hosts(3, 2)
+    assert hosts(devices) == tuple(device.process_index for device in devices)
+    assert hosts(jax.devices()) == (0,) * 8
 
 
 def test_abstract_mesh_has_all_axes_and_needs_no_devices():

@@ -15,7 +15,7 @@ F16 = MixedPrecisionPolicy("float16")
 
 
 def resolve(
-    strategy="full_shard", *, reshard=None, remat: Any = "full", per_unit=None, node_size=None
+    strategy="full_shard", *, reshard=None, remat: Any = "full", per_unit=None, node_size=lambda: 4
 ) -> dict[str, UnitPolicy]:
     return resolve_policies(
         UNITS,
@@ -30,7 +30,7 @@ def resolve(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_are_resharded_where_the_strategy_keeps_them_split_and_the_root_never(strategy):
-    policies = resolve(strategy, node_size=4)
+    policies = resolve(strategy)
     expected = {"full_shard": True, "hybrid_shard": True, "hfsdp": True, "hpz": 4}.get(strategy, False)
     assert policies.pop("").reshard_after_forward is False
     assert {policy.reshard_after_forward for policy in policies.values()} == {expected}
@@ -129,12 +129,18 @@ def test_resharding_to_what_is_no_number_is_refused(value):
         resolve(reshard=value)
 
 
+def unknown() -> int:
+    raise ValueError("nobody knows the hosts")
+
+
 def test_hpz_needs_to_know_how_many_devices_share_a_host():
-    with pytest.raises(ValueError, match=r"unit 'embed': strategy 'hpz' .* one host, .*; pass reshard_after_forward=n"):
-        resolve("hpz")
-    assert resolve("hpz", reshard=2)["embed"].reshard_after_forward == 2
-    assert resolve("hpz", reshard=True)["embed"].reshard_after_forward is True
-    assert resolve("hpz", node_size=1)["embed"].reshard_after_forward is False
+    with pytest.raises(ValueError, match=r"unit 'embed': strategy 'hpz' .* nobody knows .*; pass reshard_after_for"):
+        resolve("hpz", node_size=unknown)
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("hpz", 2), ("hpz", True), ("full_shard", None)])
+def test_hosts_are_asked_for_only_where_the_strategy_needs_them(strategy, reshard):
+    assert resolve(strategy, reshard=reshard, node_size=unknown)["embed"].reshard_after_forward is (reshard or True)
 
 
 @pytest.mark.parametrize("field", ["save", "offload"])
@@ -172,6 +178,7 @@ def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
         reshard_after_forward=None,
         remat="full",
         per_unit={"layers.*": {"remat": "dots"}},
+        node_size=lambda: 4,
     )
     assert [policy.remat for policy in policies.values()] == ["none", "dots", "full"]
 

@@ -36,7 +36,7 @@ def make_layout(
     }
     units = {"": UnitInfo("", "Net", 0, ("head",)), "block": UnitInfo("block", "Block", 0, tuple(shapes)[:3])}
     strategy, mp_policy = get_strategy(strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
-    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None, "node_size": 4}
+    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None, "node_size": lambda: 4}
     settings |= {key: more.pop(key) for key in list(more) if key in settings}
     policies = resolve_policies(units, strategy=strategy, mp_policy=mp_policy, **settings)
     mesh = jfsdp.make_abstract_mesh(sizes or {"replica": 2, "fsdp": 4})

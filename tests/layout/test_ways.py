@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, node_size, split_mesh
+from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, split_mesh
 from jfsdp.layout.table import Stage, split_axis
 from tests.layout.tables import make_table
 
@@ -150,10 +151,8 @@ def test_hpz_keeps_parameters_split_over_the_devices_of_a_host(node, axes, ways)
 
 
 def test_hpz_on_a_mesh_without_devices_asks_for_the_number():
-    with pytest.raises(
-        ValueError, match=r"unit 'block': strategy 'hpz' keeps parameters split .*; pass reshard_after_forward=n"
-    ):
-        make_table(LEAVES, "hpz", node_size=node_size(make_abstract_mesh({"fsdp": 8})))
+    with pytest.raises(ValueError, match="no devices"):
+        node_size(make_abstract_mesh({"fsdp": 8}))
     assert kept(4, strategy="hpz") == Stage(F, "float32")
 
 
@@ -164,15 +163,35 @@ class FakeDevice:
     platform: str = "gpu"
 
 
-@pytest.mark.parametrize(("hosts", "size"), [([8], 8), ([4, 4], 4), ([2] * 4, 2), ([4, 2], None), ([1] * 3, 1)])
-def test_node_size_is_the_number_of_devices_that_every_host_has(hosts, size):
-    processes = [host for host, count in enumerate(hosts) for _ in range(count)]
-    devices: list[Any] = [FakeDevice(place, host) for place, host in enumerate(processes)]
-    assert node_size(make_mesh(devices=devices)) == size
+def on_hosts(*sizes: int) -> Any:
+    """Devices of a topology without devices, whose processes are hosts."""
+    processes = [host for host, size in enumerate(sizes) for _ in range(size)]
+    return [FakeDevice(place, host) for place, host in enumerate(processes)]
 
 
-def test_node_size_is_unknown_without_devices():
-    assert node_size(make_abstract_mesh({"fsdp": 8})) is None
+@pytest.mark.parametrize(
+    ("axes", "hosts", "size"),
+    [
+        ({}, [8], 8),
+        ({}, [4, 4], 4),
+        ({}, [2] * 4, 2),
+        ({}, [1] * 3, 1),
+        ({"replica": 2}, [8, 8], 8),
+        ({"replica": 4}, [8], 8),
+        ({"tensor": 2}, [8, 8], 4),
+        ({"replica": 2, "tensor": 4}, [4, 4, 4, 4], 1),
+    ],
+)
+def test_node_size_is_the_part_of_the_batch_that_is_on_one_host(axes, hosts, size):
+    assert node_size(make_mesh(devices=on_hosts(*hosts), **axes)) == size
+
+
+def test_node_size_is_refused_where_hosts_differ_or_lie_scattered():
+    with pytest.raises(ValueError, match="equal blocks"):
+        node_size(make_mesh(devices=on_hosts(4, 2)))
+    scattered = np.array(on_hosts(2, 2))[[0, 2, 1, 3]].reshape(1, 1, 4, 1)
+    with pytest.raises(ValueError, match="equal blocks"):
+        node_size(Mesh(scattered, AXES, axis_types=(AxisType.Auto,) * 4))
 
 
 # The split mesh.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.launch.hosts import hosts
 from jfsdp.plan.hardware import GPUS, Cluster, find_gpu
 from jfsdp.plan.target import (
     PlanUnavailable,
@@ -40,7 +41,7 @@ def test_every_gpu_of_the_table_compiles(gpu, num_devices):
     devices = topology_devices(cluster)
     assert [device.id for device in devices] == list(range(num_devices))
     assert {device.device_kind for device in devices} == {gpu.full_name}
-    assert {device.process_index for device in devices} == set(range(cluster.nodes))
+    assert hosts(devices) == tuple(place // cluster.gpus_per_node for place in range(num_devices))
     found = hlo.collectives(compile_matmul(devices).as_text(), num_devices)
     gathers = [item.wire_bytes for item in found if item.kind == "all-gather"]
     assert gathers == [512 * 512 * 2 * (num_devices - 1) / num_devices]
@@ -62,7 +63,7 @@ def test_cudnn_attention_compiles_for_every_architecture(name):
 def test_a_rack_is_one_domain_of_many_hosts():
     devices = topology_devices(Cluster(find_gpu("gb200"), nodes=18))
     assert len(devices) == 72
-    assert devices[-1].process_index == 17
+    assert hosts(devices)[-1] == 17
 
 
 def test_a_target_config_of_the_users_own_is_used_and_a_wrong_one_refused(tmp_path):

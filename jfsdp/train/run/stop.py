@@ -6,6 +6,8 @@ import signal
 from types import FrameType
 from typing import Any
 
+from jfsdp.launch.hosts import gather_json
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -39,7 +41,7 @@ class StopSignal:
     def is_agreed(self, *, may_gather: bool) -> bool:
         """Tell whether to stop now; the same in every process.
 
-        Cost: with several processes, one small all-gather on the host where `may_gather` says so; it waits for them.
+        Cost: with several processes, what `gather_json` costs where `may_gather` says so.
         """
         import jax
 
@@ -47,10 +49,6 @@ class StopSignal:
             return self.name is not None
         if not may_gather:
             return False
-        import numpy as np
-        from jax.experimental import multihost_utils
-
-        asked = multihost_utils.process_allgather(np.array([self.name is not None]))
-        if asked.any():
-            self.name = self.name or "another process"
-        return bool(asked.any())
+        is_asked = any(gather_json(self.name is not None))
+        self.name = self.name or ("another process" if is_asked else None)
+        return is_asked

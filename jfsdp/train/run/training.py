@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.launch.hosts import gather_json
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.ema import with_ema
@@ -98,7 +99,7 @@ class Run:
         if self.config.resume is None:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
-        _wait_for_all("checked")  # before process 0 makes the directory look like that of a run
+        gather_json("checked")  # all wait here before process 0 makes the directory look like that of a run
         return first
 
     def _check_decides(self) -> dict[str, Any]:
@@ -195,12 +196,12 @@ class Run:
             self.display.say(f"note: {pairs}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
-        _wait_for_all("restored")
+        gather_json("restored")  # waits until all processes are here, as below
         if self.is_writer:
             aside = runs.rewind(self.run_dir, self.first)
             if aside is not None:
                 self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
-        _wait_for_all("rewound")
+        gather_json("rewound")
 
     def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
         parts, mesh = self.parts, self.parts.step.mesh
@@ -301,11 +302,3 @@ class Run:
             (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
         harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts[0])
         self.display.say(f"sample (more in sample.txt):\n{harmless}")
-
-
-def _wait_for_all(name: str) -> None:
-    """Wait until every process is here."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
