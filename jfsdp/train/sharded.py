@@ -33,6 +33,7 @@ from jfsdp.layout.mesh import (
     num_data_shards,
     num_processes,
     spans_processes,
+    spans_run,
     split_mesh,
 )
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
@@ -48,6 +49,7 @@ from jfsdp.train.gradients import LossFn
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
+from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import StepConfig, TrainStep
 from jfsdp.train.storage import by_leaf
@@ -333,8 +335,13 @@ class ShardedModel:
     def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.
 
-        Layout:  inputs as they come; outputs as XLA leaves them.
-        Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped.
+        Layout:  inputs as they come; outputs as XLA leaves them. With several processes, an input that is not a global
+                 array is the same in all of them; rows of each process's own go through `TrainStep.shard_batch` first.
+        Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped. With several
+                 processes, each call compares inputs that have dims and are not global arrays.
+
+        Raises:
+          ValueError: in every process, if an input that is to be the same in all differs between them.
         """
         if not callable(fn):
             raise ValueError(f"forward takes a function fn(model, *inputs), and was given a {type(fn).__name__}")
@@ -348,7 +355,8 @@ class ShardedModel:
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
-        return jax.jit(run, compiler_options=compiler_options(self.mesh))
+        compiled = jax.jit(run, compiler_options=compiler_options(self.mesh))
+        return (lambda state, *xs: compiled(state, *compare_inputs(xs))) if spans_run(self.mesh) else compiled
 
     def grads(
         self,

@@ -18,7 +18,7 @@ from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards
+from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, num_processes, spans_run
 from jfsdp.layout.strategy import STRATEGIES, Split
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
@@ -34,6 +34,7 @@ from jfsdp.train.gradients import Gradients, LossFn, positive
 from jfsdp.train.loss import Loss
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
+from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, state_shardings
 from jfsdp.train.update import Update, lend_host_params, with_lent
 
@@ -151,6 +152,7 @@ class BatchStep:
         self.prefetch = prefetch
         self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
         self._batch_shape: Any = None
+        self._first_checks = [compare_batches] if spans_run(self.mesh) else []
 
     @property
     def movement(self) -> dict[str, Any]:
@@ -168,11 +170,25 @@ class BatchStep:
         self._batch_shape = batch_shape(batch)
 
     def shard_batch(self, batch: Any) -> Any:
-        """Put this process's share of a batch where the step wants it: dim 0 split over the data axes."""
-        if all(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(batch)):
+        """Put a batch where the step wants it: dim 0 split over the data axes.
+
+        With several processes, each calls this, and every leaf is one of two things, the same in all processes:
+
+        - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's.
+        - [B ...], a jax.Array over the devices of several processes: the global batch.
+
+        Cost: with several processes, all of the run's, the first call compares their batches and waits for all of them.
+
+        Raises:
+          ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
+        """
+        num = num_processes(self.mesh)
+        while self._first_checks:
+            self._first_checks.pop()(batch)
+        if all(isinstance(x, jax.Array) and x.committed and (num == 1 or is_global(x)) for x in jax.tree.leaves(batch)):
             self._check_batch(batch, 1)
             return jax.device_put(batch, batch_sharding(self.mesh))
-        self._check_batch(batch, jax.process_count())
+        self._check_batch(batch, num)
         sharding = batch_sharding(self.mesh)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
@@ -223,7 +239,7 @@ class TrainStep(BatchStep):
         """Take one step.
 
         Args:
-          batch: a pytree of arrays [B, ...]: global arrays, or this process's share as numpy arrays.
+          batch: a pytree of arrays [B, ...], B the rows of all devices. With several processes see `shard_batch`.
 
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.

@@ -1,0 +1,86 @@
+"""Four processes of one device each: which of them share a host, and whose rows a batch holds."""
+
+import jax
+import numpy as np
+import pytest
+
+from jfsdp.layout.mesh import make_mesh
+from tests.launch import remote
+from tests.processes import Processes, Raised
+
+HERE = "tests.launch.remote"
+
+
+@pytest.fixture(scope="module")
+def processes():
+    running = Processes(4, devices_each=1)
+    yield running
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "kept"),
+    [(None, [0, 1, 2, 3], 4), ("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2, 1, 3], 2), ("abcd", [0, 1, 2, 3], False)],
+)
+def test_hpz_splits_over_the_processes_of_a_host(processes, names, order, kept):
+    for found, ways, told in processes.call(f"{HERE}:hpz_on", names):
+        assert (found, ways) == (order, [kept])
+        assert any("shard_grad_op" in text for text in told) == (kept is False)
+
+
+def test_hpz_over_interleaved_hosts_computes_what_one_device_does(processes):
+    one = remote.model_of(make_mesh(fsdp=1, devices=jax.devices()[:1]))
+    expected = remote.train(one, remote.rows(0, 16))
+    np.testing.assert_allclose(processes.call(f"{HERE}:train_on", "abab"), [expected] * 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "words"),
+    [
+        ("hpz_on", ["a", "", "a", "a"], ["process 1 cannot tell its host"]),
+        ("hpz_on", "aaab", ["[(0, 3), (3, 1)]", "reshard_after_forward=n"]),
+        (
+            "tensor_over_processes",
+            None,
+            ["'tensor' (size 2) spans processes", "a process has 1", "one process per host"],
+        ),
+    ],
+)
+def test_what_hosts_and_processes_do_not_allow_is_refused_in_every_process(processes, function, names, words):
+    processes.start(f"{HERE}:{function}", *([names] if names else []))
+    for found in processes.results():
+        assert isinstance(found, Raised) and all(text in str(found) for text in words), found
+
+
+@pytest.mark.parametrize("kind", ["own", "on own device", "global"])
+def test_rows_of_each_process_and_global_arrays_are_taken_once(processes, kind):
+    for index, (shape, here, told) in enumerate(processes.call(f"{HERE}:shard_batch", kind)):
+        assert (shape, told) == ([16, 8], [])
+        assert here == remote.rows(4 * index, 4 * index + 4)["x"].tolist()
+
+
+def test_the_same_rows_from_every_process_are_told(processes):
+    for shape, _, (told,) in processes.call(f"{HERE}:shard_batch", "same"):
+        assert shape == [16, 8]
+        assert "processes 0, 1, 2, 3 gave the same batch" in told and "4 times" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("uneven", "process 0 gives own float32[4, 8], and process 1 own float32[5, 8]"),
+        ("other leaves", "process 0 gives nothing"),
+        ("mixed", "mixes"),
+    ],
+)
+def test_batches_that_do_not_fit_each_other_are_refused_in_every_process(processes, kind, words):
+    processes.start(f"{HERE}:shard_batch", kind)
+    for found in processes.results():
+        assert isinstance(found, Raised) and words in str(found), found
+
+
+def test_an_evaluation_refuses_inputs_that_differ_between_processes(processes):
+    processes.start(f"{HERE}:evaluate", False)
+    for found in processes.results():
+        assert isinstance(found, Raised) and "shard_batch" in str(found), found
+    assert processes.call(f"{HERE}:evaluate", True) == [32.0] * 4
