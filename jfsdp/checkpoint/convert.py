@@ -12,6 +12,7 @@ import numpy as np
 from jfsdp.checkpoint.contents import Logical
 from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
@@ -60,7 +61,7 @@ def convert(
     skip: str | Sequence[str] | None = None,
     num_shards: int = 1,
     progress: Callable[[str, int], None] = lambda what, num_bytes: None,
-) -> None:
+) -> tuple[str, ...]:
     """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
 
     A checkpoint needs none of this to be restored on another mesh, strategy, engine, storage or form of layers.
@@ -76,6 +77,9 @@ def convert(
       only, skip: patterns of names, as in `restore`.
       num_shards: chunks are cut for so many devices, along the dim that the general rule splits.
       progress: called with each array's name, and the bytes of the piece that was read.
+
+    Returns:
+      A line for each array that holds NaN or infinite values: they are written as they are.
 
     Raises:
       ValueError: if there is no checkpoint, it is damaged, `target` exists, or an argument matches nothing.
@@ -99,7 +103,9 @@ def convert(
     manifest = {key: source.manifest[key] for key in ("step", "metrics") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    write_source(target, view, chosen, manifest, documents, key_impls=impls, num_shards=num_shards, progress=progress)
+    return write_source(
+        target, view, chosen, manifest, documents, key_impls=impls, num_shards=num_shards, progress=progress
+    )
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:
@@ -117,16 +123,21 @@ def write_source(
     *,
     key_impls: Mapping[str, str] | None = None,
     num_shards: int = 1,
+    allow_nonfinite: bool = True,
     progress: Callable[[str, int], None] = lambda what, num_bytes: None,
-) -> None:
+) -> tuple[str, ...]:
     """Write arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
 
     Args:
       names: which arrays.
       manifest, documents: what stands beside them; format, date, versions and names are added.
+      allow_nonfinite: False leaves nothing at `target` where a value is NaN or infinite.
+
+    Returns:
+      A line for each array that holds such values.
 
     Raises:
-      ValueError: if `target` exists, or another process writes it.
+      ValueError: if `target` exists, another process writes it, or values are not finite and may not be.
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.commit import remove_unfinished
@@ -143,17 +154,23 @@ def write_source(
     partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
     stacked = _stacked(documents.get(LAYOUT), names)
     blocks = {name: _block_shape(name, array, num_shards, stacked[name]) for name, array in arrays.items()}
-    pieces = {name: _lazy(source, name, block, progress) for name, block in blocks.items()}
+    counted = Counted(source)
+    pieces = {name: _lazy(counted, name, block, progress) for name, block in blocks.items()}
     described = {name: _describe(array, (key_impls or {}).get(name)) for name, array in arrays.items()}
     whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
+
+    def check() -> None:
+        refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
+
     try:
         with readable_errors(target, needed):
             target.parent.mkdir(parents=True, exist_ok=True)
             take(target, held)
             remove_unfinished(partial)
             partial.mkdir()
-            writer.start(partial, target, pieces, {MANIFEST: whole, **documents})
+            writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()
+            return counted.lines()
     finally:
         writer.close()
         if held:  # else it is another one's

@@ -7,14 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
 from jfsdp.checkpoint.files import SUMS, DamagedError, part_of
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import CheckpointSource
-from jfsdp.checkpoint.source import PIECE_BYTES, grid
+from jfsdp.checkpoint.source import PIECE_BYTES, count_nonfinite, grid
 
 MEMORY_BYTES = 16 * PIECE_BYTES
 """What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
@@ -97,6 +94,5 @@ def _count_not_finite(source: CheckpointSource, name: str, progress: Progress) -
     for index in grid(source.arrays[name].shape, source.chunk_shape(name)):
         block = source.read(name, index)
         progress(name, block.nbytes)
-        if jnp.issubdtype(block.dtype, jnp.inexact):
-            num_bad += block.size - int(np.count_nonzero(np.isfinite(block)))
+        num_bad += count_nonfinite(block)
     return num_bad

@@ -180,13 +180,14 @@ class Writer:
 
     def start(
         self, partial: Path, path: Path, arrays: Mapping[str, Pieces], documents: Mapping[str, Any],
-        on_commit: Callable[[], Any] = lambda: None,
+        on_commit: Callable[[], Any] = lambda: None, before_commit: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
         """Begin to write a checkpoint; it stands at `path` once it is complete. Every process calls this.
 
         Args:
           partial: the directory to write into, beside `path`; process 0 has made it.
           documents: by file name, what stands beside the arrays.
+          before_commit: called in process 0 when all arrays are written; what it raises leaves no checkpoint.
           on_commit: called in process 0 once the checkpoint is complete.
         """
         self._partial = partial
@@ -198,6 +199,7 @@ class Writer:
                 if self._handler.error is not None:
                     raise self._handler.error
                 if jax.process_index() == 0:
+                    before_commit()
                     commit(partial, path, documents)
                     on_commit()
             except BaseException as error:  # raised by `wait`, in the thread that is listened to

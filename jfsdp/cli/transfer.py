@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +59,7 @@ class Convert:
             num_shards = math.prod(make_abstract_mesh(parse_mesh(self.mesh)).shape.values())
         total = _bytes_of(CheckpointSource(path))
         with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
-            convert(
+            lines = convert(
                 path,
                 self.target,
                 casts=self.dtype,
@@ -69,7 +70,7 @@ class Convert:
                 num_shards=num_shards,
                 progress=progress,
             )
-        _say(self.json, {"from": str(path), "to": self.target})
+        _say(self.json, {"from": str(path), "to": self.target}, lines)
         return 0
 
 
@@ -90,7 +91,8 @@ class Export(_ModelOptions):
     """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
 
     Of a run the newest step is taken; the model is the one that the run says it is. A tokenizer is not written: copy
-    its files to TARGET. Exit status: 0; 2 for a wrong path or option, or a damaged checkpoint.
+    its files to TARGET. Exit status: 0; 2 for a wrong path or option, a damaged checkpoint, or values that are not
+    finite.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -104,6 +106,8 @@ class Export(_ModelOptions):
     was trained on longer rows."""
     ema: bool = False
     """Write the averages that a run with --ema kept, in place of its parameters: its held-out losses are theirs."""
+    allow_nonfinite: bool = False
+    """Write NaN and infinite values too."""
     json: bool = False
     """Print JSON."""
 
@@ -135,9 +139,10 @@ class Export(_ModelOptions):
                 config=config,
                 dtype=self.dtype,
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
+                allow_nonfinite=self.allow_nonfinite,
             )
         found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
-        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes})
+        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
         return 0
 
 
@@ -147,7 +152,7 @@ class Import(_ModelOptions):
 
     TARGET holds the parameters, no optimizer; `scripts/train.py --init-from` starts from it, and from PATH itself as
     well. Of Hugging Face's, sizes and options of the model are taken from config.json. Exit status: 0; 2 for a wrong
-    path or option, or weights that do not fit the model.
+    path or option, or weights that do not fit the model or are not finite.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -156,6 +161,8 @@ class Import(_ModelOptions):
     """Of PyTorch's, the dict that holds the model, such as model."""
     dtype: Dtype = None
     """Cast floating weights to float32, bfloat16 or float16; default: as they are."""
+    allow_nonfinite: bool = False
+    """Take weights with NaN and infinite values too."""
     json: bool = False
     """Print JSON."""
 
@@ -173,15 +180,16 @@ class Import(_ModelOptions):
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
         with progress_of(self.json, "importing", MEMORY_BYTES, _bytes_of(source)) as progress:
-            write_source(
+            lines = write_source(
                 self.target,
                 Prefixed(source, "params."),
                 [f"params.{name}" for name in source.arrays],
                 {"imported": {"from": str(path), "model": job.name}},
                 {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
+                allow_nonfinite=self.allow_nonfinite,
                 progress=progress,
             )
-        _say(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)})
+        _say(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
         return 0
 
 
@@ -256,7 +264,11 @@ def _bytes_of(source: Any) -> int:
     return sum(array.size * array.dtype.itemsize for array in source.arrays.values())
 
 
-def _say(is_json: bool, found: dict[str, Any]) -> None:
+def _say(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
+    """Print what was done, and on stderr the arrays in which values are not finite."""
+    for line in nonfinite:
+        print(f"warning: {line}", file=sys.stderr)
+    found |= {"not_finite": list(nonfinite)} if nonfinite else {}
     print(json.dumps(found) if is_json else "; ".join(f"{name} {_plain(value)}" for name, value in found.items()))
 
 

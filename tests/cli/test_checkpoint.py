@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 import torch
 
 import jfsdp
@@ -196,6 +197,34 @@ def test_what_is_exported_and_imported_is_bitwise_what_it_was(call, run, step, t
     found = json.loads(out)
     assert (status, found["arrays"]) == (0, 21)
     assert found["bytes"] * 2 == sum(array.size * 4 for array in weights.arrays.values())
+
+
+@pytest.fixture
+def broken(call, run, tmp_path):
+    """Weights in the form of Hugging Face with three values that are not finite, in two arrays."""
+    assert call("export", run, tmp_path / "hf")[0] == 0
+    file = tmp_path / "hf" / "model.safetensors"
+    arrays = safetensors.numpy.load_file(file)
+    arrays["model.norm.weight"][2] = np.nan
+    arrays["model.layers.1.mlp.up_proj.weight"][3, [0, 5]] = -np.inf
+    safetensors.numpy.save_file(arrays, file)
+    return tmp_path / "hf"
+
+
+def test_weights_that_are_not_finite_come_in_and_go_out_only_where_that_is_asked_for(call, broken, tmp_path):
+    status, out, err = call("import", broken, tmp_path / "in", *MODEL)
+    assert (status, out) == (2, "")
+    assert "norm.scale: 1 of 16 elements are not finite" in err
+    assert "layers.mlp.up_proj.kernel: 2 of 1,024 elements are not finite" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing is written, and nothing stays behind"
+    status, out, err = call("import", broken, tmp_path / "in", *MODEL, "--allow-nonfinite", "--json")
+    assert (status, len(json.loads(out)["not_finite"])) == (0, 2)
+    assert "norm.scale: 1 of 16 elements are not finite" in err
+    for verb, target in (("export", "out"), ("convert", "other")):
+        status, out, err = call(verb, tmp_path / "in", tmp_path / target)
+        assert "norm" in err and "1 of 16 elements are not finite" in err
+        assert (status, (tmp_path / target).exists()) == ((2, False) if verb == "export" else (0, True))
+    assert call("export", tmp_path / "in", tmp_path / "out", "--allow-nonfinite")[0] == 0
 
 
 def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):

@@ -74,6 +74,10 @@ def test_bytes_of_a_file_are_given_out_from_0_to_1_and_other_numbers_as_they_are
         ({"images": np.zeros((3, 2, 2)), "labels": np.array([0, -1, 1])}, "they are int64, from -1"),
         ({"images": np.zeros((3, 2, 2), int), "labels": np.zeros(3, int)}, "images are int64; save them as uint8"),
         ({"images": np.array([None]), "labels": np.zeros(1, int)}, "not a .npz file with plain arrays"),
+        (
+            {"images": np.array([0, np.nan, 1e300]).reshape(3, 1, 1), "labels": np.zeros(3, int)},
+            "2 of 3 images hold values that are not finite .* the first is image 1",
+        ),
     ],
 )
 def test_a_file_that_holds_no_labelled_images_is_refused(tmp_path, arrays, words):

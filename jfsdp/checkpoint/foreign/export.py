@@ -17,6 +17,7 @@ import numpy as np
 
 from jfsdp.checkpoint.errors import check_space, readable_errors
 from jfsdp.checkpoint.files import sync_directory, write_json
+from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes, chunks
 from jfsdp.checkpoint.foreign.pretrained import CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CODES, DTYPES, INDEX, WEIGHTS
@@ -29,12 +30,17 @@ _AHEAD = 2  # pieces that are read while another is written
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What an export wrote: the files with weights, their arrays and the bytes of these, without headers."""
+    """What an export wrote: the files with weights, their arrays and the bytes of these, without headers.
+
+    Attributes:
+      nonfinite: a line for each array with NaN or infinite values, under its name there.
+    """
 
     directory: Path
     files: tuple[str, ...]
     num_arrays: int
     total_bytes: int
+    nonfinite: tuple[str, ...] = ()
 
 
 def export_safetensors(
@@ -45,6 +51,7 @@ def export_safetensors(
     config: Mapping[str, Any] | None = None,
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_nonfinite: bool = False,
 ) -> Written:
     """Write a model as a directory that `transformers` loads. It appears whole or not at all.
 
@@ -60,17 +67,18 @@ def export_safetensors(
         such file.
       dtype: of floating arrays in the files; None: as they are.
       max_shard_bytes: more than this is written as several files and an index; an array is never cut.
+      allow_nonfinite: write NaN and infinite values too, and say so in what is returned.
 
     Returns:
       What was written.
 
     Raises:
-      ValueError: if `directory` exists, leaves have no rule, a dtype cannot be written, or a value leaves its range.
+      ValueError: if `directory` exists, leaves have no rule, a dtype cannot be written, or a value leaves its range or
+        is not finite.
       OSError: if the disk is full or not writable.
     """
-    return write_safetensors(
-        Exported(source, names), directory, config=config, dtype=dtype, max_shard_bytes=max_shard_bytes
-    )
+    how: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "allow_nonfinite": allow_nonfinite}
+    return write_safetensors(Exported(source, names), directory, config=config, **how)
 
 
 def export_memory_bytes(source: Source, dtype: Any = None, *, piece_bytes: int = PIECE_BYTES) -> int:
@@ -95,24 +103,26 @@ def write_safetensors(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     piece_bytes: int = PIECE_BYTES,
+    allow_nonfinite: bool = False,
 ) -> Written:
     """Write all arrays of a source under its own names; otherwise as `export_safetensors`, which see.
 
     Raises:
-      ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range.
+      ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range or is not finite.
       OSError: if the disk is full or not writable.
     """
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
         raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
-    shards = _plan_shards(source.arrays, dtype, max_shard_bytes)
+    shards, counted = _plan_shards(source.arrays, dtype, max_shard_bytes), Counted(source)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     check_space(directory, sum(shard.data_bytes for shard in shards))
     with readable_errors(directory):
         temporary.mkdir(parents=True)
         try:
             for shard in shards:
-                _write_shard(source, temporary / shard.file, shard, piece_bytes)
+                _write_shard(counted, temporary / shard.file, shard, piece_bytes)
+            refuse_nonfinite(directory, counted.lines(), allow=allow_nonfinite)
             _write_texts(temporary, shards, config)
             sync_directory(temporary)
             temporary.rename(directory)
@@ -120,7 +130,7 @@ def write_safetensors(
             shutil.rmtree(temporary, ignore_errors=True)
         sync_directory(directory.parent)
     num_arrays, total = sum(len(shard.dtypes) for shard in shards), sum(shard.data_bytes for shard in shards)
-    return Written(directory, tuple(shard.file for shard in shards), num_arrays, total)
+    return Written(directory, tuple(shard.file for shard in shards), num_arrays, total, counted.lines())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.checkpoint.contents import one_array
+from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.places import find_checkpoint, find_checkpoints
-from jfsdp.checkpoint.processes import in_all
+from jfsdp.checkpoint.processes import gather_json, in_all
 from jfsdp.checkpoint.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.source import Recast, Renamed, Source, Unprefixed
 from jfsdp.layout.report import list_differences
@@ -81,6 +83,7 @@ def load_pretrained(
     key: str | None = None,
     seed: int = 0,
     one_replica: bool = False,
+    allow_nonfinite: bool = False,
 ) -> Any:
     """Make the first state of a run around weights from elsewhere: each process reads what its devices hold.
 
@@ -98,9 +101,10 @@ def load_pretrained(
       key: see `foreign_source`.
       seed: of the rest of the model's state (rng keys).
       one_replica: see `restore`.
+      allow_nonfinite: begin from NaN and infinite values too, and warn.
 
     Raises:
-      ValueError: as `pretrained_source` and `restore`.
+      ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
     """
     leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
 
@@ -112,8 +116,13 @@ def load_pretrained(
     source, check = in_all(open_source)
     check()
     stored = [one_array(path, leaves[path], shape) for path, shape in model.leaf_shapes().items()]
-    cast = Recast(source, {name: leaf.dtype for name, leaf in leaves.items()})
+    counted = Counted(source)
+    cast = Recast(counted, {name: leaf.dtype for name, leaf in leaves.items()})
     arrays = place(stored, cast, one_replica=one_replica)
+    lines = sorted({line for found in gather_json(counted.lines()) for line in found})
+    refuse_nonfinite(path, lines, allow=allow_nonfinite)
+    if lines:
+        warnings.warn(f"{path}: {'; '.join(lines)}", stacklevel=2)
     return model.init_from(tx, dict(zip(leaves, arrays, strict=True)), seed)
 
 

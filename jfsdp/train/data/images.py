@@ -137,7 +137,15 @@ def _load_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"{path}: labels must be integers from 0; they are {labels.dtype}, from {labels.min()}")
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
         raise ValueError(f"{path}: images are {images.dtype}; save them as uint8, or as floating numbers")
-    return images if images.dtype == np.uint8 else images.astype(np.float32), labels.astype(np.int32)
+    with np.errstate(over="ignore"):
+        images = images if images.dtype == np.uint8 else images.astype(np.float32)
+    bad = np.flatnonzero([not np.isfinite(image).all() for image in images])
+    if bad.size:
+        raise ValueError(
+            f"{path}: {bad.size:,} of {len(images):,} images hold values that are not finite (in float32), the first "
+            f"is image {bad[0]}; mend or leave out these images"
+        )
+    return images, labels.astype(np.int32)
 
 
 def _split(num_images: int, config: ImageConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -150,6 +150,20 @@ def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
         pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 
 
+@pytest.mark.parametrize("target", ["full_shard on 3", "hybrid_shard on 2x4", "flat storage"])
+def test_weights_that_are_not_finite_are_no_beginning_unless_that_is_said(target, weights, tmp_path):
+    tensors = safetensors.numpy.load_file(weights[0])
+    tensors["model.norm.weight"][[0, 3]] = np.nan, np.inf
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm.scale: 2 of 16 elements are not finite[\s\S]*allow_nonfinite"):
+        load(tmp_path / "model.safetensors", target)
+    with pytest.warns(UserWarning, match="norm.scale: 2 of 16 elements are not finite"):
+        state = load_pretrained(
+            tmp_path / "model.safetensors", sharded(target), TX, job().pretrained, allow_nonfinite=True
+        )
+    assert np.isnan(np.asarray(by_leaf(state).params["norm.scale"])[0])
+
+
 def test_other_weights_are_refused_with_what_is_left_over(weights, tmp_path):
     tensors = safetensors.numpy.load_file(weights[0])
     del tensors["model.norm.weight"]

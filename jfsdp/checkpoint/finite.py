@@ -1,0 +1,44 @@
+"""Values that are not finite, counted while arrays pass: none comes in or goes out without a word."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jfsdp.checkpoint.source import Index, Source, count_nonfinite
+
+
+class Counted:
+    """A source that counts the values that are read, and those of them that are not finite."""
+
+    def __init__(self, source: Source):
+        self._source, self.arrays = source, source.arrays
+        self._lock, self._counts = threading.Lock(), dict[str, tuple[int, int]]()
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        block = self._source.read(name, index)
+        found = count_nonfinite(block)
+        with self._lock:
+            bad, total = self._counts.get(name, (0, 0))
+            self._counts[name] = bad + found, total + block.size
+        return block
+
+    def lines(self) -> tuple[str, ...]:
+        """Return a line for each array with values that are not finite: how many of how many that were read."""
+        counts = sorted(self._counts.items())
+        return tuple(f"{name}: {bad:,} of {total:,} elements are not finite" for name, (bad, total) in counts if bad)
+
+
+def refuse_nonfinite(where: Any, lines: Sequence[str], *, allow: bool) -> None:
+    """Refuse what holds NaN or infinite values, if any line says so and they are not allowed.
+
+    Raises:
+      ValueError: with the first of these lines.
+    """
+    if lines and not allow:
+        more = f"; and {len(lines) - 8} more arrays" if len(lines) > 8 else ""
+        remedy = "take weights without NaN and infinite values, or pass allow_nonfinite=True (--allow-nonfinite)"
+        raise ValueError(f"{where}: {'; '.join(lines[:8])}{more}; {remedy}")
