@@ -1,20 +1,43 @@
 """Checks that the configurations of the models share."""
 
+import math
+from numbers import Integral
 from typing import Any, get_args
 
 from .attention import AttentionChoice
 
+MOST_LAYERS, MOST_HEADS, MOST_SIZE = 4096, 65_536, 2**31 - 1
 
-def require_positive(config: Any, *fields: str) -> None:
-    """Refuse fields that are not above 0.
+
+def is_count(value: Any, most: int) -> bool:
+    """Tell whether a value is a whole number from 1 to `most`; True and 1.0 are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
+    """Refuse fields that are no whole numbers from 1 to `most`, before anything is made of that many parts.
 
     Raises:
       ValueError: names class, field, value and remedy.
     """
     for field in fields:
         value = getattr(config, field)
-        if not value > 0:
-            raise ValueError(f"{type(config).__name__}.{field}={value} must be positive; pass {field}= above 0")
+        if not is_count(value, most):
+            raise ValueError(f"{type(config).__name__}.{field}={value!r} must be a whole number from 1 to {most:,}")
+
+
+def require_positive(config: Any, *fields: str) -> None:
+    """Refuse fields that are not above 0 and finite.
+
+    Raises:
+      ValueError: names class, field, value and remedy.
+    """
+    for field in fields:
+        value = getattr(config, field)
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"{type(config).__name__}.{field}={value} must be positive and finite; pass another {field}="
+            )
 
 
 def require_fraction(config: Any, *fields: str) -> None:

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from .attention import AttentionChoice
-from .checks import require_attention, require_bool, require_fraction, require_heads, require_positive
+from .checks import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    require_attention,
+    require_bool,
+    require_counts,
+    require_fraction,
+    require_heads,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,10 @@ class GPT2Config:
     attention: AttentionChoice = "auto"
 
     def __post_init__(self):
-        require_positive(self, "vocab_size", "num_positions", "dim", "num_layers", "num_heads", "norm_eps")
+        require_counts(self, "vocab_size", "num_positions", "dim")
+        require_counts(self, "num_layers", most=MOST_LAYERS)
+        require_counts(self, "num_heads", most=MOST_HEADS)
+        require_positive(self, "norm_eps")
         require_fraction(self, "dropout", "attention_dropout")
         require_bool(self, "stacked")
         require_heads(self)

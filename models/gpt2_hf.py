@@ -6,6 +6,7 @@ Its kernels are `[in, out]` there too (`Conv1D`), so no dims are exchanged.
 from collections.abc import Mapping
 from typing import Any
 
+from .checks import MOST_HEADS, MOST_LAYERS
 from .gpt2_config import GPT2Config
 from .hf_config import Options, check_architecture, refusal
 
@@ -39,16 +40,16 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read.skip(["resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx"])
     read.skip(["n_special", "predict_special_tokens"])
     read.skip(f"summary_{kind}" for kind in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
-    dim = read.take("n_embd", 768)
+    dim = read.count("n_embd", 768)
     if read.take("n_inner") not in (None, 4 * dim):
         raise refusal("n_inner", read.take("n_inner"), [4 * dim])
     fields = {
-        "vocab_size": read.take("vocab_size", 50_257),
-        "num_positions": read.take("n_positions", 1024),
+        "vocab_size": read.count("vocab_size", 50_257),
+        "num_positions": read.count("n_positions", 1024),
         "dim": dim,
-        "num_layers": read.take("n_layer", 12),
-        "num_heads": read.take("n_head", 12),
-        "norm_eps": read.take("layer_norm_epsilon", 1e-5),
+        "num_layers": read.count("n_layer", 12, most=MOST_LAYERS),
+        "num_heads": read.count("n_head", 12, most=MOST_HEADS),
+        "norm_eps": read.number("layer_norm_epsilon", 1e-5),
     }
     read.refuse_others()
     return fields

@@ -1,7 +1,10 @@
 """Reading a `config.json` of Hugging Face so that nothing in it is passed over: what every architecture shares."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from .checks import MOST_SIZE, is_count
 
 # What says nothing about the logits of a prompt: bookkeeping, initialization, generation, parallelism of others.
 NEUTRAL = frozenset(
@@ -44,6 +47,28 @@ class Options:
         if self._options.get(name) is None:
             raise ValueError(f"{name} is missing; a {self.architecture} needs it")
         return self.take(name)
+
+    def count(self, name: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
+        """Return an option that counts something; without a default it must be there.
+
+        Raises:
+          ValueError: if it is no whole number from 1 to `most`: nothing is made of so many parts unseen.
+        """
+        value = self.need(name) if default is None else self.take(name, default)
+        if not is_count(value, most):
+            raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most:,}; fetch config.json again")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return an option that is a number above 0.
+
+        Raises:
+          ValueError: if it is none, or infinite.
+        """
+        value = self.take(name, default)
+        if isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r} must be positive and finite; fetch config.json again")
+        return value
 
     def take_only(self, name: str, *allowed: Any) -> None:
         """Refuse an option with a value that the model lacks; absent is the first of the allowed.

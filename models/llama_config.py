@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .attention import AttentionChoice
-from .checks import require_attention, require_bool, require_positive
+from .checks import MOST_HEADS, MOST_LAYERS, require_attention, require_bool, require_counts, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ class LlamaConfig:
     attention: AttentionChoice = "auto"
 
     def __post_init__(self):
-        require_positive(self, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
+        require_counts(self, "vocab_size", "dim", "ffn_dim")
+        require_counts(self, "num_layers", most=MOST_LAYERS)
+        require_counts(self, "num_heads", "num_kv_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps", "rope_theta")
         require_bool(self, "tied", "qkv_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:

@@ -6,6 +6,7 @@ Plain data and plain functions; whoever reads checkpoints finds them in a job's 
 from collections.abc import Mapping
 from typing import Any
 
+from .checks import MOST_HEADS, MOST_LAYERS
 from .hf_config import Options, check_architecture, refusal
 from .llama_config import LlamaConfig, RopeScaling
 
@@ -51,16 +52,16 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read.take_only("attention_dropout", 0)
     read.take_only("attention_bias", False)
     read.take_only("mlp_bias", False)
-    heads = read.need("num_attention_heads")
+    heads, dim = read.count("num_attention_heads", most=MOST_HEADS), read.count("hidden_size")
     fields = {
-        "vocab_size": read.need("vocab_size"),
-        "dim": read.need("hidden_size"),
-        "num_layers": read.need("num_hidden_layers"),
+        "vocab_size": read.count("vocab_size"),
+        "dim": dim,
+        "num_layers": read.count("num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": read.take("num_key_value_heads") or heads,
-        "ffn_dim": read.need("intermediate_size"),
-        "head_dim": read.take("head_dim") or read.need("hidden_size") // heads,
-        "norm_eps": read.take("rms_norm_eps", 1e-6),
+        "ffn_dim": read.count("intermediate_size"),
+        "head_dim": read.take("head_dim") or dim // heads,
+        "norm_eps": read.number("rms_norm_eps", 1e-6),
         "tied": read.take("tie_word_embeddings", False),
         "qkv_bias": read.architecture == "qwen2",
         "qk_norm": read.architecture == "qwen3",
@@ -99,7 +100,8 @@ def _rope(read: Options) -> dict[str, Any]:
     if kind not in ("default", "llama3"):
         raise refusal("rope_type", kind, ["default", "llama3"])
     rope.take_only("partial_rotary_factor", 1.0)
-    fields: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta, "rope_scaling": None}
+    theta = Options({"rope_theta": 10_000.0 if theta is None else theta}).number("rope_theta", 10_000.0)
+    fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
     if kind == "llama3":
         fields["rope_scaling"] = RopeScaling(
             factor=rope.need("factor"),

@@ -5,9 +5,12 @@ from typing import Literal, get_args
 
 from .attention import AttentionChoice
 from .checks import (
+    MOST_HEADS,
+    MOST_LAYERS,
     require_attention,
     require_bool,
     require_choice,
+    require_counts,
     require_fraction,
     require_heads,
     require_positive,
@@ -59,8 +62,10 @@ class ViTConfig:
     attention: AttentionChoice = "auto"
 
     def __post_init__(self):
-        require_positive(self, "image_size", "channels", "patch_size", "num_classes", "dim", "num_layers", "num_heads")
-        require_positive(self, "ffn_dim", "norm_eps")
+        require_counts(self, "image_size", "channels", "patch_size", "num_classes", "dim", "ffn_dim")
+        require_counts(self, "num_layers", most=MOST_LAYERS)
+        require_counts(self, "num_heads", most=MOST_HEADS)
+        require_positive(self, "norm_eps")
         require_fraction(self, "dropout", "norm_momentum")
         require_bool(self, "stacked")
         require_choice(self, "norm", get_args(Norm))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jfsdp.checkpoint.files import ARRAYS, SUMS, damaged, write_text
+from jfsdp.checkpoint.files import ARRAYS, SUMS, damaged, inside, write_text
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)
@@ -57,7 +57,7 @@ def read_digests(path: Path) -> Digests:
     """Read the digests of a checkpoint's files.
 
     Raises:
-      ValueError: if there are none, or they are themselves damaged.
+      ValueError: if there are none, they are themselves damaged, or of a file elsewhere.
     """
     try:
         lines, mark, own = (path / SUMS).read_text(encoding="utf-8").rpartition("# ")
@@ -67,7 +67,10 @@ def read_digests(path: Path) -> Digests:
         lines, mark, own = "", "", ""
     if not mark or own != f"{_digest(lines)}\n":
         raise damaged(path, f"{SUMS} is not as it was written")
-    return {name: digest for digest, name in (line.split("  ", 1) for line in lines.splitlines())}
+    digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines.splitlines())}
+    for name in digests:
+        inside(path, name)
+    return digests
 
 
 def _digest(text: str) -> str:

@@ -19,7 +19,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 FORMAT = 2
@@ -42,6 +42,18 @@ def damaged(path: Any, what: str) -> DamagedError:
     """Return the error for a checkpoint in which something is not as it was written."""
     remedy = "restore another step (--resume STEP), or an older one with fall_back=True (--fall-back)"
     return DamagedError(f"checkpoint {path}: is damaged: {what}; {remedy}")
+
+
+def inside(directory: Path, name: Any) -> Path:
+    """Return the path of a file that a document in a directory names. What links there lead to is the user's affair.
+
+    Raises:
+      ValueError: if the name is none, or leads out of the directory: absolute, or by `..`.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not parts or parts[0].startswith("/") or ".." in parts:
+        raise ValueError(f"checkpoint {directory}: the name {name!r} leads out of it; fetch or write it again")
+    return directory / name
 
 
 _OLD_ARRAYS, _OLD_MANIFEST = "state", Path("manifest") / "metadata"

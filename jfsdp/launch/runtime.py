@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+MOST_SIMULATED = 1024  # each takes threads and memory of the host
+
 
 def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> None:
     """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
@@ -21,11 +23,11 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
       deterministic: GPU kernels that give the same bits every time, at some cost in speed.
 
     Raises:
-      ValueError: for a negative count.
+      ValueError: for a count below 0 or above `MOST_SIMULATED`.
       RuntimeError: if JAX was imported already.
     """
-    if simulate_devices < 0:
-        raise ValueError(f"simulate_devices={simulate_devices} must be 0 (the real devices) or positive")
+    if not 0 <= simulate_devices <= MOST_SIMULATED:
+        raise ValueError(f"simulate_devices={simulate_devices} must be 0 (the real ones) to {MOST_SIMULATED}")
     if "jax" in sys.modules:
         raise RuntimeError("configure_xla comes too late: jax is imported already, and its flags are read once")
     flags: dict[str, str] = {}

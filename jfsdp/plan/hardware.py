@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from jfsdp.layout.mesh import check_number
 from jfsdp.plan.gpus import GPUS, Gpu, dtype_name, find_gpu
 
 __all__ = ["GPUS", "Cluster", "Gpu", "find_gpu", "host_bandwidth", "link_bandwidth", "matmul_rate"]
@@ -158,6 +159,7 @@ class Cluster:
                 f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} joins; "
                 f"give nodes={math.ceil(self.num_devices / most)}, gpus_per_node={most}"
             )
+        check_number(f"{name}: nodes={self.nodes} of gpus_per_node={self.gpus_per_node}", self.num_devices)
         fitting = most // self.gpus_per_node if self.gpu.is_domain_of_nodes else 1
         if not self.nodes_per_domain:
             object.__setattr__(self, "nodes_per_domain", min(self.nodes, fitting))

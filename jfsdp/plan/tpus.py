@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jfsdp.layout.mesh import check_number
 from jfsdp.plan.collectives import Collective
 from jfsdp.plan.gpus import dtype_name
 from jfsdp.plan.work import Kind, Work
@@ -150,6 +151,8 @@ class Slice:
                 f"{self.topology}: a slice of {self.tpu.name} has {self.tpu.num_dims} dims of 1 or more; give for "
                 f"example {self.tpu.name}:{example}"
             )
+
+        check_number(self.topology, self.num_devices)
 
     @property
     def chip(self) -> Tpu:

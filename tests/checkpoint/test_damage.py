@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.digest import list_files
+from jfsdp.checkpoint.digest import list_files, read_digests, write_digests
 from jfsdp.checkpoint.files import SUMS, DamagedError
 from jfsdp.checkpoint.verify import verify
 
@@ -130,6 +130,14 @@ def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run, old):
             assert int(run.restore(state_of(1), fall_back=True)[0].step) == 2
     finally:
         file.write_text(whole)
+
+
+def test_a_digest_of_a_file_outside_is_refused(run, tmp_path):
+    shutil.copytree(run.directory / "3", tmp_path / "c")
+    digests = read_digests(tmp_path / "c")
+    write_digests(tmp_path / "c", digests | {"../secret": "0" * 64})
+    with pytest.raises(ValueError, match=r"'\.\./secret' leads out"):
+        jfsdp.restore(tmp_path / "c", like=state_of(1))
 
 
 def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):

@@ -23,6 +23,12 @@ def test_flags_after_jax_is_imported_are_an_error_and_not_ignored():
         configure_xla(simulate_devices=2)
 
 
+@pytest.mark.parametrize("count", [-1, 100_000_000])
+def test_a_count_of_devices_that_cannot_be_simulated_is_refused(count):
+    with pytest.raises(ValueError, match=f"simulate_devices={count} must"):
+        configure_xla(simulate_devices=count)
+
+
 def test_a_coordinator_without_its_numbers_is_refused():
     with pytest.raises(ValueError, match="needs --num-processes and --process-id"):
         initialize_processes("localhost:1234", None, None)

@@ -72,6 +72,7 @@ def test_parse_mesh_reads_axis_sizes(text, sizes):
         ("fsdp=0", r"must be positive, or -1 for the rest; got \{'fsdp': 0\}"),
         ("fsdp=-2", r"must be positive, or -1 for the rest; got \{'fsdp': -2\}"),
         ("replica=-1,fsdp=-1", r"only one mesh axis may be -1"),
+        ("replica=2,fsdp=99999999999", r"199,999,999,998 devices, .* at most 262,144"),
     ],
 )
 def test_parse_mesh_refuses_and_says_why(text, message):

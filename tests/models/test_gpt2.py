@@ -348,7 +348,7 @@ def test_tiny_learns_a_periodic_sequence():
     ("overrides", "message"),
     [
         ({"dim": 33}, "GPT2Config.dim=33 is not a multiple of num_heads=4"),
-        ({"num_positions": 0}, "GPT2Config.num_positions=0 must be positive"),
+        ({"num_positions": 0}, "GPT2Config.num_positions=0 must be a whole number from 1"),
         ({"dropout": 1.0}, "GPT2Config.dropout=1.0 must be at least 0 and below 1"),
         ({"attention_dropout": -0.1}, "GPT2Config.attention_dropout=-0.1 must be at least 0"),
         ({"stacked": "no"}, "GPT2Config.stacked='no' must be True or False"),

@@ -286,7 +286,7 @@ def test_every_job_traces_its_losses_and_a_gradient(name):
         ({"norm": "group"}, r"ViTConfig.norm='group' is unknown; choose one of \('layer', 'batch'\)"),
         ({"pool": "max"}, "ViTConfig.pool='max' is unknown; choose one of"),
         ({"dropout": 1.5}, "ViTConfig.dropout=1.5 must be at least 0 and below 1"),
-        ({"num_classes": 0}, "ViTConfig.num_classes=0 must be positive"),
+        ({"num_classes": 0}, "ViTConfig.num_classes=0 must be a whole number from 1"),
     ],
 )
 def test_a_bad_config_names_field_value_and_remedy(overrides, message):

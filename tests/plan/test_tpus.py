@@ -138,6 +138,7 @@ def test_every_tpu_has_its_facts(tpu):
         ("v5e", "'v5e': a TPU slice is written as KIND:AxB .*KIND is one of v5e, v5p, v6e"),
         ("v5e:4by4", "is written as KIND:AxB"),
         ("v5e:4x4x4", "v5e:4x4x4: a slice of v5e has 2 dims"),
+        ("v5p:10000x10000x100", "v5p:10000x10000x100: 10,000,000,000 devices.* at most 262,144"),
         ("v5e:0x4", "v5e:0x4: a slice of v5e has 2 dims of 1 or more"),
     ],
 )

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import jfsdp.train.data.corpus as corpus
 from jfsdp.train.data import DataConfig, open_corpus, open_data, standard_library_path
 
 
@@ -269,13 +270,31 @@ def test_a_larger_fraction_holds_out_what_a_smaller_one_did(tmp_path):
     assert small < large
 
 
+def test_a_line_without_end_is_refused_by_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 100)
+    line = json.dumps({"text": "x" * 80}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line)
+    assert len(open_corpus(str(tmp_path))) == 1
+    (tmp_path / "a.jsonl").write_text(line + "x" * 200)
+    with pytest.raises(ValueError, match=rf"a\.jsonl: .*byte {len(line)} .* 100 bytes"):
+        open_corpus(str(tmp_path))
+
+
 def test_split_of_too_few_documents_raises(tmp_path):
     with pytest.raises(ValueError, match=r"leaves none to train on.*set it to 0"):
         open_data(DataConfig(_corpus_of(tmp_path, 1)))
 
 
 @pytest.mark.parametrize(
-    "options", [{"seq_len": 0}, {"eval_fraction": 1.0}, {"eval_fraction": -0.1}, {"seed": -1}, {"seed": 2**32}]
+    "options",
+    [
+        {"seq_len": 0},
+        {"eval_fraction": 1.0},
+        {"eval_fraction": -0.1},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"shuffle_rows": 10**12},
+    ],
 )
 def test_config_names_the_value_out_of_range(options):
     ((name, value),) = options.items()

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import jfsdp.train.data.images as data_images
 from jfsdp.train.data import ImageConfig, make_image_eval_iterator, make_image_train_iterator, open_images
 
 NUM_IMAGES = 12
@@ -84,6 +85,13 @@ def test_a_file_that_holds_no_labelled_images_is_refused(tmp_path, arrays, words
     np.savez(tmp_path / "wrong.npz", **arrays)
     with pytest.raises(ValueError, match=words):
         open_images(ImageConfig(str(tmp_path / "wrong.npz")))
+
+
+def test_an_archive_that_unpacks_to_more_than_the_limit_is_not_unpacked(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "x.npz", images=np.zeros((100, 8, 8)), labels=np.zeros(100, int))
+    monkeypatch.setattr(data_images, "MAX_UNPACKED_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"x\.npz: .*unpacks to 52,\d+ bytes.* 1,000"):
+        open_images(ImageConfig(str(tmp_path / "x.npz")))
 
 
 def test_what_is_no_file_of_images_is_refused(tmp_path):

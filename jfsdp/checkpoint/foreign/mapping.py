@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jfsdp.layout.report import list_differences
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 _NUMBER = re.compile(r"\{(\w+)\}")
 _COMPARED_ELEMENTS = 1 << 24
+MOST_ARRAYS = 1 << 20  # ten times those of the largest model known; each takes a kilobyte here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +118,22 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
       By their names, in the order of our leaves.
 
     Raises:
-      ValueError: if leaves have no rule (lists them), a rule has another number of dims, or two leaves have one name.
+      ValueError: if leaves have no rule (lists them), a rule has another number of dims, two leaves have one name, or
+        the layers make more than `MOST_ARRAYS` of them.
     """
     forms = [form for rule in names.rules for form in _forms(rule)]
     found: dict[str, Piece] = {}
-    orphans = []
+    orphans, num_arrays = [], 0
     for leaf, array in leaves.items():
         matches = ((form, match) for form in forms if (match := form.ours.fullmatch(leaf)))
         form, match = next(matches, (None, None))
         if form is None or match is None:
             orphans.append(leaf)
             continue
+        num_arrays += math.prod(array.shape[: len(form.stacked)])
+        if num_arrays > MOST_ARRAYS:
+            what = f"{list(array.shape)} makes {num_arrays:,} arrays of the other checkpoint"
+            raise ValueError(f"{leaf}: {what}, which holds at most {MOST_ARRAYS:,}; correct the number of layers")
         for theirs, piece in _pieces(leaf, array.shape, form, match.groupdict()):
             if theirs in found:
                 raise ValueError(f"{leaf} and {found[theirs].leaf}: rules give both the name {theirs!r}; change one")

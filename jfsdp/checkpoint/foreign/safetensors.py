@@ -15,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jfsdp.checkpoint.files import inside
 from jfsdp.checkpoint.source import Index
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,7 +97,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     """Find the files with the weights, each with the names that an index says it holds (None: no index).
 
     Raises:
-      ValueError: if there are none, or one that the index names is not there.
+      ValueError: if there are none, or one that the index names is not there, or not below the index's directory.
     """
     if path.is_dir():
         path = next((path / name for name in (WEIGHTS, INDEX) if (path / name).exists()), path)
@@ -108,7 +109,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
         return {path: None}
     files: dict[Path, list[str] | None] = {}
     for name, file in _read_weight_map(path).items():
-        names = files.setdefault(path.parent / file, [])
+        names = files.setdefault(inside(path.parent, file), [])
         assert names is not None
         names.append(name)
     if not files:

@@ -12,6 +12,7 @@ import contextlib
 import math
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jfsdp.checkpoint.files import inside
 from jfsdp.checkpoint.foreign.torch_metadata import load_metadata
 from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
 from jfsdp.checkpoint.source import Index, Source
@@ -105,7 +107,7 @@ def _check_complete(path: Path, tensors: Mapping[str, tuple[str, Any]], storage:
             file = place.relative_path
             ends[file] = max(ends.get(file, (0, "")), (place.offset + place.length, name))
     for relative_path, (end, name) in ends.items():
-        file = path / relative_path
+        file = inside(path, relative_path)
         found = f"has {file.stat().st_size:,} of {end:,} bytes" if file.is_file() else "is missing"
         if not file.is_file() or file.stat().st_size < end:
             raise ValueError(
@@ -199,6 +201,10 @@ def _load(path: Path, where: str) -> Any:
                 f"{where}: is no zip file as torch.save writes it since PyTorch 1.6; if torch.load still reads it, "
                 "write it again with torch.save"
             )
+    with _readable(where), zipfile.ZipFile(path) as archive:
+        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise ValueError(f"{where}: {packed[0]} in it is compressed, so its size is unknown; write it with torch.save")
     with _readable(where):
         return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
 

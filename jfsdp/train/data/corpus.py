@@ -16,6 +16,8 @@ from jfsdp.train.data.files import find_files
 from jfsdp.train.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
 _MIN_DOCUMENT_BYTES = 16
+MAX_LINE_BYTES = 1 << 28
+"""Of a JSONL file: a line is held whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ def open_corpus(
     of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate becomes "?".
 
     Cost: reads every text and JSONL file once, whole, to check and to hash it; of a token file its ends only.
-    Memory: see `Corpus`; a JSONL line is held whole, whatever its length.
+    Memory: see `Corpus`; a JSONL line is held whole, up to `MAX_LINE_BYTES`.
 
     Args:
       data: see `find_files`.
@@ -208,7 +210,9 @@ def _is_jsonl(path: Path) -> bool:
 def _index_lines(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
     offsets, lengths, checksum, offset = array.array("q"), array.array("q"), 0, 0
     with path.open("rb") as file:
-        for line in file:
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path}: the line at byte {offset} has over {MAX_LINE_BYTES:,} bytes; cut it")
             if line.strip():
                 offsets.append(offset)
                 lengths.append(len(line))

@@ -15,6 +15,7 @@ from jfsdp.train.data.tokenizer import Tokenizer, load_tokenizer
 # are the stream "eod document eod document ..", and each target is the next input: the same pairs serve
 # cross_documents. Column 2 is 1 where a document, or a piece of a file that was cut, begins.
 INPUT, TARGET, START = range(3)
+MAX_SHUFFLED_BYTES = 1 << 36
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,8 @@ class DataConfig:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
         if self.shuffle_rows < 0:
             raise ValueError(f"shuffle_rows={self.shuffle_rows}: must be 0 (no shuffling of rows) or more")
+        if 12 * self.shuffle_rows * self.seq_len > MAX_SHUFFLED_BYTES:
+            raise ValueError(f"shuffle_rows={self.shuffle_rows} would take over {MAX_SHUFFLED_BYTES:,} bytes; lower it")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: must be in 0..2**32-1")
 

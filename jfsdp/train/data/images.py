@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 _DIGITS_MAX = 16
+MAX_UNPACKED_BYTES = 1 << 36
+"""Of a `.npz` file: images are kept in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +123,15 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 def _load_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > MAX_UNPACKED_BYTES:
+            raise ValueError(f"it unpacks to {size:,} bytes, and at most {MAX_UNPACKED_BYTES:,} are read")
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; name a .npz file with images and labels") from error
-    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (KeyError, ValueError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: not a .npz file with plain arrays images and labels ({error})") from error
     images = images[..., None] if images.ndim == 3 else images
     if images.ndim != 4 or labels.shape != images.shape[:1] or not len(labels):
@@ -141,10 +147,8 @@ def _load_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         images = images if images.dtype == np.uint8 else images.astype(np.float32)
     bad = np.flatnonzero([not np.isfinite(image).all() for image in images])
     if bad.size:
-        raise ValueError(
-            f"{path}: {bad.size:,} of {len(images):,} images hold values that are not finite (in float32), the first "
-            f"is image {bad[0]}; mend or leave out these images"
-        )
+        what = f"{bad.size:,} of {len(images):,} images hold values that are not finite as float32"
+        raise ValueError(f"{path}: {what}, the first is image {bad[0]}; mend them, or leave them out")
     return images, labels.astype(np.int32)
 
 

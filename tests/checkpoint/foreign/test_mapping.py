@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jfsdp.checkpoint.foreign.dims import parse_dims
-from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map
+from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map, bind
 from jfsdp.checkpoint.source import everything, read_whole
 
 RULES = [
@@ -198,6 +198,12 @@ def test_a_rule_for_other_dims_is_refused():
         Exported(Arrays({"w": np.zeros(3)}), names)
     with pytest.raises(ValueError, match=r"blocks\.w: has 0 dims"):
         Exported(Arrays({"blocks.w": np.zeros(())}), names)
+
+
+def test_layers_are_counted_before_each_has_a_name():
+    leaf = {"blocks.w": jax.ShapeDtypeStruct((10**9, 4), "float32")}
+    with pytest.raises(ValueError, match=r"blocks\.w: .*1,000,000,000 arrays.* at most 1,048,576"):
+        bind(NameMap([("blocks.{i}.w", "h.{i}.w")]), leaf)
 
 
 def test_two_leaves_of_one_name_are_refused():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import shutil
 from typing import Any
 
@@ -275,7 +276,12 @@ REFUSED = {
     "chunks": ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types='chunked_attention' is not"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, ".*does not know: quantization_config="),
     "unknown": ("llama", {"logit_softcap": 30.0}, ".*does not know: logit_softcap=30.0"),
-    "text": ("llama", {"hidden_size": "32"}, "has an option of the wrong kind"),
+    "text": ("llama", {"hidden_size": "32"}, "hidden_size='32' must be a whole number"),
+    "true": ("llama", {"num_attention_heads": True}, "num_attention_heads=True must be a whole number"),
+    "float": ("llama", {"num_hidden_layers": 1e9}, "num_hidden_layers=1000000000.0 must be a whole number"),
+    "layers": ("qwen3", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be .* from 1 to 4,096"),
+    "blocks": ("gpt2", {"n_layer": 10**9}, "n_layer=1000000000 must be .* from 1 to 4,096"),
+    "theta": ("llama", {"rope_theta": math.inf}, "rope_theta=inf must be positive and finite"),
     "no dict": ("llama", {"rope_scaling": "linear"}, "has an option of the wrong kind"),
     "missing": ("llama", {"hidden_size": None}, "hidden_size is missing"),
     "relu": ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not"),

@@ -140,12 +140,30 @@ def make_index(directory, weight_map):
         ),
         ({}, None),
         ("no dict", "is no index"),
+        ({"a": "../one.safetensors"}, r"'\.\./one\.safetensors' leads out"),
+        ({"a": "/etc/passwd"}, "'/etc/passwd' leads out"),
+        ({"a": 7}, "7 leads out"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, message):
     make_index(tmp_path, weight_map)
     with pytest.raises(ValueError, match=message):
         SafetensorsSource(tmp_path)
+
+
+def test_the_links_of_a_cache_are_followed(tmp_path):
+    """Hugging Face keeps files by their digest, and links to them: the name is inside, and what it links to is not."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    make_index(blobs, {"a": "one.safetensors"})
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert list(SafetensorsSource(snapshot).arrays) == ["a"]
+
+
+def claim_header(file):
+    file.write_bytes((1 << 60).to_bytes(8, "little") + file.read_bytes()[8:])
 
 
 def cut_off(file):
@@ -166,7 +184,13 @@ def empty(file):
 
 @pytest.mark.parametrize(
     ("harm", "message"),
-    [(cut_off, "cut off at"), (damage_header, "damaged"), (point, "Git LFS"), (empty, "cut off at 0 bytes")],
+    [
+        (cut_off, "cut off at"),
+        (damage_header, "damaged"),
+        (point, "Git LFS"),
+        (claim_header, "damaged"),
+        (empty, "cut off at 0 bytes"),
+    ],
 )
 def test_a_damaged_file_is_refused_by_its_path(tmp_path, harm, message):
     make_file(tmp_path / "model.safetensors")

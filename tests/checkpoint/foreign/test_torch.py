@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,25 @@ def test_chunks_that_are_not_there_are_noticed(tmp_path):
     for number, change in enumerate((no_place, no_chunk)):
         path = write_dcp(tmp_path / str(number), {"w": torch.ones(3, 2)})
         refused(change_metadata(path, change), r"chunks of w \[3, 2\] are missing")
+
+
+@pytest.mark.parametrize("outside", ["../other/__0_0.distcp", "/tmp/__0_0.distcp"])
+def test_a_place_outside_of_the_directory_is_refused(outside, tmp_path):
+    def lead_out(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = outside
+
+    write_dcp(tmp_path / "other", {"w": torch.ones(3, 2)})
+    path = write_dcp(tmp_path / "c", {"w": torch.ones(3, 2)})
+    refused(change_metadata(path, lead_out), rf"'{outside}' leads out")
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
+    plain = write_pt(tmp_path / "plain.pt", {"w": torch.zeros(1000)})
+    with zipfile.ZipFile(plain) as whole, zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as small:
+        for name in whole.namelist():
+            small.writestr(name, whole.read(name))
+    refused(tmp_path / "c.pt", "is compressed")
 
 
 def test_metadata_without_dict_paths_gives_the_flat_names(tmp_path):
