@@ -25,7 +25,7 @@ from jfsdp.launch.runtime import (
     initialize_processes,
     without_plugin_chatter,
 )
-from jfsdp.train.options import as_options
+from jfsdp.train.options import CHANGEABLE, as_options
 from jfsdp.train.recipes import recipe_defaults, recipe_names
 from jfsdp.train.run import directory as runs
 from jfsdp.train.run.config import TrainConfig
@@ -37,11 +37,11 @@ class UsageError(ValueError):
     """What was asked for cannot be: exit status 2."""
 
 
-def parse(argv: Sequence[str]) -> TrainConfig:
-    """Read the command line over the defaults of its recipe."""
+def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Read the command line over what a run to resume had, and over the defaults of its recipe."""
     args = _with_bare_resume(argv)
     try:
-        default = recipe_defaults(TrainConfig(), args)
+        default = dataclasses.replace(recipe_defaults(TrainConfig(), args), **kept or {})
     except ValueError as error:
         raise UsageError(str(error)) from error
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debug = "--debug" in argv
     try:
         config = parse(argv)
-        train(config)
+        train(config, argv)
     except (ValueError, OSError) as error:
         if is_debug:
             raise
@@ -102,14 +102,18 @@ def _describe(error: ValueError | OSError) -> str:
     return as_options(str(error))
 
 
-def with_stored_policies(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
-    """Go on keeping what the run to resume has kept: what it protected is not deleted for an option left out."""
-    kept = {name: stored[name] for name in ("keep_every", "keep_best") if stored.get(name)}
-    left_out = {name: value for name, value in kept.items() if getattr(config, name) is None}
+def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
+    """Go on as the run to resume did in what its command leaves out of what may change: no option left out changes it.
+
+    So for its schedule, and for what it keeps: a checkpoint that it protected is not deleted.
+    """
+    kept = {name: stored[name] for name in (*CHANGEABLE, "keep_every", "keep_best") if name in stored}
+    again = parse(argv, kept)
+    left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
     if left_out:
         shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in left_out.items())
-        print(f"note: as the run began: {shown}")
-    return dataclasses.replace(config, **left_out)
+        print(f"note: left out, so as the run had it: {shown}")
+    return again
 
 
 def checkpoints_of(config: TrainConfig) -> Callable[[Path], Any]:
@@ -158,6 +162,7 @@ def loader_of(config: TrainConfig) -> Callable[[Any], Any] | None:
     def load(parts: Any) -> Any:
         job = parts.job
         how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
+        how["allow_nonfinite"] = config.allow_nonfinite
         return load_pretrained(path, parts.model, parts.tx, job.pretrained, **how)
 
     return load
@@ -181,8 +186,8 @@ def describer_of(config: TrainConfig, stored: Mapping[str, Any]) -> Callable[[An
     return describe
 
 
-def train(config: TrainConfig) -> None:
-    """Do everything that the configuration says."""
+def train(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Do everything that the configuration, read from a command line, says."""
     begin = time.perf_counter()
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
@@ -192,7 +197,7 @@ def train(config: TrainConfig) -> None:
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
-        config = with_stored_policies(config, stored.get("config", {}))
+        config = as_before(config, stored.get("config", {}), argv) if stored else config
         open_checkpoints = checkpoints_of(config)
         describe = describer_of(config, stored)
         parts = build(config, stored, fields_of_weights(config))

@@ -236,6 +236,10 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
     }
 
 
+# What decides, and a run may go on with another value of all the same: it says so, and writes it down. No optimizer
+# keeps any of these in its state; a schedule goes by the count of updates, which goes on.
+CHANGEABLE = ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite")
+
 # What changes them by rounding only: a run may go on with other values.
 ROUNDING = (
     "mesh",

@@ -218,6 +218,53 @@ def test_a_run_is_not_continued_as_another(unbroken, options, more, words):
     assert {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")} == before, "nothing may be touched"
 
 
+STEEP = """
+import jax, jfsdp, optax
+from flax import nnx
+
+class Steep(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.numpy.ones(8))
+
+def steep():
+    \"\"\"A parabola, down which small steps lead, and large ones up and up to infinity.\"\"\"
+    ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
+    loss = lambda model, batch: (model.w[...] ** 2).sum().astype("float32")
+    return jfsdp.Job(model=Steep, loss=loss, batch=ids, units=[], optimizer=optax.sgd, vocab_size=264)
+"""
+
+
+def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
+    (tmp_path / "own_jobs.py").write_text(STEEP)
+    ours = [*options[options.index("--seq-len") :], "--factory", "own_jobs:steep", "--param-dtype", "none"]
+    ours += ["--sample-tokens", 0, "--run-dir", tmp_path / "run", "--steps", 40, "--checkpoint-every", 5]
+    ours += ["--eval-fraction", 0, "--max-grad-norm", "none", "--warmup", 0, "--keep-every", 5]
+    ours[ours.index("--learning-rate") + 1] = 1e3
+    done = train(*ours, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "diverged" in done.stderr and "--resume" in done.stderr and "--learning-rate" in done.stderr
+    ours[ours.index("--learning-rate") + 1] = 0.1
+    done = train(*ours, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "learning_rate was 1000.0, is 0.1" in done.stdout and "no longer bit for bit" in done.stdout
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    saved = int(done.stdout.partition("resumed after step ")[2].split()[0])
+    assert all(line["learning_rate"] > 50 for line in lines[:saved])
+    assert all(line["learning_rate"] <= 0.1 for line in lines[saved:])
+    change = {"after_step": saved, "learning_rate": [1e3, 0.1]}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["changes"] == [change]
+    place = ours.index("--learning-rate")
+    less = [*ours[:place], *ours[place + 2 :]]
+    done = train(*less, "--resume", "--steps", 42, "--skip-nonfinite", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "left out, so as the run had it: --learning-rate 0.1" in done.stdout
+    assert "skip_nonfinite was False, is True" in done.stdout
+    changes = json.loads((tmp_path / "run" / "config.json").read_text())["changes"]
+    assert changes == [change, {"after_step": 40, "skip_nonfinite": [False, True]}]
+    assert read_metrics(tmp_path / "run")[-1]["learning_rate"] <= 0.1
+
+
 # ---- other models, other data ----
 
 

@@ -56,10 +56,14 @@ class TrainConfig(StepOptions):
     init_key: Annotated[str | None, optional(str, "NAME")] = None
     """Of a PyTorch checkpoint, the dict that holds the model, such as model."""
 
+    allow_nonfinite: bool = False
+    """Start also from weights with NaN and infinite values."""
+
     run_dir: Location = None
     """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""
     resume: Annotated[str | None, optional(str, "auto|STEP")] = None
-    """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP)."""
+    """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP).
+    The learning rate, its schedule, clipping and skip_nonfinite may change; left out, they stay as they were."""
     checkpoint_every: int = 200
     """Steps between checkpoints; 0: only the last step. The last step is always saved."""
     checkpoint_minutes: float = 0.0

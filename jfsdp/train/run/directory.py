@@ -1,6 +1,7 @@
 """The directory of a run: never overwritten, and resumed only by the configuration that began it.
 
-config.json      the configuration, and under "decides" all that the numbers depend on
+config.json      the configuration, under "decides" all that the numbers depend on, and under "changes" what a resumed
+                 run went on with another value of, and after which step
 checkpoints/     one directory per kept step
 metrics.jsonl    one line per logged step
 tensorboard/     the same for TensorBoard
@@ -19,10 +20,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.train.options import CHANGEABLE
 from jfsdp.train.run.lock import InUseError, Lock
 
 
@@ -124,20 +126,29 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore it, or remove it") from error
 
 
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
+    ours = json.loads(json.dumps(dict(ours), default=str))
+    names = {**theirs, **ours} if theirs else ()
+    return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
+
+
+def describe(differing: Mapping[str, Sequence[Any]]) -> str:
+    """Say differences in words."""
+    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items())
+
+
 def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
-    """Refuse to continue a run under another configuration.
+    """Refuse to continue a run under another configuration, but for what a run may change (`CHANGEABLE`).
 
     Raises:
       ValueError: naming each setting that differs, what it was and what it is.
     """
-    theirs = read_config(run_dir).get("decides", {})
-    ours = json.loads(json.dumps(dict(ours), default=str))
-    differing = [name for name in {**theirs, **ours} if theirs and theirs.get(name) != ours.get(name)]
-    if differing:
-        pairs = "; ".join(f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in differing)
+    found = differences(read_config(run_dir).get("decides", {}), ours)
+    if refused := {name: pair for name, pair in found.items() if name not in CHANGEABLE}:
         raise ValueError(
-            f"run directory {str(run_dir)!r} holds another run: {pairs}. Resume with the settings that began it, or "
-            "start a new run with another --run-dir"
+            f"run directory {str(run_dir)!r} holds another run: {describe(refused)}. Resume with the settings that "
+            f"began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
         )
 
 

@@ -182,10 +182,9 @@ class Loop:
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not self.config.skips_nonfinite and not all(map(math.isfinite, values.values())):
             raise ValueError(
-                f"step {step}: the run has diverged (loss {values['loss']}, gradient norm "
-                f"{values['grad_norm']}); its state "
-                "is not saved, and earlier checkpoints stand. Resume from one of them with a lower --learning-rate, or "
-                "with --skip-nonfinite"
+                f"step {step}: the run has diverged (loss {values['loss']}, gradient norm {values['grad_norm']}); its "
+                "state is not saved, and earlier checkpoints stand. Go on from them by the same command with --resume "
+                "and a lower --learning-rate, or with --resume --skip-nonfinite"
             )
 
     def _is_due(self, period: int, step: int) -> bool:

@@ -62,6 +62,7 @@ class Run:
         self.open_checkpoints, self.describe = open_checkpoints, describe
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
+        self.changes: list[dict[str, Any]] = []
         self.source: Source
         self.display: Display
 
@@ -129,7 +130,7 @@ class Run:
 
     def _train(self, decides: dict[str, Any]) -> None:
         iterator = self.source.train_batches(**self._share(1))
-        state = self._start_state(iterator)
+        state = self._start_state(iterator, decides)
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", self._describe(decides))
         with contextlib.ExitStack() as stack:
@@ -149,7 +150,7 @@ class Run:
             self._finish(loop, state, steps, stop)
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
-        described = {"config": dataclasses.asdict(self.config), "decides": decides}
+        described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
         theirs = self.describe(self.parts.job, self.parts.row_items)
         return described if theirs is None else described | {"pretrained": theirs}
 
@@ -161,7 +162,7 @@ class Run:
         size = self.parts.global_batch // count // accumulate
         return {"batch_size": size, "process_index": jax.process_index(), "process_count": count}
 
-    def _start_state(self, iterator: Any) -> TrainState:
+    def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
         parts = self.parts
         if not self.first:
@@ -184,16 +185,20 @@ class Run:
         iterator.set_state(extra["data"])
         self._rewind()
         self.display.say(f"resumed after step {self.first}")
-        self._say_what_rounds_differently()
+        self._say_changes(decides)
         return state
 
-    def _say_what_rounds_differently(self) -> None:
-        theirs = runs.read_config(self.run_dir).get("config", {})
-        ours = json.loads(json.dumps(dataclasses.asdict(self.config), default=str))
-        changed = [name for name in _ROUNDING if name in theirs and theirs[name] != ours[name]]
+    def _say_changes(self, decides: dict[str, Any]) -> None:
+        """Say, and write down, what goes on with another value than the run had when it saved this step."""
+        theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
+        before, now = theirs.get("config", {}), dataclasses.asdict(self.config)
+        rounding = {name: before[name] for name in _ROUNDING if name in before}
+        changed = runs.differences(theirs.get("decides", {}), decides)
+        changed |= runs.differences(rounding, {name: now[name] for name in rounding})
+        self.changes = theirs.get("changes", [])
         if changed:
-            pairs = "; ".join(f"{name} was {theirs[name]!r}, is {ours[name]!r}" for name in changed)
-            self.display.say(f"note: {pairs}: the run goes on, but no longer bit for bit")
+            self.changes = [*self.changes, {"after_step": self.first, **changed}]
+            self.display.say(f"note: {runs.describe(changed)}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
         gather_json("restored")  # waits until all processes are here, as below

@@ -1,9 +1,13 @@
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 
+from jfsdp.train import options
 from jfsdp.train.run import directory as runs
+from jfsdp.train.run.build import build
+from jfsdp.train.run.config import TrainConfig
 
 
 @pytest.fixture
@@ -62,6 +66,15 @@ def test_another_configuration_is_refused_by_name(run):
     runs.check_same(run, {"seed": 0, "model_config.dim": 64})
     with pytest.raises(ValueError, match=r"model_config.dim was 64, is 128; model_config.tied was None, is True"):
         runs.check_same(run, {"seed": 0, "model_config.dim": 128, "model_config.tied": True})
+
+
+def test_what_may_change_is_not_refused_and_what_is_refused_is_all_the_rest(run):
+    decides = build(TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1")), {}).decides
+    assert {"learning_rate", "decay_steps", "warmup", "skip_nonfinite"} < set(options.CHANGEABLE) < decides.keys()
+    runs.write_json(run / "config.json", {"config": {}, "decides": decides})
+    for name in decides:
+        with nullcontext() if name in options.CHANGEABLE else pytest.raises(ValueError, match=f"{name} was"):
+            runs.check_same(run, decides | {name: "another"})
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
