@@ -20,7 +20,7 @@ from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.processes import in_all, only_first, together
 from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import Only, Source
-from jfsdp.layout.report import layout_to_dict, list_differences
+from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.table import close_names
 from jfsdp.train.run.lock import InUseError, Lock
@@ -289,7 +289,10 @@ def check_matches(
     kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype")
     lines = list_differences(there, ours, owners=("checkpoint has", "the model has"), kinds=kinds)
     if lines:
-        remedy = (
+        stored = (source.manifest["layout"] or {}).get("leaves", ())
+        there = {leaf["path"]: leaf["trainable"] for leaf in stored}
+        frozen = whole and differing_frozen(there, {x.path: x.trainable for x in like.layout.leaves})
+        remedy = frozen or (
             "build the model and the optimizer as they were saved (`jfsdp checkpoint inspect` shows them), or read "
             "what fits into a live state: only=, skip="
         )

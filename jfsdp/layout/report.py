@@ -154,5 +154,18 @@ def list_differences(
     return "\n".join(f"  {kind}: {_some(found)}" for kind, found in zip(kinds, names, strict=True) if found)
 
 
+def differing_frozen(there: Mapping[str, bool], here: Mapping[str, bool]) -> str:
+    """Say which leaves are frozen in a state or here alone, and what to do; empty if none are.
+
+    Args:
+      there, here: by path, whether a leaf is trained; those that only one side has are passed over.
+    """
+    both = [path for path in here if path in there and there[path] != here[path]]
+    kinds = "frozen there and trained here", "trained there and frozen here"
+    lists = [path for path in both if here[path]], [path for path in both if there[path]]
+    words = "; ".join(f"{kind}: {_some(paths)}" for kind, paths in zip(kinds, lists, strict=True) if paths)
+    return words and f"{words}; begin anew from the parameters: model.init_from, load_pretrained (--init-from)"
+
+
 def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.precision import is_float
-from jfsdp.layout.report import summary
+from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.state import TrainState
@@ -47,11 +47,13 @@ def check_stands(state: TrainState, layout: Layout) -> None:
     """Refuse a state that stands elsewhere than a layout says.
 
     Raises:
-      ValueError: naming the first leaf that differs, or the form of storage.
+      ValueError: naming the first leaf that differs, those that are frozen on one side, or the form of storage.
     """
     forms = state.layout.storage, layout.storage
     if forms[0] != forms[1]:
         raise ValueError(f"the state has storage {forms[0]!r}, and this model {forms[1]!r}; {_REMEDY}")
+    if frozen := differing_frozen(*({x.path: x.trainable for x in of.leaves} for of in (state.layout, layout))):
+        raise ValueError(f"the state is of other frozen leaves than this model: {frozen}")
     there, wanted = _at_rest(state.layout), _at_rest(layout)
     differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
     if differing or state.layout.mesh_sizes != layout.mesh_sizes:

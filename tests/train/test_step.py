@@ -221,6 +221,17 @@ def test_a_state_of_another_strategy_is_refused(model):
         model.train_step(token_loss, TX)(other, make_batches(1)[0])
 
 
+def test_a_state_with_other_frozen_leaves_is_refused_by_their_names(model, tmp_path):
+    state = make(frozen=["embed"]).init(TX)
+    jfsdp.save(tmp_path / "c", state)
+    for other, given in ((model, state), (make(frozen=["embed"]), model.init(TX))):
+        there, here = ("frozen", "trained") if other is model else ("trained", "frozen")
+        with pytest.raises(ValueError, match=rf"{there} there and {here} here: embed\.embedding.*init_from"):
+            other.train_step(token_loss, TX)(given, make_batches(1)[0])
+    with pytest.raises(ValueError, match=r"frozen there and trained here: embed\.embedding.*load_pretrained"):
+        jfsdp.restore(tmp_path / "c", like=model.abstract_state(TX))
+
+
 def test_a_batch_that_fails_does_not_spoil_the_step(model):
     step, batch, state = model.train_step(token_loss, TX), make_batches(1)[0], model.init(TX)
     with pytest.raises(KeyError, match="targets"):
