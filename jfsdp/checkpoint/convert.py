@@ -103,9 +103,8 @@ def convert(
     manifest = {key: source.manifest[key] for key in ("step", "metrics") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    return write_source(
-        target, view, chosen, manifest, documents, key_impls=impls, num_shards=num_shards, progress=progress
-    )
+    how: dict[str, Any] = {"key_impls": impls, "num_shards": num_shards, "progress": progress}
+    return write_source(target, view, chosen, manifest, documents, **how)
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:

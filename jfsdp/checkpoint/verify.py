@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
 from jfsdp.checkpoint.files import SUMS, DamagedError, part_of
+from jfsdp.checkpoint.finite import Counted
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import CheckpointSource
-from jfsdp.checkpoint.source import PIECE_BYTES, count_nonfinite, grid
+from jfsdp.checkpoint.source import PIECE_BYTES, grid
 
 MEMORY_BYTES = 16 * PIECE_BYTES
 """What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
@@ -74,25 +74,13 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
     remarks = [f"{name} is not part of the checkpoint" for name in there if digests and name not in digests]
     if is_old:
         remarks.append("format 1: has no digests, so flipped bits cannot be told; `jfsdp checkpoint convert` adds them")
-    not_finite = []
+    counted = Counted(source)
     for name in source.arrays if not problems else ():
         try:
-            num_bad = _count_not_finite(source, name, progress)
+            for index in grid(source.arrays[name].shape, source.chunk_shape(name)):
+                progress(name, counted.read(name, index).nbytes)
         except ValueError as error:
             problems.append(str(error))
-        else:
-            total = math.prod(source.arrays[name].shape)
-            not_finite += [f"{name}: {num_bad:,} of {total:,} elements are not finite"] if num_bad else []
     num_bytes = sum((path / name).stat().st_size for name in there)
-    lines = (*problems, *not_finite)
+    lines = (*problems, *counted.lines())
     return Verified(lines, bool(problems), tuple(remarks), len(there), num_bytes, len(source.arrays))
-
-
-def _count_not_finite(source: CheckpointSource, name: str, progress: Progress) -> int:
-    """Read every chunk of an array, and count the elements that are not finite."""
-    num_bad = 0
-    for index in grid(source.arrays[name].shape, source.chunk_shape(name)):
-        block = source.read(name, index)
-        progress(name, block.nbytes)
-        num_bad += count_nonfinite(block)
-    return num_bad

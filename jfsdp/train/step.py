@@ -217,7 +217,8 @@ class TrainStep(BatchStep):
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
     Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
-    is one, and what the loss returns as `aux`.
+    is one, and what the loss returns as `aux`. The learning rate that it used is in `state.opt_state.hyperparams`
+    where the optimizer is one of `optax.inject_hyperparams`.
     """
 
     def __init__(

@@ -85,9 +85,10 @@ def test_rates_carry_the_name_of_what_is_counted():
 
 def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
     record = {"loss": 1.5, "mfu": None, "memory_bytes": 2**30, "eval_loss": None, "images_per_s": 1234.0}
-    assert describe(record) == "loss 1.5000  1,234 images/s  MFU -  1.00 GiB"
+    record |= {"learning_rate": 2.99871e-4}
+    assert describe(record) == "loss 1.5000  lr 0.0003  1,234 images/s  MFU -  1.00 GiB"
     evaluated = record | {"eval_loss": 0.25, "eval_correct": 0.9721}
-    assert "held-out loss 0.2500, accuracy 97.21 %  1,234 images/s" in describe(evaluated)
+    assert "held-out loss 0.2500, accuracy 97.21 %  lr 0.0003  1,234 images/s" in describe(evaluated)
     tokens = {**record, "images_per_s": None}
     tokens["tokens_per_s"] = tokens.pop("images_per_s")
-    assert describe(tokens) == "loss 1.5000  - tokens/s  MFU -  1.00 GiB"
+    assert describe(tokens) == "loss 1.5000  lr 0.0003  - tokens/s  MFU -  1.00 GiB"
