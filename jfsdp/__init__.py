@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
     from jfsdp.train.job import Job, find_job
-    from jfsdp.train.loss import Loss
+    from jfsdp.train.loss import Loss, Max, Mean
     from jfsdp.train.loss_scale import LossScale
     from jfsdp.train.low_precision import low_precision_state
     from jfsdp.train.reshard import reshard
@@ -46,7 +46,7 @@ _HOMES = {
     "train.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
     "train.job": ("Job", "find_job"),
-    "train.loss": ("Loss",),
+    "train.loss": ("Loss", "Max", "Mean"),
     "train.loss_scale": ("LossScale",),
     "train.low_precision": ("low_precision_state",),
     "train.reshard": ("reshard",),
@@ -66,6 +66,8 @@ __all__ = [
     "LeafRules",
     "Loss",
     "LossScale",
+    "Max",
+    "Mean",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Prefetch",

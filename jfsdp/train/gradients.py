@@ -45,7 +45,8 @@ from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_axes
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.checks import check_reduce_dtype
-from jfsdp.train.loss import Loss, as_loss
+from jfsdp.train.loss import Loss, as_loss, merge, over_devices
+from jfsdp.train.rows import fold_keys, on_each_device, split_microbatches
 from jfsdp.train.state import trainable
 from jfsdp.train.survey import Survey, is_key, survey
 
@@ -66,10 +67,12 @@ class WrittenOut(NamedTuple):
     Attributes:
       deferred: the data axes that the last microbatch sums over.
       own: the axes that are left to XLA and to what the model states.
+      is_sum: whether the loss says that it is a sum over rows; see `Survey`.
     """
 
     deferred: tuple[str, ...]
     own: tuple[str, ...]
+    is_sum: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Gradients:
       held: the units that are gathered before the first microbatch and kept to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
       prefetch: that of engine "manual"; None leaves the order of gathers to XLA.
+      found: what `written_out` found, by shapes of the batch.
     """
 
     apply: ShardedApply
@@ -95,6 +99,7 @@ class Gradients:
     held: tuple[str, ...]
     is_scaled: bool = False
     prefetch: Prefetch | None = None
+    found: dict[str, WrittenOut | None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
         """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
@@ -102,22 +107,42 @@ class Gradients:
         Cost:    reduce every: as many reductions as microbatches. Once: one reduction per leaf.
         Memory:  reduce every: an accumulator in the layout of stage `grad`. Once: a whole gradient per device.
         """
-        layout = self.apply.layout
-        if self.held:
-            held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
-            source = source | self.apply.engine.gather_all(held)
-            layout = layout.gathered(self.held)
-        # On one device nothing moves, and the order of movements is no matter.
-        find = self._written_out if self.prefetch is None or not layout.data_axes else self._manual
-        written_out = find(source, model_state, batch)
+        written_out = self.written_out(source, model_state, batch)
+        apply, source = self.gathered(source)
         if written_out is not None:
-            return self._local(written_out, layout, source, model_state, batch, scale)
-        apply = self.apply if not self.held else self._apply_on(AutoEngine(layout, self.apply.engine.mesh))
-        mesh = self.apply.engine.mesh
-        rows = NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
-        return self._sum(apply, source, model_state, batch, scale, rows)
+            return self._local(written_out, apply.layout, source, model_state, batch, scale)
+        return self._sum(apply, source, model_state, batch, scale, self.rows_sharding)
 
-    def _apply_on(self, engine: Engine) -> ShardedApply:
+    @property
+    def rows_sharding(self) -> NamedSharding:
+        """The sharding of microbatches [A, B/A, ...]: dim 1 over the data axes."""
+        mesh = self.apply.engine.mesh
+        return NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
+
+    def written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> WrittenOut | None:
+        """Tell how collectives are written out; None: XLA makes them. Traces the loss once for batches of one shape.
+
+        Raises:
+          ValueError: for a loss or a model that cannot run on the rows of one device, where that is asked for.
+        """
+        key = str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self.found:
+            # On one device nothing moves, and the order of movements is no matter.
+            is_manual = self.prefetch is not None and bool(self.apply.layout.data_axes)
+            self.found[key] = (self._manual if is_manual else self._written_out)(source, model_state, batch)
+        return self.found[key]
+
+    def gathered(self, source: Arrays) -> tuple[ShardedApply, Arrays]:
+        """Gather the units that are kept over all microbatches; return the model on the layout that is left."""
+        if not self.held:
+            return self.apply, source
+        layout, engine = self.apply.layout, self.apply.engine
+        held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
+        apply = self.apply_on(AutoEngine(layout.gathered(self.held), engine.mesh))
+        return apply, source | engine.gather_all(held)
+
+    def apply_on(self, engine: Engine) -> ShardedApply:
+        """Return the model on another engine."""
         return ShardedApply(self.apply.model, engine)
 
     def _sum(
@@ -151,14 +176,15 @@ class Gradients:
             return Summed(engine.put(grads, "grad"), loss, after)
         micro = split_microbatches(batch, self.accumulate, sharding)
         shapes = jax.eval_shape(gradients, model_state, jax.tree.map(lambda x: x[0], micro))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-        start = (engine.put(zeros[0], "grad"), zeros[1], model_state)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
+        nothing = merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes[1])
+        start = (engine.put(zeros, "grad"), nothing, model_state)
 
         def body(carry: Any, rows: Any) -> tuple[Any, None]:
             grads, loss, before = carry
             new_grads, new_loss, after = gradients(before, rows)
-            added = jax.tree.map(jnp.add, (jax.tree.map(to_device, grads), loss), (new_grads, new_loss))
-            return (engine.put(added[0], "grad"), added[1], after), None
+            added = jax.tree.map(jnp.add, jax.tree.map(to_device, grads), new_grads)
+            return (engine.put(added, "grad"), merge(jnp.add, jnp.maximum, loss, new_loss), after), None
 
         return Summed(*jax.lax.scan(body, start, micro)[0])
 
@@ -182,16 +208,9 @@ class Gradients:
             raise ValueError(
                 f'engine="manual": {found.problem}, and each device computes for itself; use engine="auto"'
             )
-        if not found.is_sum:
-            warnings.warn(
-                'engine="manual": the loss is a scalar, and is taken for the mean over its rows, all of equal weight; '
-                "if it is not (a masked mean, a contrast between rows), return a jfsdp.Loss whose weight counts the "
-                'rows at hand, or use engine="auto"',
-                stacklevel=2,
-            )
         layout = self.apply.layout
         deferred = layout.data_axes if self.once and self.accumulate > 1 else group_only(layout)
-        return WrittenOut(deferred, self._own_axes(found))
+        return WrittenOut(deferred, self._own_axes(found), found.is_sum)
 
     def _own_axes(self, found: Survey) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*model_axes(self.apply.engine.mesh), *found.model_axes)))
@@ -212,7 +231,7 @@ class Gradients:
                 "PartitionSpec.UNCONSTRAINED where the model has nothing to say",
                 stacklevel=2,
             )
-        return None if deferred is None else WrittenOut(deferred, self._own_axes(found))
+        return None if deferred is None else WrittenOut(deferred, self._own_axes(found), found.is_sum)
 
     def _deferred(self, found: Survey, axes: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return `axes`, which the last microbatch sums over, where collectives may be written out, else None."""
@@ -228,7 +247,10 @@ class Gradients:
                 )
             return axes
         if not found.is_sum and not problem:
-            problem = "the loss is a scalar, which may not be the mean of its parts (return a jfsdp.Loss)"
+            problem = (
+                "the loss is a scalar, which may not be the mean of its parts (if it is a sum over rows divided by a "
+                "count, return jfsdp.Loss(sum, count))"
+            )
         if problem and axes and self.accumulate > 1:
             check_reduce_dtype(self.apply.layout, once=False)
             warnings.warn(
@@ -269,32 +291,23 @@ class Gradients:
         mesh = self.apply.engine.mesh
         kind = LocalEngine if self.prefetch is None else functools.partial(ManualEngine, prefetch=self.prefetch)
         engine = kind(layout, mesh, written_out.deferred)
-        apply = self._apply_on(engine)
+        apply = self.apply_on(engine)
         data = layout.axes_on(mesh, layout.data_axes)
         finish = functools.partial(self._finish, engine)
 
         def local(source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
             own = fold_keys(model_state, jax.lax.axis_index(data))
             grads, loss, after = self._sum(apply, source, own, batch, scale, None)
-            loss = jax.tree.map(lambda x: jax.lax.psum(x, data), loss)
+            loss = over_devices(loss, data)
             factor = positive(loss.weight) if self.is_scaled else 1.0
             reduced = {path: finish(path, to_device(grad) / factor) * factor for path, grad in grads.items()}
             keys = {name: value for name, value in model_state.items() if is_key(value)}
             return Summed(reduced, loss, after | keys)
 
-        whole = PartitionSpec()
-        leaves = [layout.by_path[path] for path in source]
-        at_rest = {leaf.path: layout.on_device(mesh, leaf, leaf.source).spec for leaf in leaves}
         grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(layout, source)}
-        run = jax.shard_map(
-            local,
-            mesh=mesh,
-            axis_names={axis for axis in mesh.axis_names if axis not in written_out.own},
-            in_specs=(at_rest, whole, PartitionSpec(data), whole),
-            out_specs=Summed(grad_specs, whole, whole),  # type: ignore[arg-type]
-            check_vma=False,
-        )
-        summed = run(source, model_state, batch, jnp.asarray(scale, jnp.float32))
+        out_specs: Any = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
+        scale = jnp.asarray(scale, jnp.float32)
+        summed = on_each_device(local, engine, written_out.own, out_specs, source, model_state, batch, scale)
         return summed._replace(model_state={name: summed.model_state[name] for name in model_state})
 
     def _finish(self, engine: LocalEngine, path: str, grad: jax.Array) -> jax.Array:
@@ -358,31 +371,3 @@ def is_beyond_xla(layout: Layout) -> bool:
 def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
     stage = dict(leaf.stages)[name]
     return () if stage is None else stage.axes
-
-
-def fold_keys(state: Arrays, index: jax.Array) -> Arrays:
-    """Give this device its own rng keys. Moves no data."""
-    fold = functools.partial(_fold_key, index=index)
-    return {name: fold(value) if is_key(value) else value for name, value in state.items()}
-
-
-def _fold_key(keys: jax.Array, index: jax.Array) -> jax.Array:
-    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), index)
-    return folded.reshape(keys.shape)
-
-
-def split_microbatches(batch: Any, num: int, sharding: NamedSharding | None) -> Any:
-    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has.
-
-    Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
-    Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
-
-    Args:
-      sharding: that of the result: dim 1 over the data axes; None inside a `shard_map`.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
-        return rows if sharding is None else jax.lax.with_sharding_constraint(rows, sharding)
-
-    return jax.tree.map(split, batch)

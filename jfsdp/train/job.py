@@ -22,8 +22,8 @@ class Job:
     Attributes:
       model: whatever `fully_shard` takes as model: a factory `f(rngs) -> nnx.Module`, a module, or
         `(linen module, example inputs)`.
-      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`, and perhaps `aux`. An aux value
-        `correct` is shown as accuracy.
+      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`, and perhaps `aux`; see
+        `jfsdp.Loss`. An aux value `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: what is gathered together, as `fully_shard` takes it.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale")
+METRIC = "a sum over rows, jfsdp.Max(x), or jfsdp.Mean(total, weight)"
+
+
+class Max(NamedTuple):
+    """A metric that is the maximum over the rows of all devices and microbatches.
+
+    Attributes:
+      maximum: scalar; the maximum over the rows at hand.
+    """
+
+    maximum: Any
+
+
+class Mean(NamedTuple):
+    """A metric that is a mean over something else than what the loss counts.
+
+    Attributes:
+      total: scalar; the sum over the rows at hand.
+      weight: scalar; how much it sums over. Where that is 0 over all devices and microbatches, the mean is 0.
+    """
+
+    total: Any
+    weight: Any
 
 
 class Loss(NamedTuple):
@@ -17,7 +40,8 @@ class Loss(NamedTuple):
     Attributes:
       total: scalar; the sum of the losses of what is counted (tokens, examples).
       weight: scalar; how much was counted, in the rows at hand. Its gradient is not taken.
-      aux: scalars by name, summed and divided like `total`, and returned among the metrics.
+      aux: metrics by name, returned among those of the step: a scalar is summed and divided like `total`; a `Max` or a
+        `Mean` is what its name says. No gradient is taken.
     """
 
     total: Any
@@ -29,11 +53,12 @@ def as_loss(value: Any) -> Loss:
     """Bring what a loss function returned into one form. Moves no data.
 
     A scalar counts as a mean over equal-weight examples: weight 1. Any object with `total` and `weight` (and `aux`)
-    counts as a `Loss`, so that models need not import jfsdp.
+    counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts as a `Max`, and one
+    with `total` and `weight` as a `Mean`.
 
     Raises:
-      ValueError: for None; if total, weight or an aux value is not a scalar, the total is not floating, or an aux name
-        is taken.
+      ValueError: for None; if total, weight or an aux value is not a real scalar, the total is not floating, or an aux
+        name is taken.
     """
     if value is None:
         raise ValueError(
@@ -45,22 +70,72 @@ def as_loss(value: Any) -> Loss:
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
         raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
-    total, weight = _number("total", given.total), _number("weight", given.weight).astype(jnp.float32)
-    aux = {key: _number(f"aux[{key!r}]", x).astype(jnp.float32) for key, x in (extra or {}).items()}
-    taken = [name for name in aux if name in RESERVED]
+    taken = [name for name in extra or {} if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
-    for name, scalar in {"total": total, "weight": weight, **aux}.items():
-        if scalar.shape:
-            raise ValueError(f"loss_fn: {name} has shape {scalar.shape}; return a scalar, or jfsdp.Loss(total, weight)")
+    remedy = "a scalar, or jfsdp.Loss(total, weight, aux)"
+    total, weight = _scalar("total", given.total, remedy), _scalar("weight", given.weight, remedy)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn: total has dtype {total.dtype.name}; a gradient needs a floating loss")
-    return Loss(total.astype(jnp.float32), jax.lax.stop_gradient(weight), aux)
+    aux = {key: _as_metric(f"aux[{key!r}]", x) for key, x in (extra or {}).items()}
+    return Loss(_float32(total), jax.lax.stop_gradient(_float32(weight)), aux)
 
 
-def _number(name: str, value: Any) -> jax.Array:
+def _as_metric(name: str, value: Any) -> Any:
+    if hasattr(value, "maximum"):
+        return Max(_float32(_scalar(f"{name}.maximum", value.maximum, METRIC)))
+    if not hasattr(value, "total"):
+        return _float32(_scalar(name, value, METRIC))
+    if getattr(value, "aux", None):
+        raise ValueError(f"loss_fn: {name} is a loss with metrics of its own ({', '.join(value.aux)}); return {METRIC}")
+    parts = _scalar(f"{name}.total", value.total, METRIC), _scalar(f"{name}.weight", value.weight, METRIC)
+    return Mean(*map(_float32, parts))
+
+
+def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
     try:
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        kind = type(value).__name__
-        raise ValueError(f"loss_fn: {name} is a {kind}; return a scalar, or jfsdp.Loss(total, weight, aux)") from error
+        raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
+    if array.shape:
+        raise ValueError(f"loss_fn: {name} has shape {array.shape}; return {remedy}")
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise ValueError(f"loss_fn: {name} has dtype {array.dtype.name}, which has no order; return its real part")
+    return array
+
+
+def _float32(value: jax.Array) -> jax.Array:
+    return value.astype(jnp.float32)
+
+
+def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -> Loss:
+    """Combine losses number by number: sums by `add`, maxima by `maximum`. Of one loss: over devices, say."""
+
+    def combine(*values: Any) -> Any:
+        of = maximum if isinstance(values[0], Max) else add
+        return jax.tree.map(of, *values)
+
+    names = losses[0].aux or {}
+    aux = {name: combine(*[(loss.aux or {})[name] for loss in losses]) for name in names}
+    return Loss(*(combine(*[loss[place] for loss in losses]) for place in range(2)), aux)
+
+
+def over_devices(loss: Loss, axes: tuple[str, ...]) -> Loss:
+    """Combine the losses of devices' own rows. Cost: an all-reduce of each scalar."""
+    return merge(lambda x: jax.lax.psum(x, axes), lambda x: jax.lax.pmax(x, axes), loss)
+
+
+def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return what is reported of metrics whose sums and maxima are those of all rows; `weight` is that of the loss."""
+
+    def report(value: Any) -> Any:
+        if isinstance(value, Max):
+            return value.maximum
+        return divide(*value) if isinstance(value, Mean) else divide(value, weight)
+
+    return {name: report(value) for name, value in aux.items()}
+
+
+def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return a mean, and 0 where nothing was counted. Moves no data."""
+    return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))

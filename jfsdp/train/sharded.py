@@ -311,13 +311,15 @@ class ShardedModel:
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
+        check_loss: bool = True,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options: see `StepConfig`.
+          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss: see
+            `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
@@ -326,7 +328,9 @@ class ShardedModel:
             raise ValueError(
                 "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
             )
-        config = StepConfig(accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options)
+        config = StepConfig(
+            accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss
+        )
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self.prefetch)
 
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:

@@ -31,7 +31,8 @@ from jfsdp.train.checks import (
     check_state,
 )
 from jfsdp.train.gradients import Gradients, LossFn, positive
-from jfsdp.train.loss import Loss
+from jfsdp.train.loss import Loss, divide, metrics_of
+from jfsdp.train.loss_check import compare_loss, warn_of_scalar
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.process_checks import compare_batches, is_global
@@ -60,6 +61,8 @@ class StepConfig:
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
+      check_loss: before the first step, compare the loss over all rows with what the rows of each device add up to,
+        where the step computes it from those; see [Note: what a loss must be] in loss_check.py.
       compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
         one away. The step's attribute of this name shows what it is compiled with.
     """
@@ -70,6 +73,7 @@ class StepConfig:
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     compiler_options: Mapping[str, Any] | None = None
+    check_loss: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, numbers.Integral) or self.accumulate < 1:
@@ -79,6 +83,8 @@ class StepConfig:
         norm = self.max_grad_norm
         if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
             raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
+        if not isinstance(self.check_loss, bool):
+            raise ValueError(f"check_loss={self.check_loss!r} must be True or False")
 
     def held_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.
@@ -152,6 +158,7 @@ class BatchStep:
         self.prefetch = prefetch
         self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
         self._batch_shape: Any = None
+        self._is_checked = False
         self._first_checks = [compare_batches] if spans_run(self.mesh) else []
 
     @property
@@ -160,10 +167,15 @@ class BatchStep:
         return {**self.config.movement, "engine": "auto" if self.prefetch is None else "manual"}
 
     def prepare(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        """Check a state and a batch, and put the batch where the step wants it."""
+        """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
-        return state, self.shard_batch(batch)
+        batch = self.shard_batch(batch)
+        if self.config.check_loss and not self._is_checked:
+            with model_mesh(self.mesh):
+                compare_loss(self._gradients, state.source, state.model_state, batch, self.compiler_options)
+            self._is_checked = True
+        return state, batch
 
     def finished(self, batch: Any) -> None:
         """Say that a step over this batch was taken: later ones are of the same structure."""
@@ -201,6 +213,8 @@ class BatchStep:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
         with model_mesh(self.mesh):
+            if not self._is_checked:
+                warn_of_scalar(self._gradients, state.source, state.model_state, batch)
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
             weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
@@ -209,8 +223,8 @@ class BatchStep:
             norm, value = optax.tree.norm(grads), loss.total / weight
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
-        aux = {key: value / weight for key, value in (loss.aux or {}).items()}
-        return MeanGradients(grads, norm, loss, value, model_state, metrics | aux)
+        metrics |= metrics_of(loss.aux or {}, weight, divide)
+        return MeanGradients(grads, norm, loss, value, model_state, metrics)
 
 
 class TrainStep(BatchStep):
@@ -243,7 +257,8 @@ class TrainStep(BatchStep):
           batch: a pytree of arrays [B, ...], B the rows of all devices. With several processes see `shard_batch`.
 
         Raises:
-          ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed.
+          ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed;
+            before the first step, if the loss is another number device by device: the state is then still there.
         """
         state, batch = self.prepare(state, batch)
         donated, lent = lend_host_params(state)

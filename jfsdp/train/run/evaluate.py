@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jfsdp.train.loss import as_loss
+from jfsdp.train.loss import Loss, as_loss, merge, metrics_of
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import LossFn, batch_sharding
@@ -21,7 +22,7 @@ class Evaluation(NamedTuple):
     Attributes:
       loss: the mean over what was counted.
       weight: how much that was (tokens, images).
-      aux: the means of what the loss returns beside, by name.
+      aux: what the loss returns beside, by name: means, and maxima over all batches.
     """
 
     loss: float
@@ -42,9 +43,8 @@ class Evaluator:
     def __init__(
         self, model: ShardedModel, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], num_batches: int = 0
     ):
-        def sums(module: Any, batch: Any) -> dict[str, Any]:
-            loss = as_loss(loss_fn(module, batch))
-            return {"total": loss.total, "weight": loss.weight, "aux": loss.aux or {}}
+        def sums(module: Any, batch: Any) -> Loss:
+            return as_loss(loss_fn(module, batch))
 
         self._sums, self._batches, self._num_batches = model.forward(sums), batches, num_batches
         self._sharding = batch_sharding(model.mesh)
@@ -53,7 +53,7 @@ class Evaluator:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._sharding, x), batch)
 
     def __call__(self, state: TrainState) -> Evaluation:
-        """Return the mean loss, what it is the mean of, and the means of `aux`.
+        """Return the mean loss, what it is the mean of, and what `aux` holds.
 
         Layout:  batches [B/data ...], as in training -> scalars each, summed on the host in float64.
         Cost:    every unit is gathered once per batch, and not at all in a backward.
@@ -62,15 +62,15 @@ class Evaluator:
         Raises:
           ValueError: if there is nothing to evaluate.
         """
-        sums: dict[str, Any] | None = None
+        sums: Loss | None = None
         batches = itertools.islice(self._batches(), self._num_batches or None)
         batch = next(batches, None)
         while batch is not None:
             more = self._sums(state, self._shard_batch(batch))
             batch = next(batches, None)
             more = jax.tree.map(float, more)
-            sums = more if sums is None else jax.tree.map(operator.add, sums, more)
-        if sums is None or not sums["weight"]:
+            sums = more if sums is None else merge(operator.add, np.maximum, sums, more)
+        if sums is None or not sums.weight:
             raise ValueError("nothing counts in the held-out batches; raise eval_fraction or eval_batches")
-        weight = sums["weight"]
-        return Evaluation(sums["total"] / weight, weight, {name: x / weight for name, x in sums["aux"].items()})
+        found = metrics_of(sums.aux or {}, sums.weight, lambda total, weight: total / weight if weight else 0.0)
+        return Evaluation(sums.total / sums.weight, sums.weight, {name: float(x) for name, x in found.items()})

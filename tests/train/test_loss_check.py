@@ -1,0 +1,339 @@
+"""Losses and metrics are those of one device whichever way a step runs, or the step says that they would not be."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jfsdp
+from jfsdp.train.loss_check import allowed_error, same_bits
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.sgd(0.0)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, hidden=16):
+        self.up, self.down = nnx.Linear(8, hidden, rngs=rngs), nnx.Linear(hidden, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class Padded(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs, hidden=12)
+
+
+ONCE = {"accumulate": 2, "reduce": "once"}
+# What is sharded and how, and whether a `Loss` and a scalar are computed from the rows of one device.
+WAYS = {
+    "full_shard": (Net, {}, {}, False, False),
+    "padding": (Padded, {}, {}, True, False),
+    "hybrid_shard": (Net, {"strategy": "hybrid_shard"}, {}, True, False),
+    "hfsdp": (Net, {"strategy": "hfsdp"}, {}, True, False),
+    "zero1 in microbatches": (Net, {"strategy": "zero1"}, {"accumulate": 2}, True, False),
+    "reduced once": (Net, {"strategy": "ddp"}, ONCE, True, True),
+    "kept whole, reduced once": (Net, {}, ONCE | {"reshard_after_backward": False}, True, True),
+    "manual": (Net, {"engine": "manual"}, {}, True, True),
+    "manual, flat": (Net, {"engine": "manual", "storage": "flat"}, {"accumulate": 2}, True, True),
+}
+
+
+def step_for(way, loss, **extra):
+    source, options, steps = WAYS[way][:3]
+    model = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(replica=2, fsdp=4), units=["up"], min_size=1, **options)
+    return model.train_step(loss, TX, **steps, **extra), model.init(TX)
+
+
+def reference_mean(way, loss):
+    """Total over weight on one device, over the same microbatches."""
+    num = WAYS[way][2].get("accumulate", 1)
+    model = WAYS[way][0](nnx.Rngs(jax.random.key(0)))
+    parts = [loss(model, jax.tree.map(lambda x, part=part: x[part::num], BATCH)) for part in range(num)]
+    return sum(float(part.total) for part in parts) / sum(float(part.weight) for part in parts)
+
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 8)).astype(np.float32),
+    "w": (np.arange(16) * 7 % 16 / 16).astype(np.float32),
+}
+
+
+def contrastive(model, batch):
+    z = model(batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z)))
+    return jfsdp.Loss(losses.sum(), jnp.float32(len(z)))
+
+
+def batch_norm(model, batch):
+    z = model(batch["x"])
+    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
+    return jfsdp.Loss(((z - batch["x"]) ** 2).sum(), jnp.float32(z.size))
+
+
+def balanced(model, batch):
+    """As in a mixture of experts: the share of rows of each expert times its mean gate."""
+    gates = jax.nn.softmax(model(batch["x"]))
+    chosen = jax.nn.one_hot(gates.argmax(-1), gates.shape[-1])
+    balance = (chosen.mean(0) * gates.mean(0)).sum()
+    return jfsdp.Loss((gates**2).sum() + 0.01 * balance * len(gates), jnp.float32(len(gates)))
+
+
+def masked(model, batch):
+    """A sum over rows; as a scalar a mean in which rows weigh differently."""
+    return jfsdp.Loss((model(batch["x"]) ** 2).sum(-1) @ batch["w"], batch["w"].sum())
+
+
+def scalar(loss):
+    def mean(model, batch):
+        found = loss(model, batch)
+        return found.total / found.weight
+
+    return mean
+
+
+def by_one(loss):
+    return lambda model, batch: jfsdp.Loss(scalar(loss)(model, batch), 1.0)
+
+
+def told_of_microbatches(way, is_scalar):
+    if way == "zero1 in microbatches" and is_scalar:
+        return pytest.warns(UserWarning, match="the loss is a scalar, which may not be the mean of its parts")
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("is_scalar", [False, True], ids=["Loss", "scalar"])
+@pytest.mark.parametrize(
+    ("way", "loss"),
+    [*((way, contrastive) for way in WAYS)]
+    + [(way, loss) for way in ("hybrid_shard", "manual") for loss in (batch_norm, balanced, masked)],
+)
+def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
+    is_coupled = is_scalar or loss is not masked
+    runs_apart = WAYS[way][4 if is_scalar else 3]
+    step, state = step_for(way, scalar(loss) if is_scalar else loss)
+    if is_coupled and runs_apart:
+        with pytest.raises(ValueError, match="another value over 8 devices"):
+            step(state, BATCH)
+        return
+    with told_of_microbatches(way, is_scalar):
+        _, metrics = step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], reference_mean(way, loss), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("way", "loss", "remedy", "then"),
+    [
+        ("hybrid_shard", contrastive, "return the scalar mean", scalar(contrastive)),
+        (
+            "hybrid_shard",
+            contrastive,
+            r"jfsdp.Loss\(mean, 1.0, aux\)",
+            lambda *a: jfsdp.Loss(scalar(contrastive)(*a), 1.0),
+        ),
+        ("manual", scalar(masked), r"return jfsdp.Loss\(sum, count\)", masked),
+    ],
+    ids=["scalar", "constant weight", "sum"],
+)
+def test_what_a_refusal_advises_gives_the_number_of_one_device(way, loss, remedy, then):
+    step, state = step_for(way, loss)
+    with pytest.raises(ValueError, match=remedy):
+        step(state, BATCH)
+    _, metrics = step_for(way, then)[0](state, BATCH)  # the state is still there: it was not donated
+    plain = masked if then is masked else contrastive
+    np.testing.assert_allclose(metrics["loss"], reference_mean(way, plain), rtol=1e-5)
+
+
+def test_a_scalar_that_is_the_mean_of_its_parts_runs_under_the_manual_engine_without_a_warning():
+    step, state = step_for("manual", lambda model, batch: (model(batch["x"]) ** 2).mean())
+    _, metrics = step(state, BATCH)
+    wanted = (Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"]) ** 2).mean()
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_a_loss_is_compared_once_and_only_if_asked():
+    seen = []
+
+    def counted(model, batch):
+        seen.append(len(batch["x"]))
+        return masked(model, batch)
+
+    step, state = step_for("hybrid_shard", counted)
+    state, _ = step(state, BATCH)
+    compared = len(seen)
+    step(state, BATCH)
+    assert len(seen) == compared
+    seen.clear()
+    unchecked, state = step_for("hybrid_shard", counted, check_loss=False)
+    unchecked(state, BATCH)
+    assert len(seen) < compared
+    with pytest.raises(ValueError, match="check_loss"):
+        step_for("full_shard", masked, check_loss="yes")
+
+
+def test_a_step_that_does_not_compare_says_what_it_takes_a_scalar_for():
+    step, state = step_for("manual", scalar(masked), check_loss=False)
+    with pytest.warns(UserWarning, match="is taken for the mean over its rows"):
+        step(state, BATCH)
+
+
+@pytest.mark.parametrize("value", [np.float32(2.0), np.nan, np.inf], ids=str)
+def test_a_weight_that_does_not_add_up_is_refused_by_name(value):
+    def loss(model, batch):
+        found = masked(model, batch)
+        return found._replace(weight=found.weight + value * (1 + 0 * found.weight))
+
+    step, state = step_for("hybrid_shard", loss)
+    with pytest.raises(ValueError, match="weight") if np.isfinite(value) else contextlib.nullcontext():
+        step(state, BATCH)
+
+
+# Metrics.
+
+
+def metrics_of(model, batch):
+    z = model(batch["x"])
+    squares = (z**2).sum(-1)
+    aux = {
+        "sum": squares.sum(),
+        "largest": jfsdp.Max(jnp.abs(z).max()),
+        "mean": jfsdp.Mean(z.sum(), z.size),
+        "rare": jfsdp.Mean((squares * (batch["w"] > 0.9)).sum(), (batch["w"] > 0.9).sum()),
+        "never": jfsdp.Mean(0.0, (batch["w"] > 2).sum()),
+    }
+    return jfsdp.Loss(squares @ batch["w"], batch["w"].sum(), aux)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_maxima_and_means_are_those_of_one_device(way):
+    step, state = step_for(way, metrics_of)
+    _, metrics = step(state, BATCH)
+    wanted = metrics_of(WAYS[way][0](nnx.Rngs(jax.random.key(0))), BATCH).aux
+    expected = {
+        "sum": wanted["sum"] / BATCH["w"].sum(),
+        "largest": wanted["largest"].maximum,
+        "mean": wanted["mean"].total / wanted["mean"].weight,
+        "rare": wanted["rare"].total / wanted["rare"].weight,
+        "never": 0.0,
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (lambda z: z.max(), r"aux\['x'\].*jfsdp.Max"),
+        (lambda z: z.mean(), r"aux\['x'\].*jfsdp.Mean"),
+        (lambda z: jfsdp.Max(z.mean()), r"aux\['x'\]\.maximum"),
+        (lambda z: jfsdp.Mean(z.sum(), 3.0), r"aux\['x'\]\.weight"),
+    ],
+    ids=["maximum", "mean", "maximum of means", "constant weight"],
+)
+@pytest.mark.parametrize("way", ["hybrid_shard", "manual"])
+def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, match):
+    def loss(model, batch):
+        return masked(model, batch)._replace(aux={"x": value(model(batch["x"]))})
+
+    step, state = step_for(way, loss)
+    with pytest.raises(ValueError, match=match):
+        step(state, BATCH)
+
+
+def test_maxima_and_means_need_no_import_of_jfsdp():
+    class Peak:
+        maximum = 3.0
+
+    class Share:
+        total, weight = 2.0, 4.0
+
+    class Sums:
+        total, weight, aux = 1.0, 1.0, {"peak": Peak(), "share": Share()}
+
+    found = jfsdp.train.loss.as_loss(Sums()).aux
+    assert isinstance(found["peak"], jfsdp.Max) and isinstance(found["share"], jfsdp.Mean)
+
+
+# Dropout: masks differ between the rows of one device and those of all, and are no difference.
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.up = nnx.Linear(8, 16, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 8, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.relu(self.up(x))))
+
+
+class LinenDropped(linen.Module):
+    dtype: object = jnp.float32
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        x = linen.relu(linen.Dense(16, dtype=self.dtype)(x))
+        return linen.Dense(8, dtype=self.dtype)(linen.Dropout(0.5)(x, deterministic=not train))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.parametrize("loss", [masked, contrastive])
+def test_dropout_neither_hides_a_coupled_loss_nor_looks_like_one(api, dtype, loss):
+    linen_source = LinenDropped(dtype), (jax.ShapeDtypeStruct((1, 8), "float32"),)
+    source = (lambda rngs: Dropped(rngs, dtype)) if api == "nnx" else linen_source
+    mesh, units = jfsdp.make_mesh(replica=2, fsdp=4), ["*own*"] if api == "nnx" else [linen.Dense]
+    model = jfsdp.fully_shard(source, mesh=mesh, units=units, engine="manual")
+    step = model.train_step(loss, TX)
+    with contextlib.nullcontext() if loss is masked else pytest.raises(ValueError, match="another value over 8"):
+        step(model.init(TX), BATCH)
+
+
+def test_draws_from_a_key_of_the_models_own_are_told_and_not_refused():
+    def noisy(model, batch):
+        found = masked(model, batch)
+        return found._replace(total=found.total + jax.random.normal(jax.random.key(0), batch["w"].shape).sum())
+
+    step, state = step_for("manual", noisy)
+    with pytest.warns(UserWarning, match="draws from random keys"):
+        step(state, BATCH)
+
+
+def test_every_draw_of_the_check_is_the_same():
+    key = jax.random.split(same_bits(jax.random.key(3)), 2)[1]
+    for draw in (jax.random.uniform, jax.random.normal):
+        few, many = draw(key, (3,)), draw(jax.random.fold_in(key, 7), (5, 2), jnp.float32)
+        assert len(np.unique(np.concatenate([few, many.ravel()]))) == 1 and np.isfinite(few).all()
+    assert bool(jax.random.bernoulli(key, 0.5)) and not bool(jax.random.bernoulli(key, 0.1))
+
+
+def test_what_a_dtype_explains_is_less_than_what_a_balance_of_experts_changes():
+    assert allowed_error([np.dtype("float32")], "cpu") < 1e-5
+    assert allowed_error([np.dtype("float32"), jnp.dtype("bfloat16")], "cpu") < 0.05
+    assert allowed_error([np.dtype("float32")], "cpu") < allowed_error([np.dtype("float32")], "gpu") < 0.01
+
+
+def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
+    policy = jfsdp.MixedPrecisionPolicy("float16")
+    model = jfsdp.fully_shard(
+        lambda rngs: Tower(rngs, stacked=False),
+        mesh=jfsdp.make_mesh(replica=2, fsdp=4),
+        units=[Block],
+        strategy="hybrid_shard",
+        mp_policy=policy,
+        offload_policy=jfsdp.OffloadPolicy(params=True),
+    )
+    coupled = lambda model, batch: contrastive(lambda x: model(x).mean(1), {"x": batch["tokens"]})  # noqa: E731
+    batch = make_batches(1)[0]
+    with pytest.raises(ValueError, match="another value"):
+        model.train_step(coupled, TX, accumulate=2)(model.init(TX), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_step(token_loss, TX, accumulate=2)(model.init(TX), batch)
