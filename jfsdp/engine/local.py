@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jfsdp.engine.engine import Engine, Pairs
 from jfsdp.engine.unit import Arrays
@@ -23,6 +25,21 @@ class LocalEngine(Engine):
     """
 
     deferred: tuple[str, ...] = ()
+
+    def on_each_device(self, local: Callable[..., Any], own: tuple[str, ...], out_specs: Any, arrays: Any) -> Any:
+        """Run a function on each device, with its part of the weights and its rows of the batch. Moves no data itself.
+
+        Args:
+          own: the mesh axes that are left to XLA and to what the model states.
+          arrays: what `local` takes: weights at rest, the model's state, a batch, and what else is whole.
+        """
+        layout, whole = self.layout, PartitionSpec()
+        leaves = map(layout.by_path.__getitem__, arrays[0])
+        at_rest = {leaf.path: layout.on_device(self.mesh, leaf, leaf.source).spec for leaf in leaves}
+        rows = PartitionSpec(layout.axes_on(self.mesh, layout.data_axes))
+        specs: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(arrays[3:])), "out_specs": out_specs}
+        axes = {axis for axis in self.mesh.axis_names if axis not in own}
+        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **specs)(*arrays)
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves along their split dim.

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.auto import AutoEngine
@@ -46,7 +46,6 @@ from jfsdp.layout.mesh import DATA_AXES, data_axes, model_axes
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.checks import check_reduce_dtype
 from jfsdp.train.loss import Loss, as_loss, merge, over_devices
-from jfsdp.train.rows import fold_keys, on_each_device, split_microbatches
 from jfsdp.train.state import trainable
 from jfsdp.train.survey import Survey, is_key, survey
 
@@ -111,13 +110,7 @@ class Gradients:
         apply, source = self.gathered(source)
         if written_out is not None:
             return self._local(written_out, apply.layout, source, model_state, batch, scale)
-        return self._sum(apply, source, model_state, batch, scale, self.rows_sharding)
-
-    @property
-    def rows_sharding(self) -> NamedSharding:
-        """The sharding of microbatches [A, B/A, ...]: dim 1 over the data axes."""
-        mesh = self.apply.engine.mesh
-        return NamedSharding(mesh, PartitionSpec(None, data_axes(mesh)))
+        return self._sum(apply, source, model_state, batch, scale, apply.engine.mesh)
 
     def written_out(self, source: Arrays, model_state: Arrays, batch: Any) -> WrittenOut | None:
         """Tell how collectives are written out; None: XLA makes them. Traces the loss once for batches of one shape.
@@ -152,7 +145,7 @@ class Gradients:
         model_state: Arrays,
         batch: Any,
         scale: Any,
-        sharding: NamedSharding | None,
+        mesh: Mesh | None,
     ) -> Summed:
         """Sum over microbatches, as the layout of `apply` reduces each."""
         layout, engine = apply.layout, apply.engine
@@ -174,7 +167,7 @@ class Gradients:
         if self.accumulate == 1:
             grads, loss, after = gradients(model_state, batch)
             return Summed(engine.put(grads, "grad"), loss, after)
-        micro = split_microbatches(batch, self.accumulate, sharding)
+        micro = split_microbatches(batch, self.accumulate, mesh)
         shapes = jax.eval_shape(gradients, model_state, jax.tree.map(lambda x: x[0], micro))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
         nothing = merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes[1])
@@ -247,10 +240,7 @@ class Gradients:
                 )
             return axes
         if not found.is_sum and not problem:
-            problem = (
-                "the loss is a scalar, which may not be the mean of its parts (if it is a sum over rows divided by a "
-                "count, return jfsdp.Loss(sum, count))"
-            )
+            problem = "the loss is a scalar, which may not be the mean of its parts (a sum over rows: jfsdp.Loss)"
         if problem and axes and self.accumulate > 1:
             check_reduce_dtype(self.apply.layout, once=False)
             warnings.warn(
@@ -307,7 +297,7 @@ class Gradients:
         grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(layout, source)}
         out_specs: Any = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
         scale = jnp.asarray(scale, jnp.float32)
-        summed = on_each_device(local, engine, written_out.own, out_specs, source, model_state, batch, scale)
+        summed = engine.on_each_device(local, written_out.own, out_specs, (source, model_state, batch, scale))
         return summed._replace(model_state={name: summed.model_state[name] for name in model_state})
 
     def _finish(self, engine: LocalEngine, path: str, grad: jax.Array) -> jax.Array:
@@ -371,3 +361,31 @@ def is_beyond_xla(layout: Layout) -> bool:
 def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
     stage = dict(leaf.stages)[name]
     return () if stage is None else stage.axes
+
+
+def fold_keys(state: Arrays, index: jax.Array) -> Arrays:
+    """Give this device its own rng keys. Moves no data."""
+
+    def fold(keys: jax.Array) -> jax.Array:
+        return jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), index).reshape(keys.shape)
+
+    return {name: fold(value) if is_key(value) else value for name, value in state.items()}
+
+
+def split_microbatches(batch: Any, num: int, mesh: Mesh | None) -> Any:
+    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has.
+
+    Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
+    Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
+
+    Args:
+      mesh: dim 1 of the result is split over its data axes; None inside a `shard_map`.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
+        if mesh is None:
+            return rows
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(None, data_axes(mesh))))
+
+    return jax.tree.map(split, batch)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale")
+_LOSS = "a scalar, or jfsdp.Loss(total, weight, aux)"
 METRIC = "a sum over rows, jfsdp.Max(x), or jfsdp.Mean(total, weight)"
 
 
@@ -57,39 +58,31 @@ def as_loss(value: Any) -> Loss:
     with `total` and `weight` as a `Mean`.
 
     Raises:
-      ValueError: for None; if total, weight or an aux value is not a real scalar, the total is not floating, or an aux
+      ValueError: for None; if total, weight or an aux value is not a scalar, the total is not floating, or an aux
         name is taken.
     """
     if value is None:
-        raise ValueError(
-            "loss_fn: returned None (is its return missing?); return a scalar, or jfsdp.Loss(total, weight, aux)"
-        )
+        raise ValueError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
     given = value if hasattr(value, "total") else Loss(value, 1.0)
-    if isinstance(given.total, (tuple, list, dict)):
-        raise ValueError("loss_fn: returned a collection; return a scalar, or jfsdp.Loss(total, weight, aux)")
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
         raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
     taken = [name for name in extra or {} if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
-    remedy = "a scalar, or jfsdp.Loss(total, weight, aux)"
-    total, weight = _scalar("total", given.total, remedy), _scalar("weight", given.weight, remedy)
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(f"loss_fn: total has dtype {total.dtype.name}; a gradient needs a floating loss")
-    aux = {key: _as_metric(f"aux[{key!r}]", x) for key, x in (extra or {}).items()}
-    return Loss(_float32(total), jax.lax.stop_gradient(_float32(weight)), aux)
+    total, weight = (_scalar(name, getattr(given, name), _LOSS) for name in ("total", "weight"))
+    if not jnp.issubdtype(jnp.result_type(given.total), jnp.floating):
+        raise ValueError(f"loss_fn: total has dtype {jnp.result_type(given.total)}; a gradient needs a floating loss")
+    return Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})
 
 
-def _as_metric(name: str, value: Any) -> Any:
-    if hasattr(value, "maximum"):
-        return Max(_float32(_scalar(f"{name}.maximum", value.maximum, METRIC)))
-    if not hasattr(value, "total"):
-        return _float32(_scalar(name, value, METRIC))
+def _metric(name: str, value: Any) -> Any:
+    label, kind = f"aux[{name!r}]", Max if hasattr(value, "maximum") else Mean
     if getattr(value, "aux", None):
-        raise ValueError(f"loss_fn: {name} is a loss with metrics of its own ({', '.join(value.aux)}); return {METRIC}")
-    parts = _scalar(f"{name}.total", value.total, METRIC), _scalar(f"{name}.weight", value.weight, METRIC)
-    return Mean(*map(_float32, parts))
+        raise ValueError(f"loss_fn: {label} has metrics of its own ({', '.join(value.aux)}); return {METRIC}")
+    if not all(hasattr(value, field) for field in kind._fields):
+        return _scalar(label, value, METRIC)
+    return kind(*(_scalar(f"{label}.{field}", getattr(value, field), METRIC) for field in kind._fields))
 
 
 def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
@@ -99,25 +92,16 @@ def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
         raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
     if array.shape:
         raise ValueError(f"loss_fn: {name} has shape {array.shape}; return {remedy}")
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise ValueError(f"loss_fn: {name} has dtype {array.dtype.name}, which has no order; return its real part")
-    return array
-
-
-def _float32(value: jax.Array) -> jax.Array:
-    return value.astype(jnp.float32)
+    return array.astype(jnp.float32)
 
 
 def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -> Loss:
-    """Combine losses number by number: sums by `add`, maxima by `maximum`. Of one loss: over devices, say."""
+    """Combine losses number by number: sums by `add`, maxima by `maximum`. Of a single loss: over devices, say."""
 
     def combine(*values: Any) -> Any:
-        of = maximum if isinstance(values[0], Max) else add
-        return jax.tree.map(of, *values)
+        return jax.tree.map(maximum if isinstance(values[0], Max) else add, *values)
 
-    names = losses[0].aux or {}
-    aux = {name: combine(*[(loss.aux or {})[name] for loss in losses]) for name in names}
-    return Loss(*(combine(*[loss[place] for loss in losses]) for place in range(2)), aux)
+    return jax.tree.map(combine, *losses, is_leaf=lambda x: isinstance(x, Max))
 
 
 def over_devices(loss: Loss, axes: tuple[str, ...]) -> Loss:
@@ -131,7 +115,7 @@ def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any],
     def report(value: Any) -> Any:
         if isinstance(value, Max):
             return value.maximum
-        return divide(*value) if isinstance(value, Mean) else divide(value, weight)
+        return divide(*(value if isinstance(value, Mean) else (value, weight)))
 
     return {name: report(value) for name, value in aux.items()}
 

@@ -24,37 +24,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays
-from jfsdp.train.gradients import Gradients, WrittenOut
+from jfsdp.train.gradients import Gradients, WrittenOut, split_microbatches
 from jfsdp.train.loss import METRIC, Loss, Max, Mean, as_loss, over_devices
-from jfsdp.train.rows import on_each_device, split_microbatches
 from jfsdp.train.survey import is_key
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
-_MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # what float32 matmuls round to there; elsewhere to TF32:
-_TF32 = 2.0**-10
+_MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
-
-
-def _quarter(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    del key
-    return jnp.full(shape, int("40" * (bit_width // 8), 16), f"uint{bit_width}")
-
 
 _SAME = define_prng_impl(
     key_shape=(1,),
     seed=lambda seed: jnp.zeros((1,), jnp.uint32),
     split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
-    random_bits=_quarter,
+    random_bits=lambda key, width, shape: jnp.full(shape, int("40" * (width // 8), 16), f"uint{width}"),
     fold_in=lambda key, data: key,
     name="jfsdp_same_bits",
-    tag="same",
 )
 
 
@@ -63,13 +53,15 @@ def same_bits(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jnp.zeros((*keys.shape, 1), jnp.uint32), impl=_SAME)
 
 
-def compare_loss(
-    gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any, compiler_options: Mapping[str, Any]
-) -> None:
+def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], options: Mapping[str, Any]) -> None:
     """Refuse a loss that is another number where a step computes it device by device; see [Note: what a loss must be].
 
     Cost:    nothing where XLA sees the global batch; else two programs, compiled and run once: a forward each.
     Memory:  the forward of one microbatch, its weights gathered as in the step. Nothing is donated, nothing is kept.
+
+    Args:
+      arrays: parameters as they are stored, the model's other state, the batch.
+      options: of XLA's compiler, by name.
 
     Raises:
       ValueError: naming the total, the weight or the metric, both values, and what to return instead.
@@ -77,129 +69,98 @@ def compare_loss(
     Warns:
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
-    arrays = source, model_state, batch
-    way, layout = _written_out(gradients, arrays), gradients.apply.layout
-    if way is None or layout.num_shards(layout.data_axes) == 1:
+    # From shapes alone; the trace of the step then finds it known.
+    jax.eval_shape(lambda *arrays: gradients.written_out(*arrays) is None, *arrays)
+    way = gradients.written_out(*arrays)
+    if way is None or not gradients.apply.layout.data_axes:
         return
-    try:
-        whole, jaxpr = _run(gradients, _whole, arrays, compiler_options)
-        (parts, sizes), _ = _run(gradients, _parts, arrays, compiler_options)
-    except Exception as error:
-        error.add_note("raised while the loss was compared before the first step; check_loss=False leaves that out")
-        raise
-    problem = _difference(gradients, way, whole, parts, sizes, jaxpr)
+    whole, jaxpr = _run(gradients, _whole, arrays, options)
+    (parts, sizes), _ = _run(gradients, _parts, arrays, options)
+    problem = _difference(gradients, way, jaxpr, whole, parts, sizes)
     if problem and _draws_elsewhere(jaxpr):
-        warnings.warn(
-            f"{problem}. But the loss draws from random keys that are not in the model's state, and on each device "
-            "others than for all rows: that may be the difference, or it may not",
-            stacklevel=3,
-        )
+        reason = "from random keys that are not in the model's state, and on each device others than for all rows"
+        warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=3)
     elif problem:
         raise ValueError(f"{problem}; {_remedy(gradients, way, problem)}; check_loss=False skips this comparison")
 
 
-def warn_of_scalar(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> None:
+def warn_of_scalar(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any]) -> None:
     """Say what a step that was not compared takes a scalar for, where it computes it device by device."""
-    way = gradients.written_out(source, model_state, batch)
+    way = gradients.written_out(*arrays)
     if way is not None and not way.is_sum:
-        what, other = _ways(gradients)
-        warnings.warn(
-            f"{what}: the loss is a scalar, and is taken for the mean over its rows, all of equal weight; if it is "
-            "not, but a sum over rows divided by a count, return a jfsdp.Loss whose weight counts the rows at hand; "
-            f"if rows depend on each other, use {other}",
-            stacklevel=2,
-        )
+        means = "the loss is a scalar, and is taken for the mean over its rows, all of equal weight"
+        asked = " and ".join(_asked(gradients))
+        warnings.warn(f"{asked}: {means}; if it is not: {_remedy(gradients, way)}", stacklevel=2)
 
 
-def _written_out(gradients: Gradients, arrays: Any) -> WrittenOut | None:
-    """Tell how collectives are written out, from shapes: the step's own trace then finds it known."""
-
-    def find(*arrays: Any) -> None:
-        gradients.written_out(*arrays)
-
-    jax.eval_shape(find, *arrays)
-    return gradients.written_out(*arrays)
+def _asked(gradients: Gradients) -> dict[str, str]:
+    """Return the arguments of a step that ask for each device's own rows, and what to say instead."""
+    found = {'engine="manual"': 'engine="auto"'} if gradients.prefetch is not None else {}
+    return found | ({'reduce="once"': 'reduce="every"'} if gradients.once and gradients.is_asked else {})
 
 
-def _ways(gradients: Gradients) -> tuple[str, str]:
-    """Return what of a step's arguments asks for each device's own rows, and what does not."""
-    asked = {'engine="manual"': 'engine="auto"'} if gradients.prefetch is not None else {}
-    asked |= {'reduce="once"': 'reduce="every"'} if gradients.once and gradients.is_asked else {}
-    return " and ".join(asked), " and ".join(asked.values())
-
-
-def _run(gradients: Gradients, f: Callable[..., Any], arrays: Any, compiler_options: Mapping[str, Any]) -> Any:
+def _run(gradients: Gradients, compute: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Any:
     """Compile and run; return numbers of Python, the same in every process, and what was traced."""
-    replicated = NamedSharding(gradients.apply.engine.mesh, PartitionSpec())
-    run = jax.jit(f, static_argnums=0, out_shardings=replicated, compiler_options=dict(compiler_options))
-    traced = run.trace(gradients, *arrays)
+    whole = NamedSharding(gradients.apply.engine.mesh, PartitionSpec())
+    run = jax.jit(lambda *arrays: compute(gradients, *arrays), out_shardings=whole, compiler_options=dict(options))
+    traced = run.trace(*arrays)
     return jax.tree.map(float, traced.lower().compile()(*arrays)), traced.jaxpr.jaxpr
 
 
 def _whole(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Loss:
     """Compute the loss of a microbatch in the global view."""
     apply, source = gradients.gathered(source)
-    return _loss(gradients, apply, source, model_state, _first(gradients, batch, gradients.rows_sharding))
+    return _loss(gradients, apply, apply.engine.mesh, source, model_state, batch)
 
 
-def _parts(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> tuple[Loss, Loss]:
+def _parts(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Any:
     """Compute the loss of each device's rows of a microbatch; return what they add up to, and so of their sizes."""
-    way, (apply, source) = gradients.written_out(source, model_state, batch), gradients.gathered(source)
-    assert way is not None
+    way: Any = gradients.written_out(source, model_state, batch)
+    apply, source = gradients.gathered(source)
     engine = LocalEngine(apply.layout, apply.engine.mesh)
     axes = engine.layout.axes_on(engine.mesh, engine.layout.data_axes)
 
-    def local(source: Arrays, model_state: Arrays, batch: Any) -> tuple[Loss, Loss]:
-        rows = _first(gradients, batch, None)
-        loss = _loss(gradients, gradients.apply_on(engine), source, model_state, rows)
+    def local(*arrays: Any) -> tuple[Loss, Loss]:
+        loss = _loss(gradients, gradients.apply_on(engine), None, *arrays)
         return over_devices(loss, axes), over_devices(jax.tree.map(jnp.abs, loss), axes)
 
-    return on_each_device(local, engine, way.own, PartitionSpec(), source, model_state, batch)
+    return engine.on_each_device(local, way.own, PartitionSpec(), (source, model_state, batch))
 
 
-def _loss(gradients: Gradients, apply: Any, source: Arrays, model_state: Arrays, rows: Any) -> Loss:
+def _loss(gradients: Gradients, apply: Any, mesh: Any, source: Any, model_state: Any, batch: Any) -> Loss:
+    rows = jax.tree.map(lambda x: x[0], split_microbatches(batch, gradients.accumulate, mesh))
     state = {name: same_bits(value) if is_key(value) else value for name, value in model_state.items()}
     return apply(lambda model, rows: as_loss(gradients.loss_fn(model, rows)), source, state, rows)[0]
 
 
-def _first(gradients: Gradients, batch: Any, sharding: NamedSharding | None) -> Any:
-    if gradients.accumulate == 1:
-        return batch
-    return jax.tree.map(lambda x: x[0], split_microbatches(batch, gradients.accumulate, sharding))
-
-
-def _difference(gradients: Gradients, way: WrittenOut, whole: Loss, parts: Loss, sizes: Loss, jaxpr: Any) -> str | None:
-    """Describe the first number that differs by more than rounding explains."""
+def _difference(gradients: Gradients, way: WrittenOut, jaxpr: Any, whole: Loss, parts: Loss, sizes: Loss) -> str:
+    """Describe the first number that differs by more than rounding explains; "" if none does."""
     layout, mesh = gradients.apply.layout, gradients.apply.engine.mesh
     dtypes = {var.aval.dtype for eqn in all_eqns(jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")}
     error = allowed_error(dtypes, mesh.devices.flat[0].platform)
-    weights = (None,) * 3 if way.is_sum else (whole.weight, parts.weight, parts.weight)
+    weights = (1.0,) * 3 if way.is_sum else (whole.weight, parts.weight, parts.weight)
     ones, others, largest = map(_numbers, (whole, parts, sizes), weights)
     for name, one in ones.items():
         other, size = others[name], max(abs(one), largest[name])
-        limit = _limit(
-            name, is_count=one.is_integer() and other.is_integer(), size=size, error=error, weight=sizes.weight
-        )
-        if not _is_near(one, other, limit):
+        limit = _SUMS * size if name == "weight" else error * size
+        if name.endswith(("]", "].total")) and one.is_integer() and other.is_integer():
+            # Where two logits are equal but for rounding, which is larger is chance: as in `correct` of a classifier.
+            limit += 2 + 2 * math.sqrt(error * sizes.weight)
+        if not (one == other or (math.isnan(one) and math.isnan(other)) or abs(one - other) <= limit):
             return (
                 f"loss_fn: {name} is {one:.6g} computed from all rows of a microbatch together, and another value over "
                 f"{layout.num_shards(layout.data_axes)} devices, each with its own rows: {other:.6g} (they differ by "
                 f"{abs(one - other):.3g}, and rounding explains {limit:.3g})"
             )
-    return None
+    return ""
 
 
-def _numbers(loss: Loss, weight: float | None) -> dict[str, float]:
-    """Name the numbers of a loss that no way may change. `weight` is what one that is no sum is divided by."""
-    by = weight or 1.0
-    found = {"total": loss.total, "weight": loss.weight} if weight is None else {"the loss": loss.total / by}
-    for name, value in (loss.aux or {}).items():
-        label = f"aux[{name!r}]"
-        if isinstance(value, (Max, Mean)):
-            found |= {f"{label}.{field}": number for field, number in value._asdict().items()}
-        else:
-            found[label] = value / by
-    return found
+def _numbers(loss: Loss, weight: float) -> dict[str, float]:
+    """Name the numbers of a loss that no way may change; one that is no sum is divided by its weight."""
+    weight = weight or 1.0
+    aux = {name: x if isinstance(x, (Max, Mean)) else x / weight for name, x in (loss.aux or {}).items()}
+    found = jax.tree_util.tree_leaves_with_path(Loss(loss.total / weight, loss.weight / weight, aux))
+    return {jax.tree_util.keystr(path).strip("."): number for path, number in found}
 
 
 def allowed_error(dtypes: Iterable[Any], platform: str) -> float:
@@ -209,40 +170,23 @@ def allowed_error(dtypes: Iterable[Any], platform: str) -> float:
     chooses other kernels for other numbers of rows; and float32 sums differ by their order.
     """
     floats = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return 4 * max(_MATMULS.get(platform, _TF32), *floats, 0.0) + _SUMS
-
-
-def _limit(name: str, *, is_count: bool, size: float, error: float, weight: float) -> float:
-    """Return by how much two numbers may differ: weights by the order of a sum, counts of what is compared by more."""
-    if name == "weight":
-        return _SUMS * size
-    # Where two logits are equal but for rounding, which of them is larger is chance: as in `correct` of a classifier.
-    flips = 2 + 2 * math.sqrt(error * weight) if is_count and name.endswith(("]", ".total")) else 0.0
-    return error * size + flips
-
-
-def _is_near(one: float, other: float, limit: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other)) or abs(one - other) <= limit
+    return 4 * max(_MATMULS.get(platform, 2.0**-10), *floats, 0.0) + _SUMS
 
 
 def _draws_elsewhere(jaxpr: Any) -> bool:
     """Tell whether a loss draws from other keys than those of `same_bits`."""
-    own = jax.eval_shape(lambda: same_bits(np.zeros(()))).dtype
+    own = jax.eval_shape(lambda: jax.random.key(0, impl=_SAME)).dtype
     draws = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in _DRAWS)
     return any(all(getattr(atom.aval, "dtype", None) != own for atom in eqn.invars) for eqn in draws)
 
 
-def _remedy(gradients: Gradients, way: WrittenOut, problem: str) -> str:
-    other = _ways(gradients)[1]
-    if "aux[" in problem:
+def _remedy(gradients: Gradients, way: WrittenOut, problem: str = "") -> str:
+    if "loss_fn: aux" in problem:
         return f"of the rows at hand an aux value is {METRIC}"
+    other = " and ".join(_asked(gradients).values())
     if not way.is_sum:
-        return (
-            "if the loss is a sum over rows divided by a count, return jfsdp.Loss(sum, count) of the rows at hand; if "
-            f"rows depend on each other, use {other}"
-        )
-    return (
-        "total and weight have to be sums over the rows at hand; if rows depend on each other, return the scalar mean, "
-        "or jfsdp.Loss(mean, 1.0, aux), for which the rows of all devices stay together"
-        + (f", and use {other}" if other else "")
-    )
+        count = "return a jfsdp.Loss whose weight counts the rows at hand"
+        return f"of a sum over rows divided by a count {count}; if rows depend on each other, use {other}"
+    keep = "the scalar mean, or jfsdp.Loss(mean, 1.0, aux), for which the rows of all devices stay together"
+    sums = "total and weight have to be sums over the rows at hand; if rows depend on each other, return"
+    return f"{sums} {keep}" + (f", and use {other}" if other else "")

@@ -258,11 +258,11 @@ ROUNDING += ("reduce", "reshard_after_backward")
 
 def as_options(message: str) -> str:
     """Say a message of the library in the words of the command line: `--reduce once` for `reduce="once"`."""
-    names = "|".join(field.name for field in dataclasses.fields(ShardingOptions))
+    names = "|".join(["check_loss", *(field.name for field in dataclasses.fields(ShardingOptions))])
 
     def spell(found: re.Match[str]) -> str:
         option, value = found[1].replace("_", "-"), found[2].strip("\"'")
-        is_no = found[1] == "reshard_after_backward" and value == "False"
+        is_no = found[1] in ("reshard_after_backward", "check_loss") and value == "False"
         return f"--no-{option}" if is_no else f"--{option} {value}"
 
     return re.sub(rf"\b({names})=(\"\w+\"|'\w+'|\w+)", spell, message)

@@ -83,8 +83,6 @@ class StepConfig:
         norm = self.max_grad_norm
         if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
             raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
-        if not isinstance(self.check_loss, bool):
-            raise ValueError(f"check_loss={self.check_loss!r} must be True or False")
 
     def held_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.
@@ -173,7 +171,7 @@ class BatchStep:
         batch = self.shard_batch(batch)
         if self.config.check_loss and not self._is_checked:
             with model_mesh(self.mesh):
-                compare_loss(self._gradients, state.source, state.model_state, batch, self.compiler_options)
+                compare_loss(self._gradients, (state.source, state.model_state, batch), self.compiler_options)
             self._is_checked = True
         return state, batch
 
@@ -214,7 +212,7 @@ class BatchStep:
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
         with model_mesh(self.mesh):
             if not self._is_checked:
-                warn_of_scalar(self._gradients, state.source, state.model_state, batch)
+                warn_of_scalar(self._gradients, (state.source, state.model_state, batch))
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
             weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros

@@ -178,6 +178,7 @@ def test_one_meaning_has_one_spelling():
         ("pass reshard_after_forward=n", "pass --reshard-after-forward n"),
         ("sharding_factor=3 does not divide", "--sharding-factor 3 does not divide"),
         ("the model has dim=3", "the model has dim=3"),
+        ("check_loss=False skips it", "--no-check-loss skips it"),
     ],
 )
 def test_messages_of_the_library_are_said_in_options(message, words):

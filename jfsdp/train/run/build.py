@@ -64,7 +64,7 @@ def build(
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
     tx = options.make_optimizer(config, job, schedule)
-    step = model.train_step(job.loss, tx, **options.train_arguments(config))
+    step = model.train_step(job.loss, tx, **options.train_arguments(config), check_loss=config.check_loss)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     check_rows(config, model)
     decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}

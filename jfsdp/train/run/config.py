@@ -51,6 +51,9 @@ class TrainConfig(StepOptions):
     min_learning_rate: float = 0.1
     """The floor, as a fraction of the peak."""
 
+    check_loss: bool = True
+    """Where a step computes the loss device by device, compare it before the first step with that over all rows."""
+
     init_from: Location = None
     """Start from these weights: a directory of Hugging Face, a PyTorch checkpoint, or a checkpoint or run of ours."""
     init_key: Annotated[str | None, optional(str, "NAME")] = None
