@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 import jax
 from flax import linen
 from flax.core import lift, meta
+from flax.core.tracers import current_trace
 from flax.linen import transforms
 
-from jfsdp.modules.model import Arrays, Hooks, Parted, join_path, not_gathered
+from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, not_gathered, state_in_transform
 
 # The name under which a unit's method runs inside its lift. Captures of intermediates leave it out.
 IN_UNIT = "in_unit"
@@ -153,7 +154,8 @@ def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
         if context.method_name == "setup":
             return _try_setup(next_fun)
         # `orig_method` is the method with its module bound to it.
-        return _lift_call(context.orig_method.func, name, hooks)(module, *args, **kwargs)  # type: ignore[attr-defined]
+        method = context.orig_method.func  # type: ignore[attr-defined]
+        return _lift_call(method, name, hooks, _is_in_transform(module.scope))(module, *args, **kwargs)
 
     return intercept
 
@@ -169,7 +171,12 @@ def _try_setup(setup: Callable[[], Any]) -> None:
         return
 
 
-def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks) -> Callable[..., Any]:
+def _is_in_transform(scope: Any) -> bool:
+    """Tell whether a transform of JAX itself was entered since a scope, or one around it, was made or lifted."""
+    return scope is not None and (scope.trace_level != current_trace() or _is_in_transform(scope.parent))
+
+
+def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks, is_in_transform: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def in_unit(module: linen.Module, *args: Any, **kwargs: Any) -> Any:
         return method(module, *args, **kwargs)
@@ -181,6 +188,8 @@ def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks) -> Callable[
             inputs = Parted((args, kwargs))
             run = _ScopedRun(core_fn, scope_fn, repack, (variables, rngs), inputs, unit)
             out, after = hooks.call(unit, run, _all_shards(run, hooks), {"params": {}, "inputs": inputs.dynamic})
+            if after and is_in_transform:
+                raise state_in_transform(unit, run.changed, "nn")
             return run.out.rebuild(out), run.after.rebuild(after)
 
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
@@ -202,7 +211,8 @@ class _ScopedRun:
     """A unit's call as a pure function of its weights and inputs; it closes over all else: other variables, rng keys.
 
     Attributes:
-      out, after: what the call returned, and the variables it may have changed, parted; known once it ran.
+      out, after: what the call returned, and the variables afterwards, parted, dynamic if it changed them; and
+      changed: the names of these. Known once it ran.
     """
 
     def __init__(
@@ -220,6 +230,7 @@ class _ScopedRun:
         self.shards: Arrays = {x.path: x.value for x in self._leaves if self._is_own(x)}
         self.may_write = False  # "params" is never mutable
         self.out = self.after = Parted(())
+        self.changed: list[str] = []
 
     def _is_own(self, leaf: Any) -> bool:
         return is_box(leaf) and leaf.unit == self.unit
@@ -229,7 +240,12 @@ class _ScopedRun:
         scopes = self.scope_fn(jax.tree.unflatten(self._tree, leaves), self.rngs)
         args, kwargs = self.inputs.rebuild(rest["inputs"])
         self.out = Parted(self.core_fn(scopes, *args, **kwargs))
-        self.after = Parted(self.repack(scopes))
+        after, before = self.repack(scopes), set(map(id, self._leaves))
+        # What a call leaves as it was goes back as it was: out of a transform of JAX, nothing else could come.
+        is_changed = lambda x: is_array(x) and id(x) not in before  # noqa: E731
+        self.after = Parted(after, is_dynamic=is_changed)
+        changed = [path[2:] for path, x in jax.tree_util.tree_leaves_with_path(after) if is_changed(x)]
+        self.changed = [jax.tree_util.keystr(path, simple=True, separator=".") for path in changed]
         return self.out.dynamic, self.after.dynamic
 
     def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:

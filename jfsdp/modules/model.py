@@ -8,13 +8,16 @@ stays inside the adapter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 import optax
+from flax import linen
+from jax.sharding import AxisType
 
 from jfsdp.layout.units import ModuleInfo, UnitInfo
 
@@ -187,11 +190,32 @@ def as_model(source: Any) -> FlaxModel:
     return NNXModel(source)
 
 
+@contextlib.contextmanager
+def local_rules() -> Iterator[None]:
+    """Let the user's logical axis rules state nothing where no axis is left to state: in a `shard_map` over them all.
+
+    Without it a model sees the mesh of that `shard_map`, and Flax states shardings over axes that it must not name.
+    """
+    is_local = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
+    with linen.logical_axis_rules(() if is_local else linen.get_logical_axis_rules()):
+        yield
+
+
 def not_gathered(path: str, unit: str) -> ValueError:
     """Make the error for a read of a parameter that is not gathered."""
     return ValueError(
         f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered (in the loss, or by a method "
         "of another module?); leave it to the root unit, or make a unit of a module whose methods hold all its uses"
+    )
+
+
+def state_in_transform(unit: str, names: Sequence[str], api: str) -> ValueError:
+    """Make the error for a call that changes state where the change cannot leave."""
+    return ValueError(
+        f"unit {unit!r}: called inside a transform of JAX itself (jax.vmap, jax.grad, jax.jit, lax.scan, ...), and its "
+        f"call changes state there, which cannot leave it: {', '.join(names[:4])}; use the transform of Flax "
+        f"({api}.vmap, {api}.remat, {api}.jit, {api}.scan, ...), or a mode in which the call changes nothing "
+        "(deterministic, use_running_average)"
     )
 
 

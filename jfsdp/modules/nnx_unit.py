@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jfsdp.layout.units import UnitInfo
-from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, with_leaves
+from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, state_in_transform, with_leaves
 
 
 def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
@@ -94,10 +95,18 @@ def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[...,
             _set_class(self, hook)
         out, after = hooks.call(unit.name, run, run.weights, run.rest)
         for state in run.after.rebuild(after):
-            nnx.update((self, inputs.dynamic), state)
+            _write((self, inputs.dynamic), state, unit.name)
         return run.out.rebuild(out)
 
     return hooked
+
+
+def _write(nodes: Any, state: nnx.State, unit: str) -> None:
+    """Write the variables that a call changed."""
+    try:
+        nnx.update(nodes, state)
+    except TraceContextError as error:
+        raise state_in_transform(unit, [join_path(path[1:]) for path, _ in nnx.to_flat_state(state)], "nnx") from error
 
 
 def _inputs(args: Any, kwargs: Any) -> Parted:
@@ -139,7 +148,7 @@ class _PureCall:
     def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Run the method; return the arrays of its output, and of the variables that it changed or created."""
         out, after, created = self._run(full, rest)
-        self.out, self.after = Parted(out), Parted((after[2], created))
+        self.out, self.after = Parted(out), Parted((_changed(after[2], rest["state"]), created))
         return self.out.dynamic, self.after.dynamic
 
     def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
@@ -177,6 +186,13 @@ class _PureCall:
         if not new:
             return nnx.State({})
         return nnx.pop(nodes, lambda path, _: tuple(path) in new)
+
+
+def _changed(state: nnx.State, before: Sequence[Any]) -> nnx.State:
+    """Return the variables that a call changed: inside a transform of JAX, writing any other would be an error."""
+    values = iter(before)
+    is_new = lambda variable: any([new is not next(values) for new in jax.tree.leaves(variable)])  # noqa: C419, E731
+    return nnx.from_flat_state([(path, variable) for path, variable in nnx.to_flat_state(state) if is_new(variable)])
 
 
 def _variables(nodes: Any) -> list[tuple[Any, nnx.Variable]]:
