@@ -23,7 +23,7 @@ class LayoutWarning(UserWarning):
 
 def advise(layout: Layout) -> list[str]:
     """Return warnings, each with a remedy; none where all is as it should be. Moves no data."""
-    found = [_other_name(layout), _no_units(layout), _replicated(layout), _padded(layout), _repeated(layout)]
+    found = (rule(layout) for rule in (_other_name, _no_units, _shared, _replicated, _padded, _repeated))
     return [warning for warning in found if warning]
 
 
@@ -34,8 +34,9 @@ def advise_memory(layout: Layout) -> list[str]:
     nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
-    found = [_kept_as(layout, False, "shard_grad_op"), _no_units(layout), _repeated(layout)]
-    found += [_padded(layout)] if padding >= LARGE_ELEMENTS else []
+    padded = _padded(layout) if padding >= LARGE_ELEMENTS else None
+    kept = _kept_as(layout, False, "shard_grad_op")
+    found = [kept, _no_units(layout), _shared(layout), padded, _repeated(layout)]
     return [warning for warning in found if warning]
 
 
@@ -51,6 +52,19 @@ def _no_units(layout: Layout) -> str | None:
     return (
         f"no units: all {count:,} split parameters are gathered at once, {size:,} bytes on every device; name the "
         "layers that are to be gathered one by one: units=[Block], a path glob, or jfsdp.by_size(n)"
+    )
+
+
+def _shared(layout: Layout) -> str | None:
+    """Leaves that units share, so that not they gather them but the root, for the whole step."""
+    shared = layout.unit(ROOT).shared
+    count = sum(math.prod(layout.by_path[leaf].shape) for leaf, _ in shared)
+    if count < LARGE_ELEMENTS:
+        return None
+    leaf, users = shared[0]
+    return (
+        f"{count:,} parameters that units share are gathered with the root unit, for the whole step ({leaf}, of "
+        f"{', '.join(users)}, and {len(shared) - 1} more); make a unit of the module that holds them"
     )
 
 

@@ -231,7 +231,7 @@ def _build_leaf(
         trainable=trainable,
         dim=split.dim,
         padding=split.padding,
-        reason=_reason(split, choice, dtype),
+        reason=_reason(split, choice, dtype, dict(unit.shared).get(path)),
         stages=tuple(stages.items()),
     )
 
@@ -270,10 +270,11 @@ def _choose_dim(
     return choose_dim(path, shape, num_shards, stacked=unit.stacked, min_size=min_size, shard_dim=asked)
 
 
-def _reason(split: DimChoice, choice: _Choice, dtype: str) -> str:
+def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...] | None) -> str:
     frozen = f"frozen by {choice.frozen}" if choice.frozen else None
     integer = None if is_inexact(dtype) else f"not trained: {dtype}"
-    return "; ".join(part for part in (split.reason, choice.placed, frozen or integer) if part)
+    shared = f"not in a unit of those that share it: {', '.join(users)}" if users else None
+    return "; ".join(part for part in (split.reason, choice.placed, frozen or integer, shared) if part)
 
 
 _SPLIT_STAGES = ("param", "grad", "opt")

@@ -185,12 +185,26 @@ def spans_processes(mesh: Mesh | AbstractMesh, axis: str) -> bool:
 def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Let a model that is traced here state shardings by bare PartitionSpecs, if the mesh has devices for it.
 
-    Moves no data. Where the model's axes have size 1 nothing is set, so that programs are the same as without.
+    Moves no data. Where the model's axes have size 1 nothing is set, so that programs are the same as without. A mesh
+    that the user has set is left where it has the same axes, and else hidden: the state is not on its devices' axes.
+
+    Raises:
+      ValueError: if the user has set a mesh with `Explicit` axes.
     """
-    if not model_axes(mesh):
+    there = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in there.axis_types:
+        raise ValueError(
+            f"a mesh with Explicit axes {there.axis_names} is set (jax.set_mesh), and an unmodified model traces "
+            "on Auto axes only; call jfsdp outside of it, or set a mesh with axis_types=(AxisType.Auto, ...)"
+        )
+    if model_axes(mesh):
+        here = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    elif there.empty or dict(there.shape) == dict(mesh.shape):
         yield
         return
-    with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+    else:
+        here = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(here):
         yield
 
 

@@ -3,6 +3,12 @@
 A unit is one module, named by its path; what no unit claims belongs to the root unit, whose name is the empty path. A
 leaf below two nested units belongs to the inner one. This room knows modules only as `ModuleInfo`: path, class and
 leaves.
+
+[Note: shared leaves]
+A leaf may be reached in several ways: a module that two parents hold, a weight tied between two modules. A unit gathers
+what it owns around its own calls, so it can own only leaves to which *every* way leads through it. A shared module that
+is a unit is one: it is gathered for each call, whoever calls it. Of a shared leaf between two units the innermost unit
+around both is the owner, mostly the root, and the leaf's reason says so.
 """
 
 from __future__ import annotations
@@ -18,11 +24,18 @@ ROOT = ""
 
 @dataclasses.dataclass(frozen=True)
 class ModuleInfo:
-    """One module of a model: its dotted path, its class, and the names of all leaves that it reaches."""
+    """One module of a model; see [Note: shared leaves].
+
+    Attributes:
+      path: its dotted path: the first, where several lead to it.
+      leaves: the names of those that it holds: every way to them leads through it.
+      shared: the names of those that it reaches and others reach without it.
+    """
 
     path: str
     cls: type
     leaves: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +55,51 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class UnitInfo:
-    """A unit as the layout knows it: its module's path and class name, its stacked dims, the leaves it owns."""
+    """A unit as the layout knows it.
+
+    Attributes:
+      name, cls: its module's path and class name.
+      stacked: how many dims of its leaves are layer dims.
+      leaves: those that it owns.
+      shared: of these, the ones that units inside it share, each with the names of these units.
+    """
 
     name: str
     cls: str
     stacked: int
     leaves: tuple[str, ...]
+    shared: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def list_modules(
+    classes: Mapping[str, type], leaves: Sequence[str], entries: Mapping[str, Sequence[str]]
+) -> list[ModuleInfo]:
+    """List a model's modules, each with the leaves that it holds and shares. Moves no data.
+
+    Args:
+      classes: by dotted path, the root first.
+      leaves: names of the parameters.
+      entries: of a module or leaf that is reached in several ways, paths of the modules (or containers) that lead to
+        it, besides the one that its name says.
+    """
+    nodes = {ROOT}
+    for name in (*classes, *leaves, *(path for paths in entries.values() for path in paths)):
+        while name not in nodes:
+            nodes.add(name)
+            name = name.rpartition(".")[0]
+    every: dict[str, frozenset[str]] = {ROOT: frozenset({ROOT})}  # what all ways to a node lead through
+    some, before = dict(every), None  # what some lead through
+    while before != (every, some):  # ways may be circles
+        before = dict(every), dict(some)
+        for name in sorted(nodes - {ROOT}, key=_depth):
+            above = [path for path in (name.rpartition(".")[0], *entries.get(name, ())) if path in every]
+            every[name] = frozenset.intersection(*(every[path] for path in above)) | {name}
+            some[name] = frozenset.union(*(some[path] for path in above)) | {name}
+    held = {path: tuple(leaf for leaf in leaves if path in every[leaf]) for path in classes}
+    beside = {
+        path: tuple(leaf for leaf in leaves if path in some[leaf] and path not in every[leaf]) for path in classes
+    }
+    return [ModuleInfo(path, cls, held[path], beside[path]) for path, cls in classes.items()]
 
 
 def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
@@ -77,8 +129,7 @@ def resolve_units(
       Units by name, the root first; every leaf is in exactly one.
 
     Raises:
-      ValueError: if a choice matches no module, or is itself a module; if two choices match one module; if a leaf is
-        shared by two units that are not nested.
+      ValueError: if a choice matches no module, or is itself a module; if two choices match one module.
     """
     if isinstance(units, (str, Unit)) or callable(units):
         units = [units]
@@ -87,13 +138,14 @@ def resolve_units(
     chosen = _match_all([unit if isinstance(unit, Unit) else Unit(unit) for unit in units], modules, shapes)
     by_path = {module.path: module for module in modules}
     owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}
-    _check_tied(owners, modules)
+    shared = _shared(owners, [by_path[path] for path in chosen])
     resolved = {}
     for path in [ROOT, *(path for path in chosen if path != ROOT)]:
         leaves = tuple(leaf for leaf in shapes if owners[leaf] == path)
         given = chosen[path].stacked if path in chosen else 0
         stacked = _guess_stacked([shapes[leaf] for leaf in leaves]) if given is None and path != ROOT else given or 0
-        resolved[path] = UnitInfo(path, by_path[path].cls.__name__, stacked, leaves)
+        own = tuple((leaf, shared[leaf]) for leaf in leaves if leaf in shared)
+        resolved[path] = UnitInfo(path, by_path[path].cls.__name__, stacked, leaves, own)
     return resolved
 
 
@@ -180,19 +232,15 @@ def _owner(leaf: str, units: Sequence[ModuleInfo]) -> str:
     return max((unit.path for unit in units if leaf in unit.leaves), key=_depth, default=ROOT)
 
 
-def _check_tied(owners: Mapping[str, str], modules: Sequence[ModuleInfo]) -> None:
-    """A leaf that is also reached from beside its unit would be read there while it is not gathered."""
-    for module in modules:
-        for leaf in module.leaves:
-            if not _is_within(module.path, owners[leaf]) and not _is_within(owners[leaf], module.path):
-                raise ValueError(
-                    f"{leaf}: unit {owners[leaf]!r} and module {module.path!r} beside it both claim this leaf (a tied "
-                    "weight); a leaf belongs to one unit: leave it to the root unit, or make a module that holds both "
-                    "the unit"
-                )
+def _shared(owners: Mapping[str, str], units: Sequence[ModuleInfo]) -> dict[str, tuple[str, ...]]:
+    """Return the units that use a leaf and cannot own it, of leaves that one of these would own by name."""
+    pairs = [(leaf, unit.path) for unit in units for leaf in unit.shared if is_within(unit.path, owners[leaf])]
+    by_name = {leaf for leaf, path in pairs if is_within(leaf, path)}
+    return {leaf: tuple(path for other, path in pairs if other == leaf) for leaf in by_name}
 
 
-def _is_within(path: str, ancestor: str) -> bool:
+def is_within(path: str, ancestor: str) -> bool:
+    """Tell whether a dotted path is another one or below it."""
     return ancestor == ROOT or path == ancestor or path.startswith(ancestor + ".")
 
 

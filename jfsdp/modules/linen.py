@@ -16,9 +16,9 @@ from flax.core import meta, unfreeze
 from flax.core.scope import DenyList, in_filter
 from flax.errors import ScopeParamNotFoundError
 
-from jfsdp.layout.units import ModuleInfo
+from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
-from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, struct_of
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, local_rules, struct_of
 
 PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
@@ -58,8 +58,9 @@ class LinenModel:
     def __init__(self, module: linen.Module, example_inputs: Any, variables: Mapping[str, Any] | None = None):
         self.module = module
         self._args, self._kwargs = _example(example_inputs)
-        classes: dict[tuple[str, ...], type] = {}
-        with linen.intercept_methods(functools.partial(_record, classes)):
+        classes: dict[str, type] = {}
+        callers: dict[str, list[str]] = {}
+        with linen.intercept_methods(functools.partial(_record, (classes, callers, []))):
             abstract = self._init_abstract(example_inputs)
             after = self._apply_abstract(abstract) if _needs_apply(abstract, classes) else abstract
         if "rngs" in abstract:
@@ -77,10 +78,7 @@ class LinenModel:
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
         self.tree = ParamTree(jax.tree.unflatten(self._tree, list(self.params)))
-        self.modules = [
-            ModuleInfo(join_path(path), cls, tuple(leaf for leaf in self.params if _is_below(leaf, join_path(path))))
-            for path, cls in classes.items()
-        ]
+        self.modules = list_modules(classes, list(self.params), callers)
 
     def _init_abstract(self, example_inputs: Any) -> dict[str, Any]:
         try:
@@ -153,7 +151,8 @@ class LinenModel:
         }
         collections = self.plain(boxed, state)
         model = BoundModel(self.module, collections.pop(PARAMS), collections, (state[RNG_KEY], state[RNG_COUNT]), hooks)
-        out = fn(model, *inputs)
+        with local_rules():
+            out = fn(model, *inputs)
         return out, dict(params), self._collect(model)
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,10 +258,19 @@ class BoundModel:
         )
 
 
-def _record(classes: dict[tuple[str, ...], type], next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    if context.module.scope is not None:
-        classes.setdefault(context.module.path, _own_class(type(context.module)))
-    return next_fun(*args, **kwargs)
+def _record(seen: Any, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Note the class of a module that is called, by path, and which modules call it that are not around it."""
+    if context.module.scope is None:
+        return next_fun(*args, **kwargs)
+    (classes, callers, running), path = seen, join_path(context.module.path)
+    classes.setdefault(path, _own_class(type(context.module)))
+    if running and not is_within(path, running[-1]):
+        callers.setdefault(path, []).append(running[-1])
+    running.append(path)
+    try:
+        return next_fun(*args, **kwargs)
+    finally:
+        running.pop()
 
 
 def _own_class(cls: type) -> type:
@@ -290,16 +298,17 @@ def _is_key(value: Any) -> bool:
 
 
 def _plain(variables: Any) -> dict[str, Any]:
-    """Take variables out of FrozenDicts and boxes (nn.Partitioned)."""
-    return meta.unbox(unfreeze(variables))
+    """Take variables out of FrozenDicts and boxes (nn.Partitioned), whose names state nothing: they are metadata."""
+    is_box = lambda x: isinstance(x, meta.Partitioned)  # noqa: E731
+    return meta.unbox(jax.tree.map(lambda x: x.value if is_box(x) else x, unfreeze(variables), is_leaf=is_box))
 
 
-def _needs_apply(variables: Mapping[str, Any], classes: Mapping[tuple[str, ...], type]) -> bool:
+def _needs_apply(variables: Mapping[str, Any], classes: Mapping[str, type]) -> bool:
     """Tell whether init leaves questions: modules that nn.jit did not trace again, tuples that `sow` may fill."""
     state = [value for name, value in variables.items() if name != PARAMS]
     keys = [key for path, _ in jax.tree_util.tree_leaves_with_path(state) for key in path[1:]]
     names = _named(variables.get(PARAMS, {}))
-    unseen = {name.rpartition(".")[0] for name in names} - {join_path(path) for path in classes}
+    unseen = {name.rpartition(".")[0] for name in names} - classes.keys()
     return bool(unseen) or any(not isinstance(key, jax.tree_util.DictKey) for key in keys)
 
 
@@ -313,10 +322,6 @@ def _named(tree: Any) -> dict[str, Any]:
         twice = next(name for name, _ in flat if [other for other, _ in flat].count(name) > 1)
         raise ValueError(f"{twice}: two variables of the model have this dotted name; rename one of them")
     return named
-
-
-def _is_below(leaf: str, path: str) -> bool:
-    return path == "" or leaf.startswith(path + ".")
 
 
 def _map_arrays(fn: Callable[[Any], Any], values: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jfsdp.layout.units import ROOT, ModuleInfo
-from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, not_gathered, struct_of
+from jfsdp.layout.units import ROOT, ModuleInfo, list_modules
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, not_gathered, struct_of
 from jfsdp.modules.nnx_unit import hook_root, hook_unit
 
 
@@ -32,12 +32,12 @@ class NNXModel:
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
         self.tree = ParamTree(nnx.from_flat_state(_with_arrays(self._params, {name: name for name in self.params})))
-        self.modules = _modules(self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state))
+        model = self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state)
+        self.modules = _modules(model, list(self.params))
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""
-        make = lambda: _with_data(self.factory(nnx.Rngs(jax.random.key(seed))))  # noqa: E731
-        model = self.instance if self.instance is not None else make()
+        model = self.instance if self.instance is not None else _make(self.factory, jax.random.key(seed))
         _, params, state = nnx.split(model, nnx.Param, ...)
         return _arrays(nnx.to_flat_state(params)), _arrays(nnx.to_flat_state(state))
 
@@ -46,7 +46,8 @@ class NNXModel:
     ) -> tuple[Any, Arrays, Arrays]:
         """Compute `fn(model, *inputs)` on a traced copy of the user's model; see `FlaxModel.run`."""
         model = self._bind(params, state, hooks)
-        out = fn(model, *inputs)
+        with local_rules(), nnx.use_eager_sharding(False):  # variables that a call creates; see `_make`
+            out = fn(model, *inputs)
         return out, *self._collect(model)
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> nnx.Module:
@@ -61,7 +62,9 @@ class NNXModel:
         for path, node in nnx.iter_graph(model):
             name = join_path(path)
             if isinstance(node, nnx.Param) and name in owners:
-                node.set_metadata(on_get_value=_guard(name, owners[name], hooks))
+                own = node.get_metadata("on_get_value", ())  # the user's hooks
+                own = own if isinstance(own, tuple) else (own,)
+                node.set_metadata(on_get_value=(_guard(name, owners[name], hooks), *own))
             elif isinstance(node, nnx.Module) and name == ROOT:
                 hook_root(node, hooks)
             elif isinstance(node, nnx.Module) and name in hooks.units:
@@ -104,10 +107,7 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
     graphdefs = []
 
     def make() -> Any:
-        model = factory(nnx.Rngs(0))
-        if not isinstance(model, nnx.Module):
-            raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
-        graphdef, *parts = nnx.split(_with_data(model), nnx.Param, ...)
+        graphdef, *parts = nnx.split(_make(factory, 0), nnx.Param, ...)
         graphdefs.append(graphdef)
         return parts
 
@@ -115,7 +115,20 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
     return graphdefs[0], params, state
 
 
-def _with_data(model: Any) -> Any:
+def _make(factory: Any, seed: Any) -> nnx.Module:
+    """Make a model inside a trace.
+
+    Its sharding metadata stays metadata. By default Flax states it when a variable is made, and refuses logical names
+    without rules, and any without a mesh in context.
+    """
+    with nnx.use_eager_sharding(False):
+        model = factory(nnx.Rngs(seed))
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
+    return _with_data(model)
+
+
+def _with_data(model: nnx.Module) -> nnx.Module:
     """Declare bare arrays among a new model's attributes as data, which they are if it is made outside a trace.
 
     Inside one, flax (0.12.8, 0.12.12) takes them for static: `isinstance(tracer, tp.Union[jax.Array, ...])` is False on
@@ -151,13 +164,9 @@ def _with_arrays(flat: Any, arrays: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(flat), [arrays[name] for name in names])
 
 
-def _modules(model: nnx.Module) -> list[ModuleInfo]:
-    """List the modules, root first, each with the parameters that it reaches (tied ones by their first name)."""
-    names = {id(node): join_path(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
-
-    def leaves(module: nnx.Module) -> tuple[str, ...]:
-        return tuple(names[id(node)] for _, node in nnx.iter_graph(module) if id(node) in names)
-
-    found = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+def _modules(model: nnx.Module, leaves: Sequence[str]) -> list[ModuleInfo]:
+    """List the modules, root first; what is reached in several ways has its first name."""
+    found = {path: type(node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
     in_order = sorted(found, key=lambda path: [(isinstance(key, str), key) for key in path])
-    return [ModuleInfo(join_path(path), type(found[path]), leaves(found[path])) for path in in_order]
+    ways = {join_path(path): [join_path(way[:-1]) for way in ways] for path, *ways in nnx.find_duplicates(model)}
+    return list_modules({join_path(path): found[path] for path in in_order}, leaves, ways)

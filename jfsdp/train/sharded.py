@@ -82,7 +82,8 @@ def fully_shard(
 
     Args:
       model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
-        example_inputs)`, or `(module, example_inputs, variables)` to keep weights.
+        example_inputs)`, or `(module, example_inputs, variables)` to keep weights. Sharding metadata on its parameters
+        decides nothing: see `shard_dim` and `placements`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
       strategy: a name of `STRATEGIES` or of another library, a DeepSpeed stage, or a `Strategy` of your own.
       sharding_factor: over how many neighbouring devices parameters are split, the rest holding copies: regroups the
@@ -112,11 +113,11 @@ def fully_shard(
         engine "manual", "flat", the leaves of each unit in one array that one collective moves.
 
     Raises:
-      ValueError: for unknown names, units that match nothing or claim one leaf twice, contradictions.
+      ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
 
     Warns:
-      LayoutWarning: where memory is lost: no units, padding above 1 % of a model that is not small, or weights that
-        are repeated over axis `tensor`.
+      LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
+        not small, or weights that are repeated over axis `tensor`.
     """
     _check_available(engine, storage, prefetch)
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()

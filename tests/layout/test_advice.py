@@ -115,3 +115,19 @@ def test_units_or_whole_or_small_parameters_are_not_told_aloud(options):
 def test_padding_is_told_aloud_where_it_is_large():
     with pytest.warns(LayoutWarning, match=r"padding is 50\.0 % of all that is stored, most of it in weight"):
         jfsdp.fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048
+
+
+class Sharing(nnx.Module):
+    """Two blocks around one large core."""
+
+    def __init__(self, rngs, size=1024):
+        core = Net(rngs, size)
+        self.blocks = nnx.List([nnx.Sequential(core), nnx.Sequential(core)])
+
+
+def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
+    options = {"mesh": jfsdp.make_abstract_mesh({"fsdp": 8})}
+    with pytest.warns(LayoutWarning, match=r"1,048,576 parameters that units share .* of blocks\.0, blocks\.1"):
+        jfsdp.fully_shard(Sharing, units=[nnx.Sequential], **options)
+    jfsdp.fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
+    jfsdp.fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)

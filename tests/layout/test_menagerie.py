@@ -97,7 +97,7 @@ def menagerie(strategy: str, mesh: str) -> Layout:
     leaves = tuple(MENAGERIE)
     under = {name: tuple(path for path in leaves if path.startswith(name + ".")) for name in ("body", "pair", "layers")}
     modules = [ModuleInfo("", Zoo, leaves), *(ModuleInfo(name, Zoo, paths) for name, paths in under.items())]
-    modules += [ModuleInfo("pair.embed", Zoo, under["pair"]), ModuleInfo("pair.head", Zoo, under["pair"])]
+    modules += [ModuleInfo(name, Zoo, (), under["pair"]) for name in ("pair.embed", "pair.head")]
     units = resolve_units(
         ["body", "pair", Unit("layers", stacked=1)], modules, {path: shape for path, (shape, _) in MENAGERIE.items()}
     )

@@ -255,10 +255,13 @@ def test_a_choice_of_another_kind_is_refused(choice):
         resolve(Net, choice)
 
 
-@pytest.mark.parametrize("choice", [nnx.Embed, "head", "*"])
-def test_a_tied_weight_in_one_of_two_units_beside_each_other_is_refused(choice):
-    with pytest.raises(ValueError, match=r"embed\.embedding: unit '.*' and module '.*' beside it both claim this leaf"):
-        resolve(Tied, choice)
+@pytest.mark.parametrize(
+    ("choice", "users"), [(nnx.Embed, ("embed",)), ("head", ()), ("*", ("embed", "head")), (Tied, ())]
+)
+def test_a_tied_weight_belongs_to_the_innermost_unit_around_both_its_users(choice, users):
+    owner = resolve(Tied, choice)[ROOT]
+    assert "embed.embedding" in owner.leaves
+    assert owner.shared == ((("embed.embedding", users),) if users else ())
 
 
 def test_a_tied_weight_is_one_leaf_of_the_root():
