@@ -36,7 +36,8 @@ class LocalEngine(Engine):
         layout, whole = self.layout, PartitionSpec()
         leaves = map(layout.by_path.__getitem__, arrays[0])
         at_rest = {leaf.path: layout.on_device(self.mesh, leaf, leaf.source).spec for leaf in leaves}
-        rows = PartitionSpec(layout.axes_on(self.mesh, layout.data_axes))
+        split = PartitionSpec(layout.axes_on(self.mesh, layout.data_axes))
+        rows = jax.tree.map(lambda x: split if x.ndim else whole, arrays[2])
         specs: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(arrays[3:])), "out_specs": out_specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in own}
         return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **specs)(*arrays)

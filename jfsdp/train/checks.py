@@ -85,11 +85,13 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
-        if not getattr(x, "shape", ()):
+        if not hasattr(x, "shape"):
             raise ValueError(
-                f"{name}: is {type(x).__name__} without dims; every leaf of a batch is an array of rows [B, ...]: "
-                "repeat what holds for all rows, or leave it out"
+                f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
+                "holds for all rows: leave anything else out"
             )
+        if not x.shape:
+            continue
         size = x.shape[0] * num_processes
         if size == 0 or size % (shards * accumulate):
             raise ValueError(
@@ -99,6 +101,8 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
         first = first or (name, size)
         if size != first[1]:
             raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; give every leaf as many rows")
+    if first is None:
+        raise ValueError("the batch holds numbers only, and no array of rows [B, ...]")
 
 
 def check_same_batch(batch: Any, built_for: Any) -> None:

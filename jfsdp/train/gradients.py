@@ -47,7 +47,7 @@ from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.checks import check_reduce_dtype
 from jfsdp.train.loss import Loss, as_loss, merge, over_devices
 from jfsdp.train.state import trainable
-from jfsdp.train.survey import Survey, is_key, survey
+from jfsdp.train.survey import Survey, first_rows, is_key, survey
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -254,17 +254,13 @@ class Gradients:
         """Tell whether a weight has several gradients: XLA all-reduces each by itself, and adds them afterwards."""
         if not self.apply.layout.data_axes:
             return False
-        rows = self._first_rows(batch)
+        rows = first_rows(batch, self.accumulate)
         shared = self.apply.shared_weights(self.loss_fn, source, model_state, rows)
         return any(self.apply.layout.by_path[path].trainable for path in shared)
 
-    def _first_rows(self, batch: Any) -> Any:
-        """Cut as many rows as a microbatch has, to trace what holds for all."""
-        return jax.tree.map(lambda x: x[: x.shape[0] // self.accumulate], batch)
-
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
         """Read what the loss and the model do; warn of what they do with the axes that are the model's."""
-        found = survey(self.apply, self.loss_fn, source, model_state, self._first_rows(batch), self.held)
+        found = survey(self.apply, self.loss_fn, source, model_state, first_rows(batch, self.accumulate), self.held)
         unused = [axis for axis in model_axes(self.apply.engine.mesh) if axis not in found.model_axes]
         if unused:
             warnings.warn(
@@ -373,7 +369,7 @@ def fold_keys(state: Arrays, index: jax.Array) -> Arrays:
 
 
 def split_microbatches(batch: Any, num: int, mesh: Mesh | None) -> Any:
-    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has.
+    """Cut a batch [B, ...] into [A, B/A, ...] so that every device keeps the rows it has; scalars are repeated.
 
     Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
     Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
@@ -383,6 +379,8 @@ def split_microbatches(batch: Any, num: int, mesh: Mesh | None) -> Any:
     """
 
     def split(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return jnp.broadcast_to(x, (num,))
         rows = x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
         if mesh is None:
             return rows

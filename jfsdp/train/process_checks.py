@@ -31,7 +31,7 @@ def compare_batches(batch: Any) -> None:
     kinds = [{name: kind for name, (kind, _) in found.items()} for found in told]
     remedy = "every process gives the same leaves: all its own rows, equally many, or all global arrays"
     _check_equal(kinds, remedy)
-    whose = {kind.split()[0] for kind in kinds[0].values()}
+    whose = {kind.split()[0] for kind in kinds[0].values()} - {"scalar"}
     if len(whose) > 1:
         raise ValueError(f"the batch mixes a process's own rows with global arrays: {kinds[0]}; {remedy}")
     same = max(([i for i, other in enumerate(told) if other == found] for found in told), key=len)
@@ -44,8 +44,8 @@ def compare_batches(batch: Any) -> None:
         )
 
 
-def compare_inputs(inputs: Any) -> Any:
-    """Refuse inputs of an evaluation that differ between processes, since JAX takes them to be equal; return them.
+def compare_inputs(inputs: Any) -> None:
+    """Refuse inputs of an evaluation that differ between processes, since JAX takes them to be equal.
 
     Scalars and single keys are not compared, and global arrays are the same by their making.
 
@@ -58,7 +58,6 @@ def compare_inputs(inputs: Any) -> Any:
     remedy = "an evaluation takes what is not spread over processes to be equal in all; step.shard_batch(batch) spreads"
     if compared:
         _check_equal(gather_json(_describe("inputs", compared)), f"{remedy} rows of each process's own")
-    return inputs
 
 
 def _check_equal(told: Sequence[Mapping[str, Any]], remedy: str) -> None:
@@ -76,6 +75,8 @@ def _describe(name: str, tree: Any) -> dict[str, list[str]]:
 
 
 def _kind(x: Any) -> str:
+    if not np.ndim(x):
+        return f"scalar {x}"
     return f"{'global' if is_global(x) else 'own'} {getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
 
 

@@ -343,7 +343,7 @@ class ShardedModel:
         Layout:  inputs as they come; outputs as XLA leaves them. With several processes, an input that is not a global
                  array is the same in all of them; rows of each process's own go through `TrainStep.shard_batch` first.
         Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped. With several
-                 processes, each call compares inputs that have dims and are not global arrays.
+                 processes, the first call compares inputs that have dims and are not global arrays.
 
         Raises:
           ValueError: in every process, if an input that is to be the same in all differs between them.
@@ -361,7 +361,14 @@ class ShardedModel:
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
         compiled = jax.jit(run, compiler_options=compiler_options(self.mesh))
-        return (lambda state, *xs: compiled(state, *compare_inputs(xs))) if spans_run(self.mesh) else compiled
+        first_checks = [compare_inputs] if spans_run(self.mesh) else []
+
+        def call(state: TrainState, *inputs: Any) -> Any:
+            while first_checks:
+                first_checks.pop()(inputs)
+            return compiled(state, *inputs)
+
+        return call if first_checks else compiled
 
     def grads(
         self,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -182,7 +183,8 @@ class BatchStep:
     def shard_batch(self, batch: Any) -> Any:
         """Put a batch where the step wants it: dim 0 split over the data axes.
 
-        With several processes, each calls this, and every leaf is one of two things, the same in all processes:
+        A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
+        each calls this, and every other leaf is one of two things, the same in all processes:
 
         - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's.
         - [B ...], a jax.Array over the devices of several processes: the global batch.
@@ -193,14 +195,20 @@ class BatchStep:
           ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
         """
         num = num_processes(self.mesh)
+        batch = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, (int, float)) else x, batch)
         while self._first_checks:
             self._first_checks.pop()(batch)
-        if all(isinstance(x, jax.Array) and x.committed and (num == 1 or is_global(x)) for x in jax.tree.leaves(batch)):
-            self._check_batch(batch, 1)
-            return jax.device_put(batch, batch_sharding(self.mesh))
-        self._check_batch(batch, num)
-        sharding = batch_sharding(self.mesh)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+        rows = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
+        is_whole = all(isinstance(x, jax.Array) and x.committed and (num == 1 or is_global(x)) for x in rows)
+        self._check_batch(batch, 1 if is_whole else num)
+
+        def put(x: Any) -> jax.Array:
+            sharding = batch_sharding(self.mesh, x)
+            if (is_whole and x.ndim) or is_global(x):
+                return jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(sharding, x)
+
+        return jax.tree.map(put, batch)
 
     def _check_batch(self, batch: Any, num_processes: int) -> None:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
@@ -274,8 +282,8 @@ class TrainStep(BatchStep):
         """
         check_lowers(self.mesh)
         self._check_batch(abstract_batch, 1)
-        sharding = batch_sharding(self.mesh)
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_batch)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.mesh, x))  # noqa: E731
+        batch = jax.tree.map(place, abstract_batch)
         # Lets models choose kernels for devices that are not there.
         device = self.mesh.devices.flat[0]
         is_there = device.platform == jax.default_backend()
@@ -330,9 +338,10 @@ def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) ->
     return is_once
 
 
-def batch_sharding(mesh: Any) -> NamedSharding:
-    """Return the sharding of a batch: dim 0 over all data axes. Moves no data."""
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
+    """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims. Moves no data."""
+    is_scalar = value is not None and not value.ndim
+    return NamedSharding(mesh, PartitionSpec() if is_scalar else PartitionSpec(data_axes(mesh)))
 
 
 def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:

@@ -66,11 +66,11 @@ def survey(
         return [*named.values(), loss.weight, loss.total]
 
     jaxpr = jax.make_jaxpr(after)(rows, model_state, params).jaxpr
-    num_rows, weights = len(jax.tree.leaves(rows)), sorted(params)
-    inputs = [*[""] * num_rows, *sorted(model_state), *[""] * len(weights)]
+    has_rows, weights = [x.ndim > 0 for x in jax.tree.leaves(rows)], sorted(params)
+    inputs = [*[""] * len(has_rows), *sorted(model_state), *[""] * len(weights)]
     keys = {name for name, value in model_state.items() if is_key(value)}
     whole: list[Any] = []
-    by_rows = depends_on(jaxpr, [place < num_rows for place in range(len(inputs))], whole.append)
+    by_rows = depends_on(jaxpr, has_rows + [False] * (len(inputs) - len(has_rows)), whole.append)
     by_keys = depends_on(jaxpr, [name in keys for name in inputs])
     stated = stated_axes(jaxpr, but=f"{SCOPE}.")
     problem = (
@@ -81,7 +81,7 @@ def survey(
     )
     num_shards = apply.layout.num_shards(apply.layout.data_axes)
     if is_sum and not by_rows[-2] and num_shards > 1:
-        fewer = jax.tree.map(lambda x: x[: x.shape[0] // num_shards], rows)
+        fewer = first_rows(rows, num_shards)
         weigh = lambda rows: apply.constant(lambda *inputs: as_sum(*inputs).weight, params, model_state, rows)  # noqa: E731
         weight = weigh(rows)
         is_constant = weight is not None and weight == weigh(fewer)
@@ -153,6 +153,11 @@ def _is_whole(eqn: Any) -> bool:
     if any(isinstance(axis, str) and axis.partition("_")[0] in DATA_AXES for axis in names):
         return False
     return any(entry in (None, ()) and dim not in free for dim, entry in enumerate(entries[:1]))
+
+
+def first_rows(batch: Any, parts: int) -> Any:
+    """Return the first of so many parts of a batch's rows; scalars are part of each."""
+    return jax.tree.map(lambda x: x[: x.shape[0] // parts] if x.ndim else x, batch)
 
 
 def is_key(value: Any) -> bool:

@@ -337,7 +337,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
-        ({"lr": 1.0}, r"batch\['lr'\]: is float without dims; every leaf of a batch is an array of rows"),
+        ({"name": "a"}, r"batch\['name'\]: is str; a leaf of a batch is an array of rows"),
         ({"more": np.zeros((8, 2), np.float32)}, r"batch\['targets'\] has 16 rows and batch\['more'\] has 8"),
     ],
 )
@@ -351,3 +351,26 @@ def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
     step = model.train_step(lambda model, batch: None, TX)
     with pytest.raises(ValueError, match=r"loss_fn: returned None .*; return a scalar, or jfsdp\.Loss\("):
         step(model.init(TX), make_batches(1, rows=8)[0])
+
+
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
+    """A temperature, as Python's number, numpy's or JAX's, and a key."""
+
+    def loss(model, batch):
+        noise = jax.random.normal(batch["key"], ()) * batch["scale"]
+        return token_loss(model, batch)._replace(aux={"seen": jfsdp.Max(batch["scale"] + noise * 0)})
+
+    def scaled(model, batch):
+        found = loss(model, batch)
+        return found._replace(total=found.total * batch["scale"])
+
+    model = jfsdp.fully_shard(Tower, units=[Block], engine=engine)
+    batch, rest = make_batches(1)[0], {"key": jax.random.key(0)}
+    step = model.train_step(scaled, TX, accumulate=accumulate)
+    plain, _ = model.train_step(token_loss, TX, accumulate=accumulate)(model.init(TX), batch)[1], None
+    for scale in (2.0, np.float32(2.0), jnp.float32(2.0)):
+        _, metrics = step(model.init(TX), batch | rest | {"scale": scale})
+        np.testing.assert_allclose(metrics["loss"], 2 * plain["loss"], rtol=1e-5)
+        assert float(metrics["seen"]) == 2.0
