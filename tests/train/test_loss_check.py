@@ -151,13 +151,6 @@ def test_what_a_refusal_advises_gives_the_number_of_one_device(way, loss, remedy
     np.testing.assert_allclose(metrics["loss"], reference_mean(way, plain), rtol=1e-5)
 
 
-def test_a_scalar_that_is_the_mean_of_its_parts_runs_under_the_manual_engine_without_a_warning():
-    step, state = step_for("manual", lambda model, batch: (model(batch["x"]) ** 2).mean())
-    _, metrics = step(state, BATCH)
-    wanted = (Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"]) ** 2).mean()
-    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
-
-
 def test_a_loss_is_compared_once_and_only_if_asked():
     seen = []
 
