@@ -204,7 +204,7 @@ class Backward:
             held = self.weights.take(found, item, iteration + self.gathers.shift, given)
             full = self.step.open(item, held)
         derivatives = self.step.derivatives
-        grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(id(item), []), given)
+        grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(item, []), given)
         if isinstance(item, Call):
             self.sums.add(item.unit, item.shards, iteration, grads)
         else:
@@ -220,7 +220,7 @@ class Backward:
             self.sums.turn(0)  # no call of this loop would, and its scan would take what waits for its own
             self.sums.settle(0)
         names = self.sums.make_room(loop)
-        low, high = self.step.scans[id(loop)]
+        low, high = self.step.scans[loop]
         consts, xs, stacked = run.zeros(), {}, None
         for index in reversed(range(loop.length)):
             if index == high - 1 and high > low:
@@ -234,7 +234,7 @@ class Backward:
         self, loop: Loop, run: _Iteration, carry: Any, consts: Any, ys: list[Any], records: Any, names: list[str]
     ) -> tuple[Any, Any, Any]:
         """Run the iterations that all look alike; what is on its way, what waits and what is summed is in the carry."""
-        low, high = self.step.scans[id(loop)]
+        low, high = self.step.scans[loop]
         start, gathers, sums = self.gathers.place, self.gathers, self.sums
         carry = sums.hold(carry)  # else the root's gradients wait through the whole loop, or what makes them
         sums.enter(loop, high)

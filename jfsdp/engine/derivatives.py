@@ -24,8 +24,8 @@ class Derivatives:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.fixed: dict[int, list[Any]] = {}
-        self._linears: dict[int, Linear] = {}
+        self.fixed: dict[Item, list[Any]] = {}
+        self._linears: dict[Item, Linear] = {}
 
     def is_trained(self, path: str) -> bool:
         """Tell whether a parameter has a gradient."""
@@ -39,15 +39,15 @@ class Derivatives:
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
         """Trace an item of a loop, and compute what of its residuals depends on `known` alone, the loop's constants."""
-        self._linears[id(item)] = self._linearize(item, [is_literal(atom) or atom in known for atom in item.inputs])
+        self._linears[item] = self._linearize(item, [is_literal(atom) or atom in known for atom in item.inputs])
         values = [atom.val if is_literal(atom) else known.get(atom) for atom in item.inputs]
-        self.fixed[id(item)] = self._linears[id(item)].fixed(*part(item.is_active, values))
+        self.fixed[item] = self._linears[item].fixed(*part(item.is_active, values))
 
     def of(self, item: Item) -> Linear:
         """Return the derivative of an item."""
-        if id(item) not in self._linears:
-            self._linears[id(item)] = self._linearize(item, None)
-        return self._linears[id(item)]
+        if item not in self._linears:
+            self._linears[item] = self._linearize(item, None)
+        return self._linears[item]
 
     def _linearize(self, item: Item, is_fixed: Sequence[bool] | None) -> Linear:
         full = self.full_shapes(item)

@@ -83,7 +83,7 @@ class Forward:
     def _loop(self, loop: Loop, values: list[Any], env: Env, due: Sequence[str]) -> tuple[list[Any], LoopRecord]:
         consts, carry, xs = loop.split(values)
         self._prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
-        low, high = self.step.scans[id(loop)]
+        low, high = self.step.scans[loop]
 
         def run(carry: list[Any], index: Any) -> tuple[list[Any], list[Any], Any]:
             inside = dict(zip(loop.body.inputs, [*consts, *carry, *(at(x, index) for x in xs)], strict=True))
@@ -115,21 +115,22 @@ class Forward:
 
     def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
         """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""
-        low, high = self.step.scans[id(loop)]
+        low, high = self.step.scans[loop]
         start, gathers, weights = self.gathers.place, self.gathers, self.weights
-        kept = {id(call): weights.kept[id(call)] for call in loop.calls if id(call) in weights.kept}
+        calls = [call for call in loop.calls if call in weights.kept]  # see [Note: what every process builds alike]
+        kept = [weights.kept[call] for call in calls]
 
         def body(state: Any, index: Any) -> tuple[Any, Any]:
             carry, queue, kept = state
             gathers.enter(start, queue, index - low)
-            weights.kept.update(kept)
+            weights.kept.update(zip(calls, kept, strict=True))
             carry, *rest = run(carry, index)
-            return (carry, gathers.queue, {key: weights.kept[key] for key in kept}), rest
+            return (carry, gathers.queue, [weights.kept[call] for call in calls]), rest
 
         carry = _typed(carry, loop.split(loop.body.inputs)[1])
         (carry, queue, kept), stacked = jax.lax.scan(body, (carry, gathers.queue, kept), jnp.arange(low, high))
         gathers.enter(start + len(loop.calls) * (high - low), queue, 0)
-        weights.kept.update(kept)
+        weights.kept.update(zip(calls, kept, strict=True))
         return carry, stacked
 
 

@@ -183,10 +183,10 @@ class Step:
         names, names_back = ([call.unit for call, _, _ in order] for order in (self.order, self.order_back))
         self.reached = frontiers(names, engine.prefetch.forward, "forward")
         self.reached_back = frontiers(names_back, engine.prefetch.backward, "backward")
-        self.scans = {id(item): self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
+        self.scans = {item: self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
         self.first_use = self._first_uses()
         self.root_kept: Arrays = {}
-        looped = frozenset(id(call) for call, loop, _ in self.order if loop is not None)
+        looped = frozenset(call for call, loop, _ in self.order if loop is not None)
         self.weights = Weights(engine, source, looped)
 
     def open(self, call: Call, full: Arrays) -> Arrays:

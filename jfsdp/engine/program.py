@@ -5,6 +5,12 @@ While the root is traced, every call of a unit is a `jax.jit` of a name that the
 through whatever the model does (scans, remats, conditions), and left alone it gathers where it stands: correct, and
 without prefetch. Where the trace shows it at the top, or in the body of a scan at the top whose layers it takes one by
 one, it becomes a `Call` that a schedule can gather for ahead of time.
+
+[Note: what every process builds alike]
+On several hosts each process lowers the step for itself, and collectives in another order are a hang or mixed arrays.
+So no order may come from an address or a hash. Items of a program are keys of plain dicts only: JAX sorts the keys of
+a dict in a pytree, and items cannot be sorted, so that such a dict is an error. What goes through a scan is a list in
+the order of the program; keys in pytrees are names.
 """
 
 from __future__ import annotations

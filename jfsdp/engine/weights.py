@@ -52,9 +52,9 @@ class Weights:
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
     """
 
-    def __init__(self, engine: ManualEngine, source: Arrays, looped: frozenset[int]):
+    def __init__(self, engine: ManualEngine, source: Arrays, looped: frozenset[Call]):
         self.engine, self.source, self._looped = engine, source, looped
-        self.kept: dict[int, Any] = {}
+        self.kept: dict[Call, Any] = {}
 
     def _stored(self, call: Call) -> dict[str, int]:
         return stored_shards(self.engine.layout, call.shards)
@@ -80,7 +80,7 @@ class Weights:
 
     def fetch_back(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the backward; None where there is nothing to wait for."""
-        if id(call) not in self.kept:
+        if call not in self.kept:
             return self.fetch(call, iteration, tie)
         return self._regather(call, iteration, tie) if self.engine.moves(call, "kept") else None
 
@@ -88,11 +88,11 @@ class Weights:
         """Return a call's full weights as they are stored: those found on their way, or those that are here."""
         if found is not None:
             return found
-        return self._regather(call, iteration, tie) if id(call) in self.kept else self.gather(call, iteration, tie)
+        return self._regather(call, iteration, tie) if call in self.kept else self.gather(call, iteration, tie)
 
     def _regather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
-        kept = self.kept[id(call)]
-        if id(call) in self._looped:
+        kept = self.kept[call]
+        if call in self._looped:
             kept = jax.tree.map(lambda x: at(x, iteration), kept)
         return self.movement(call).regather(after(kept, tie))
 
@@ -106,7 +106,7 @@ class Weights:
             keep = self._keeps(call)
             if keep is not None:
                 shapes = jax.eval_shape(keep, self.engine.full_shapes(self._shapes(call)))
-                self.kept[id(call)] = jax.tree.map(lambda x: zeros((loop.length, *x.shape), x.dtype), shapes)
+                self.kept[call] = jax.tree.map(lambda x: zeros((loop.length, *x.shape), x.dtype), shapes)
 
     def keep(self, call: Call, full: Arrays, iteration: Any) -> None:
         """Keep of full weights what the backward is to find."""
@@ -114,9 +114,9 @@ class Weights:
         if keep is None:
             return
         new = keep(full)
-        if id(call) in self._looped:
-            new = jax.tree.map(lambda all, x: put_at(all, iteration, x), self.kept[id(call)], new)
-        self.kept[id(call)] = new
+        if call in self._looped:
+            new = jax.tree.map(lambda all, x: put_at(all, iteration, x), self.kept[call], new)
+        self.kept[call] = new
 
 
 def at(value: jax.Array, index: Any) -> jax.Array:
