@@ -203,7 +203,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         parts = build(config, stored, fields_of_weights(config))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    enable_compilation_cache(config.cache_dir)
+    if enable_compilation_cache(config.cache_dir) is None and config.cache_dir is not None:
+        print("note: --cache-dir is not used: XLA loses the order of collectives in programs for several CPU devices")
     from jfsdp.train.run.training import Run
 
     run = Run(config, parts, run_dir, open_checkpoints, loader_of(config), describe, begin)

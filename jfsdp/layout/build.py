@@ -16,10 +16,10 @@ from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
-from jfsdp.layout.select import Selector, describe, select_leaves
+from jfsdp.layout.select import Selector, select_leaves
 from jfsdp.layout.strategy import Split, Strategy, get_strategy, show
 from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage
-from jfsdp.layout.units import UnitInfo
+from jfsdp.layout.units import UnitInfo, describe
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
 Placements = Mapping[Any, str | int | Strategy | PartitionSpec]

@@ -9,6 +9,7 @@ from typing import Any
 from jfsdp.layout.precision import is_inexact, item_bytes
 from jfsdp.layout.strategy import Strategy, show
 from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage, num_parameters
+from jfsdp.layout.units import describe
 
 GIB = 2**30
 
@@ -72,7 +73,7 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
                 "stacked": unit.stacked,
                 "num_leaves": len(unit.leaves),
                 "reshard_after_forward": policy.reshard_after_forward,
-                "remat": policy.remat if isinstance(policy.remat, (str, tuple)) else repr(policy.remat),
+                "remat": policy.remat if isinstance(policy.remat, (str, tuple)) else describe(policy.remat),
             }
             for unit, policy in zip(layout.units, layout.policies, strict=True)
         ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.layout.units import matches_glob
+from jfsdp.layout.units import describe, matches_glob
 
 Selector = str | type | Callable[[str, jax.ShapeDtypeStruct], bool]
 
@@ -33,6 +33,7 @@ def select_leaves(
     if selectors is None:
         return {}
     given = selectors if isinstance(selectors, (list, tuple, set, frozenset)) else [selectors]
+    given = sorted(given, key=describe) if isinstance(given, (set, frozenset)) else given
     chosen: dict[str, str] = {}
     for selector in given:
         paths = [path for path, leaf in leaves.items() if chooses(what, selector, path, leaf, types)]
@@ -54,11 +55,6 @@ def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, typ
     raise ValueError(
         f"{what} {selector!r} is neither a path glob, a class of variables, nor a predicate f(path, shape)"
     )
-
-
-def describe(selector: Any) -> str:
-    """Write a selector in words. Moves no data."""
-    return repr(selector) if isinstance(selector, str) else getattr(selector, "__name__", repr(selector))
 
 
 def _chooses_nothing(what: str, selector: Any, leaves: Mapping[str, Any], types: Mapping[str, type]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -161,7 +162,7 @@ def _match_all(
         for path in paths:
             if path in matched:
                 raise ValueError(
-                    f"{path or '(root)'}: units {_describe(matched[path].match)} and {_describe(unit.match)} "
+                    f"{path or '(root)'}: units {describe(matched[path].match)} and {describe(unit.match)} "
                     "both claim this module and its leaves; remove one of them"
                 )
             matched[path] = unit
@@ -255,12 +256,16 @@ def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
     return int(len(shapes) > 1 and same and ranks[0] >= 2 and ranks[-1] >= 3)
 
 
-def _describe(match: Any) -> str:
-    return match.__name__ if hasattr(match, "__name__") else repr(match)
+def describe(choice: Any) -> str:
+    """Write a glob, a class or a function in words: without its address, which differs from process to process.
+
+    Moves no data.
+    """
+    return getattr(choice, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(choice))
 
 
 def _nothing_matches(match: Any, modules: Sequence[ModuleInfo]) -> str:
     classes = sorted({module.cls.__name__ for module in modules})
     paths = sorted((module.path for module in modules if module.path), key=_depth)
     shown = ", ".join(paths[:12]) + (f", ... ({len(paths)} in all)" if len(paths) > 12 else "")
-    return f"unit {_describe(match)} matches no module; classes: {', '.join(classes)}; paths: {shown}"
+    return f"unit {describe(match)} matches no module; classes: {', '.join(classes)}; paths: {shown}"

@@ -5,9 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from jfsdp.launch.runtime import configure_xla, initialize_processes, merge_flags, without_plugin_chatter
+from jfsdp.launch.runtime import (
+    configure_xla,
+    enable_compilation_cache,
+    initialize_processes,
+    merge_flags,
+    without_plugin_chatter,
+)
 from jfsdp.train.run.stop import StopSignal
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +41,13 @@ def test_a_coordinator_without_its_numbers_is_refused():
         initialize_processes("localhost:1234", None, None)
     with pytest.raises(ValueError, match="belong to --coordinator"):
         initialize_processes(None, 2, 0)
+
+
+def test_programs_for_several_cpu_devices_are_not_loaded_from_a_cache(tmp_path):
+    """XLA:CPU (jaxlib 0.10.2) forgets on the disk in which order their collectives run."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    assert enable_compilation_cache(tmp_path) is None
+    assert jax.config.jax_compilation_cache_dir == before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -99,7 +99,7 @@ class TrainConfig(StepOptions):
     deterministic: bool = False
     """Bit-for-bit repeatable on GPUs too, and slower."""
     cache_dir: Location = None
-    """Compiled programs are kept here; default: ~/.cache/jfsdp."""
+    """Compiled programs are kept here, but those for several CPU devices; default: ~/.cache/jfsdp."""
     coordinator: Annotated[str | None, optional(str, "HOST:PORT")] = None
     """HOST:PORT of process 0, or auto under Slurm and the like; default: JAX_COORDINATOR_ADDRESS, or one process."""
     num_processes: Number = None
