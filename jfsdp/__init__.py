@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from jfsdp.plan.audit import audit
     from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
+    from jfsdp.train.fully_shard import fully_shard
     from jfsdp.train.job import Job, find_job
     from jfsdp.train.loss import Loss, Max, Mean
     from jfsdp.train.loss_scale import LossScale
     from jfsdp.train.low_precision import low_precision_state
     from jfsdp.train.reshard import reshard
     from jfsdp.train.separate import separate
-    from jfsdp.train.sharded import ShardedModel, fully_shard
+    from jfsdp.train.sharded import ShardedModel
     from jfsdp.train.state import TrainState
     from jfsdp.train.step import TrainStep
 
@@ -51,7 +52,8 @@ _HOMES = {
     "train.low_precision": ("low_precision_state",),
     "train.reshard": ("reshard",),
     "train.separate": ("separate",),
-    "train.sharded": ("ShardedModel", "fully_shard"),
+    "train.fully_shard": ("fully_shard",),
+    "train.sharded": ("ShardedModel",),
     "train.state": ("TrainState",),
     "train.step": ("TrainStep",),
 }

@@ -130,7 +130,7 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     Raises:
       ValueError: for values and combinations that cannot be.
     """
-    from jfsdp.train.sharded import fully_shard
+    from jfsdp.train.fully_shard import fully_shard
 
     return fully_shard(job.model, mesh=mesh, units=job.units, **sharding_arguments(options))
 

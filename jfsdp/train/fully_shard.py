@@ -1,0 +1,190 @@
+"""The way in: from a Flax model, a mesh and a strategy to a sharded model."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jfsdp.engine.schedule import Prefetch, as_prefetch
+from jfsdp.layout.advice import LayoutWarning, advise_memory
+from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.flat import STORAGE_FORMS
+from jfsdp.layout.mesh import (
+    DATA_AXES,
+    MODEL_AXES,
+    group_mesh,
+    make_mesh,
+    model_axes,
+    model_mesh,
+    node_size,
+    num_data_shards,
+    num_processes,
+    spans_processes,
+)
+from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
+from jfsdp.layout.precision import MixedPrecisionPolicy
+from jfsdp.layout.rules import DEFAULT_MIN_SIZE
+from jfsdp.layout.strategy import Strategy, get_strategy
+from jfsdp.layout.units import resolve_units
+from jfsdp.modules.model import as_model
+from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.sharded import ShardedModel
+
+
+def fully_shard(
+    model: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    strategy: str | int | Strategy = "full_shard",
+    sharding_factor: int | None = None,
+    units: Any = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    remat: Remat = "full",
+    engine: str = "auto",
+    prefetch: int | Prefetch | None = None,
+    storage: str = "per_parameter",
+    min_size: int | None = None,
+    shard_dim: ShardDim | None = None,
+    frozen: Selectors = None,
+    ignored: Selectors = None,
+    placements: Placements | None = None,
+    per_unit: Mapping[str, Mapping[str, Any]] | None = None,
+    loss_scale: LossScale | None = None,
+) -> ShardedModel:
+    """Decide where every parameter of a Flax model stands on a mesh. Moves no data and allocates nothing.
+
+    Args:
+      model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
+        example_inputs)`, or `(module, example_inputs, variables)` to keep weights. Sharding metadata on its parameters
+        decides nothing: see `shard_dim` and `placements`.
+      mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
+      strategy: a name of `STRATEGIES` or of another library, a DeepSpeed stage, or a `Strategy` of your own.
+      sharding_factor: over how many neighbouring devices parameters are split, the rest holding copies: regroups the
+        mesh. 1 is ddp, all is full_shard, between is hybrid.
+      units: what is gathered together: module classes, path globs, predicates, `by_size(n)`, `Unit`s; the rest is the
+        root unit, gathered once per step.
+      mp_policy: precision; default none, everything in the dtype of the parameters.
+      offload_policy: what waits in host memory.
+      reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
+        True, False; n: split n ways over neighbouring devices until the backward.
+      remat: what a unit saves between forward and backward; see `UnitPolicy`.
+      min_size: leaves with fewer elements (per layer) are replicated, and never offloaded. None: 1024, and 0 where
+        storage is "flat".
+      shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
+      frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
+        modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
+      ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
+      placements: by selector (as in `frozen`), the strategy of some leaves, or the PartitionSpec of their `param`.
+      per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
+        root).
+      loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
+      engine: "auto" leaves collectives and their order to XLA; "manual" writes them out, inside a `shard_map`, where
+        each device sees its own rows.
+      prefetch: for engine "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
+        None is 1.
+      storage: how parameters, gradients and optimizer states stand: "per_parameter", each in its own shape; or, for
+        engine "manual", "flat", the leaves of each unit in one array that one collective moves.
+
+    Raises:
+      ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
+
+    Warns:
+      LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
+        not small, or weights that are repeated over axis `tensor`.
+    """
+    _check_available(engine, storage, prefetch)
+    mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
+    _check_mesh(mesh)
+    with model_mesh(mesh):
+        flax_model = as_model(model)
+    mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
+    shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
+    resolved = resolve_units(units, flax_model.modules, shapes)
+    policies = resolve_policies(
+        resolved,
+        strategy=strategy,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        remat=remat,
+        per_unit=per_unit,
+        node_size=functools.cache(functools.partial(node_size, mesh)),
+    )
+    layout = build_layout(
+        flax_model.params,
+        resolved,
+        policies,
+        mesh=mesh,
+        strategy=strategy,
+        mp_policy=mp_policy,
+        min_size=(0 if storage == "flat" else DEFAULT_MIN_SIZE) if min_size is None else min_size,
+        rules=LeafRules(shard_dim, frozen, ignored, placements),
+        types=flax_model.types,
+        offload=offload_policy,
+        storage=storage,
+    )
+    for warning in advise_memory(layout):
+        warnings.warn(warning, LayoutWarning, stacklevel=2)
+    is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
+    schedule = as_prefetch(prefetch) if engine == "manual" else None
+    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), schedule)
+
+
+_GROUPED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
+
+
+def _arrange(mesh: Mesh | AbstractMesh, strategy: Strategy, factor: int | None) -> tuple[Mesh | AbstractMesh, Strategy]:
+    """Regroup the mesh for a sharding factor, and return the strategy that it stands for.
+
+    Source: PyTorch FSDP (arXiv 2304.11277), section 3.2.
+    """
+    if factor is None:
+        return mesh, strategy
+    if strategy.name not in _GROUPED:
+        raise ValueError(
+            f"sharding_factor={factor} says how far parameters are split, and so does strategy {strategy.name!r}; "
+            f"leave one of them out, or use {' or '.join(_GROUPED)}"
+        )
+    name = _GROUPED[strategy.name]
+    if factor in (1, num_data_shards(dict(mesh.shape))):
+        name = "ddp" if factor == 1 else strategy.name
+    return group_mesh(mesh, factor), get_strategy(name)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh {mesh!r} is a {type(mesh).__name__}; pass jfsdp.make_mesh(fsdp=8), say")
+    for axis, size in mesh.shape.items():
+        if axis not in (*DATA_AXES, *MODEL_AXES) and size > 1:
+            raise ValueError(
+                f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
+                f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
+            )
+    for axis in model_axes(mesh):
+        if spans_processes(mesh, axis):
+            raise ValueError(
+                f"mesh axis {axis!r} (size {mesh.shape[axis]}) spans processes, and each process gives rows of its own "
+                f"to a batch; a process has {mesh.size // num_processes(mesh)} of the mesh's devices: take a size that "
+                "divides that, or start one process per host, with all devices of the host"
+            )
+
+
+ENGINES = ("auto", "manual")
+
+
+def _check_available(engine: str, storage: str, prefetch: Any) -> None:
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
+    if storage not in STORAGE_FORMS:
+        raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
+    if storage == "flat" and engine == "auto":
+        raise ValueError(
+            "storage='flat': engine 'auto' leaves collectives to XLA, which moves leaf by leaf; use engine='manual'"
+        )
+    if prefetch is not None and engine == "auto":
+        raise ValueError(f"prefetch={prefetch!r}: engine 'auto' leaves the order of gathers to XLA; leave it None")
