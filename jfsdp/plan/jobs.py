@@ -7,18 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
 from jfsdp.layout.table import Layout
-from jfsdp.plan.alone import measure_alone, size_of
-from jfsdp.plan.formula import Formula, Shapes, memory_formula
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
 from jfsdp.plan.tpus import Slice
-from jfsdp.train.account import account
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
@@ -146,23 +142,3 @@ def plan_job(
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,
     )
-
-
-def foretell_memory(options: StepOptions, cluster: Cluster) -> Formula:
-    """Say by formula what a step of engine "manual" should take: only its units are compiled, each alone on one GPU.
-
-    Raises:
-      PlanUnavailable: without a compiler for this GPU.
-      ValueError: for options that training would refuse, for engine "auto", and for jobs without tokens.
-    """
-    job = find_planned_job(options)
-    if options.engine != "manual" or job.vocab_size is None:
-        raise ValueError(f"{job.name}: the formula is of engine 'manual' (not {options.engine!r}) and of tokens")
-    planned = shard_planned(options, job, num_devices=cluster.num_devices)
-    layout, state = planned.model.layout, planned.model.abstract_state(planned.tx)
-    batch = job.batch(planned.work.rows, planned.seq_len)
-    device = topology_devices(dataclasses.replace(cluster, nodes=1, gpus_per_node=1))[0]
-    alone = measure_alone(planned.step.apply, job.loss, batch, state.model_state, device)
-    shapes = Shapes(planned.work.rows, planned.seq_len, job.vocab_size, batch_bytes=size_of(jax.tree.leaves(batch)))
-    assert planned.step.prefetch is not None
-    return memory_formula(layout, account(state).total, shapes, alone, prefetch=planned.step.prefetch)
