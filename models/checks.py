@@ -11,7 +11,7 @@ MOST_LAYERS, MOST_HEADS, MOST_SIZE = 4096, 65_536, 2**31 - 1
 
 def is_count(value: Any, most: int) -> bool:
     """Tell whether a value is a whole number from 1 to `most`; True and 1.0 are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= value <= most
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
 def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:

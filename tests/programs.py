@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ class LinenStack(linen.Module):
     @linen.compact
     def __call__(self, tokens):
         x = linen.Embed(VOCAB, 16, name="embed")(tokens)
-        rngs = {"params": True, "dropout": True}
+        rngs: Any = {"params": True, "dropout": True}
         layers = linen.scan(LinenLayer, variable_axes={"params": 0}, split_rngs=rngs, length=NUM_LAYERS)
         return linen.Dense(VOCAB, name="head")(layers(name="layers")(x, None)[0])
 
@@ -100,11 +101,15 @@ MODELS = {
     "linen": ((LinenStack(), (jax.ShapeDtypeStruct((1, 6), jnp.int32),)), [jfsdp.Unit(LinenPart, stacked=1)]),
 }
 
-LABELS = lambda params: {name: "slow" if "a" in name else "fast" for name in params}  # noqa: E731
+
+def labels(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: "slow" if "kernel" in str(path) else "fast", params)
+
+
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
-    "masked": optax.adamw(1e-3, mask=lambda params: {name: x.ndim > 1 for name, x in params.items()}),
-    "partition": optax.partition({"slow": optax.sgd(1e-3), "fast": optax.adam(1e-2)}, LABELS),
+    "masked": optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "partition": optax.partition({"slow": optax.sgd(1e-3), "fast": optax.adam(1e-2)}, labels),
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
 }
 

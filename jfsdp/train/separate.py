@@ -27,4 +27,4 @@ def separate(**optimizers: optax.GradientTransformation) -> optax.GradientTransf
         updates, after = tx.update(updates, state[only], params, **extra)
         return updates, {**state, only: after}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]

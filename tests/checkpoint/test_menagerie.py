@@ -49,11 +49,11 @@ def loss(model, batch):
 
 
 def real_or_complex(params: Any) -> Any:
-    return {name: "complex" if jnp.iscomplexobj(x) else "real" for name, x in params.items()}
+    return jax.tree.map(lambda x: "complex" if jnp.iscomplexobj(x) else "real", params)
 
 
 def parts_of(params: Any) -> Any:
-    return {name: "matrices" if x.ndim > 1 else "other" for name, x in params.items()}
+    return jax.tree.map(lambda x: "matrices" if x.ndim > 1 else "other", params)
 
 
 OPTIMIZERS = {

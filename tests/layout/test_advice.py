@@ -1,6 +1,7 @@
 """Warnings about layouts: each absurd setting is told, and an ordinary one is not."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ class Sharing(nnx.Module):
 
 
 def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
-    options = {"mesh": jfsdp.make_abstract_mesh({"fsdp": 8})}
+    options: Any = {"mesh": jfsdp.make_abstract_mesh({"fsdp": 8})}
     with pytest.warns(LayoutWarning, match=r"1,048,576 parameters that units share .* of blocks\.0, blocks\.1"):
         jfsdp.fully_shard(Sharing, units=[nnx.Sequential], **options)
     jfsdp.fully_shard(Sharing, units=[nnx.Sequential, Net], **options)

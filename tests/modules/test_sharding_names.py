@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
@@ -97,7 +98,7 @@ def test_a_stack_with_names_trains_as_on_one_device_and_the_loss_sees_the_names(
 def test_an_instance_that_flax_has_placed_on_a_mesh_trains_as_its_factory():
     mesh = jax.make_mesh((8,), ("mlp",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh), nn.logical_axis_rules((("embed", None), ("mlp", "mlp"))):
-        instance = nnx.jit(lambda: Net(nnx.Rngs(0)))()
+        instance: Any = nnx.jit(lambda: Net(nnx.Rngs(0)))()
     assert instance.blocks[0].up.kernel.sharding.spec == PartitionSpec(None, "mlp")
     losses = [
         train_sharded(jfsdp.fully_shard(source, units=[Block], min_size=1), loss, [data()])[0]
@@ -143,8 +144,8 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = self.partition(nn.initializers.lecun_normal(), ("embed", "mlp"))
-        x = nn.with_logical_constraint(x, ("batch", "embed"))
-        h = nn.with_logical_constraint(nn.relu(nn.Dense(2 * DIM, kernel_init=init)(x)), ("batch", "mlp"))
+        x = with_logical_constraint(x, ("batch", "embed"))
+        h = with_logical_constraint(nn.relu(nn.Dense(2 * DIM, kernel_init=init)(x)), ("batch", "mlp"))
         return x + nn.Dense(DIM)(h)
 
 

@@ -110,6 +110,7 @@ def test_a_gan_with_two_optimizers_equals_one_device(form):
     model = shard(form, Gan, 4)
     state = model.init(tx)
     steps = {name: model.grads(loss) for name, loss in losses.items()}
+    params: Any
     graphdef, params, rest = nnx.split(Gan(nnx.Rngs(0)), nnx.Param, ...)
     states = {name: optimizer.init(params) for name, optimizer in optimizers.items()}
     rng = np.random.default_rng(0)
@@ -184,4 +185,5 @@ def test_linen_variables_come_back_with_all_collections():
     wanted = model.forward(lambda model, x: model(x, train=False))(state, x)
     assert jax.tree.structure(variables) == jax.tree.structure(Normed().init(jax.random.key(0), x))
     assert np.asarray(variables["batch_stats"]["BatchNorm_0"]["mean"]).any(), "the statistics of the loss are kept"
-    np.testing.assert_allclose(Normed().apply(variables, x, train=False), wanted, rtol=1e-5, atol=1e-6)
+    found: Any = Normed().apply(variables, x, train=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

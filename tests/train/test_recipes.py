@@ -22,7 +22,7 @@ from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 
 STEPS, RATE, LIMIT = 3, 1e-2, 1e-3
-path_aware_map = traverse_util.path_aware_map
+path_aware_map: Any = traverse_util.path_aware_map
 
 
 def source(api: str, form: str) -> Any:

@@ -125,7 +125,7 @@ def collectives(model: jfsdp.ShardedModel, tx: Any) -> dict[str, int]:
     state = model.abstract_state(tx)
     params = {path: x for path, x in state.params.items() if model.layout.by_path[path].trainable}
     shardings = jax.tree.map(lambda x: x.sharding, (params, state.opt_state))
-    update = functools.partial(ShardedOptimizer(model.engine, model.model.tree, tx).update, value=jnp.zeros(()))
+    update = functools.partial(ShardedOptimizer(model.engine, model.model.tree, tx).update, extra={})
     text = jax.jit(update, out_shardings=shardings).lower(params, state.opt_state, params).compile().as_text() or ""
     pattern = r"= (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
     found = {}
