@@ -138,11 +138,7 @@ class Check:
         for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
             size = sum(excess[part] for part in chosen) / 2
             needs_loss = group_only(self.layout) or is_beyond_xla(self.layout)
-            why = (
-                "; this layout needs a loss that is a sum over rows (a jfsdp.Loss), else XLA reduces it"
-                if needs_loss
-                else ""
-            )
+            why = "; this layout needs a loss that is a sum (a jfsdp.Loss), else XLA reduces it" if needs_loss else ""
             yield self._finding(
                 "all-reduce",
                 chosen,

@@ -166,7 +166,7 @@ def _numbers(loss: Loss, weight: float) -> dict[str, float]:
 def allowed_error(dtypes: Iterable[Any], platform: str) -> float:
     """Return the relative error of a sum over rows that rounding explains.
 
-    XLA gives a device the same rows in both programs, so that on CPUs no bit differed (measured). Where it takes other
+    XLA gives a device the same rows in both programs, so on CPUs no bit differed (measured). Where it chooses other
     kernels, a row may differ by some units in the last place of the lowest dtype that it passes through (assumed: on
     average less than two), and float32 sums by their order.
     """
