@@ -4,6 +4,7 @@ A row is a setting on a model, `manual, kept: scan`; without any, all of them. A
 and after a history of memory, that follow its seed, and prints one line of JSON: by row, a digest of each part.
 """
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -113,6 +114,8 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
 }
 
+CHOSEN = {"embed", functools.partial(lambda unit, path, x: f".{unit}." in path, "a")}
+POLICY = jax.checkpoint_policies.everything_saveable
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16")
 MANUAL, GROUPS = {"engine": "manual"}, {"replica": 2, "fsdp": 4}
 FLAT, LISTS = MANUAL | {"storage": "flat"}, MANUAL | {"prefetch": "lists"}
@@ -146,7 +149,7 @@ SETTINGS = {
     "manual, hybrid zero2": (MANUAL | {"strategy": "hybrid_shard_zero2", **GROUPS}, TWICE),
     "manual, hfsdp": (MANUAL | {"strategy": "hfsdp", **GROUPS}, {}),
     "manual, hpz": (MANUAL | {"strategy": "hpz", **NEIGHBOURS, **GROUPS}, TWICE),
-    "manual, frozen": (MANUAL | KEPT | {"frozen": ["embed", "**.a"]}, {}),
+    "manual, chosen by functions": (MANUAL | KEPT | {"frozen": CHOSEN, "remat": POLICY}, {}),
     "manual, offloaded": (MANUAL | {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
     "manual, float16": (MANUAL | {"mp_policy": jfsdp.MixedPrecisionPolicy("float16")}, TWICE),
     "flat": (FLAT, {}),

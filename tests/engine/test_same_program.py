@@ -12,10 +12,10 @@ from tests.programs import ROWS
 
 SOME = [
     "manual, kept: scan",
+    "manual, chosen by functions: list",
     "manual, neighbours: scan",
     "flat, hybrid zero2: scan",
-    "manual, lists: list",
-    "auto: linen",
+    "manual, lists: linen",
 ]
 
 
