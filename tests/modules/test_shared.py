@@ -108,11 +108,15 @@ def test_a_module_that_two_parents_hold_trains_as_on_one_device(units):
     assert model.layout.by_path["blocks.0.core.linear.kernel"].unit == owner
 
 
+def others_as_proofs(quick):
+    return [units if units == quick else pytest.param(units, marks=pytest.mark.proof) for units in UNITS]
+
+
 in_place = pytest.mark.filterwarnings("ignore:units .* are called inside another unit")
 
 
 @in_place
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("units", others_as_proofs("beside"))
 def test_a_module_that_two_parents_hold_trains_under_the_manual_engine_too(units):
     options = {
         "nested": {"reshard_after_forward": False},
@@ -222,6 +226,6 @@ def test_a_linen_module_that_two_parents_hold_trains_as_on_one_device(units):
 
 
 @in_place
-@pytest.mark.parametrize("units", LINEN_UNITS)
+@pytest.mark.parametrize("units", others_as_proofs("nested"))
 def test_a_linen_module_that_two_parents_hold_trains_under_the_manual_engine_too(units):
     check_manual(linen_net(has_state=False), LINEN_UNITS[units])
