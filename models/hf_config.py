@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from .checks import MOST_SIZE, is_count
@@ -66,7 +67,7 @@ class Options:
           ValueError: if it is none, or infinite.
         """
         value = self.take(name, default)
-        if isinstance(value, bool) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"{name}={value!r} must be positive and finite; fetch config.json again")
         return value
 

@@ -64,6 +64,17 @@ def _first_processes() -> tuple[int, ...]:
     return tuple(names.index(name) for name in names)
 
 
+def wait_for_all(place: str) -> None:
+    """Wait until every process of the run is here.
+
+    Raises:
+      RuntimeError: if others are at another place.
+    """
+    told = gather_json(place)
+    if set(told) != {place}:
+        raise RuntimeError(f"the processes of the run are at different places: {told}; were all started alike?")
+
+
 def gather_json(value: Any) -> list[Any]:
     """Collect every process's value, plain JSON, in the order of the processes, on all of them.
 

@@ -103,10 +103,11 @@ def initialize_processes(coordinator: str | None, num_processes: int | None, pro
 def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     """Keep compiled programs on disk, so that the next start of the same program skips compiling.
 
-    Not where the devices are several of a CPU; returns None then. XLA:CPU (jaxlib 0.10.2) orders all collectives of a
-    program that it compiles. In one that it loads, those inside a loop and those outside are ordered by data alone, and
-    JAX gives most of them the same channel: devices then wait for each other for ever, or mix arrays up. This can go
-    when a loaded program keeps the order (docs/log.md, 2026-11-22, says how to see it).
+    Not where the devices are several of a CPU: there JAX's cache is turned off, and None returned. XLA:CPU (jaxlib
+    0.10.2) orders all collectives of a program that it compiles. In one that it loads, those inside a loop and those
+    outside are ordered by data alone, and JAX gives most of them the same channel: devices then wait for each other for
+    ever, or mix arrays up. This can go when a loaded program keeps the order (docs/log.md, 2026-11-22, says how to see
+    it).
 
     Args:
       directory: None: `$XDG_CACHE_HOME/jfsdp` or `~/.cache/jfsdp`. A subdirectory per kind of processor is used below
@@ -115,6 +116,7 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     import jax
 
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)  # whatever JAX_COMPILATION_CACHE_DIR says
         return None
     path = (Path(directory).expanduser() if directory else default_cache_dir()) / _machine()
     jax.config.update("jax_compilation_cache_dir", str(path))

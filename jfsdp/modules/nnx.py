@@ -119,12 +119,16 @@ def _make(factory: Any, seed: Any) -> nnx.Module:
     """Make a model inside a trace.
 
     Its sharding metadata stays metadata. By default Flax states it when a variable is made, and refuses logical names
-    without rules, and any without a mesh in context.
+    without rules, and any without a mesh in context. A variable remembers that; here it forgets, or trees of it would
+    not be those of the user's own model.
     """
     with nnx.use_eager_sharding(False):
         model = factory(nnx.Rngs(seed))
     if not isinstance(model, nnx.Module):
         raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable):
+            node.set_metadata("eager_sharding", nnx.using_eager_sharding())
     return _with_data(model)
 
 

@@ -190,9 +190,12 @@ class _PureCall:
 
 def _changed(state: nnx.State, before: Sequence[Any]) -> nnx.State:
     """Return the variables that a call changed: inside a transform of JAX, writing any other would be an error."""
-    values = iter(before)
-    is_new = lambda variable: any([new is not next(values) for new in jax.tree.leaves(variable)])  # noqa: C419, E731
-    return nnx.from_flat_state([(path, variable) for path, variable in nnx.to_flat_state(state) if is_new(variable)])
+    values, changed = iter(before), []
+    for path, variable in nnx.to_flat_state(state):
+        pairs = [(new, next(values)) for new in jax.tree.leaves(variable)]
+        if any(new is not old for new, old in pairs):
+            changed.append((path, variable))
+    return nnx.from_flat_state(changed)
 
 
 def _variables(nodes: Any) -> list[tuple[Any, nnx.Variable]]:

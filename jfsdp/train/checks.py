@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from jfsdp.layout.mesh import DATA_AXES
@@ -85,12 +87,13 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
-        if not hasattr(x, "shape"):
+        is_key = jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+        if is_key or not (hasattr(x, "shape") or isinstance(x, (int, float))):
             raise ValueError(
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
-                "holds for all rows: leave anything else out"
+                "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own)"
             )
-        if not x.shape:
+        if not np.ndim(x):
             continue
         size = x.shape[0] * num_processes
         if size == 0 or size % (shards * accumulate):
@@ -119,10 +122,24 @@ def check_same_batch(batch: Any, built_for: Any) -> None:
         )
 
 
+def check_own_rows(given: int, before: int | None) -> int:
+    """Refuse another number of a process's own rows than before, which the other processes would not know of.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    if before not in (None, given):
+        raise ValueError(
+            f"the batch has {given} rows of this process's own, and had {before}; with several processes all give as "
+            "many at every step: drop or pad the last rows"
+        )
+    return given
+
+
 def batch_shape(batch: Any) -> Any:
     """Return dtypes and shapes of a batch's arrays but for their rows, as a step is built for. Moves no data."""
     # The dtype as JAX takes it: without 64 bits unless they are asked for.
-    return jax.tree.map(lambda x: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}", batch)
+    return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x)[1:])}", batch)
 
 
 def check_kept_types(old: TrainState, new: TrainState) -> None:

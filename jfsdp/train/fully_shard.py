@@ -88,8 +88,8 @@ def fully_shard(
         each device sees its own rows.
       prefetch: for engine "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
         None is 1.
-      storage: how parameters, gradients and optimizer states stand: "per_parameter", each in its own shape; or, for
-        engine "manual", "flat", the leaves of each unit in one array that one collective moves.
+      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or, for engine "manual",
+        "flat", the leaves of each unit in one array that one collective moves. Optimizer states are leaf by leaf.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.

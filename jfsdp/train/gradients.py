@@ -240,7 +240,7 @@ class Gradients:
                 )
             return axes
         if not found.is_sum and not problem:
-            problem = "the loss is a scalar, which may not be the mean of its parts (a sum over rows: jfsdp.Loss)"
+            problem = "the loss is a scalar, and may not be a sum over rows by a count (if it is, return a jfsdp.Loss)"
         if problem and axes and self.accumulate > 1:
             check_reduce_dtype(self.apply.layout, once=False)
             warnings.warn(

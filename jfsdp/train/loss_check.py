@@ -79,7 +79,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     problem = _difference(gradients, way, jaxpr, whole, parts, sizes)
     if problem and _draws_elsewhere(jaxpr):
         reason = "from random keys that are not in the model's state, and on each device others than for all rows"
-        warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=3)
+        warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=4)
     elif problem:
         raise ValueError(f"{problem}; {_remedy(gradients, way, problem)}; check_loss=False skips this comparison")
 
@@ -141,7 +141,8 @@ def _difference(gradients: Gradients, way: WrittenOut, jaxpr: Any, whole: Loss, 
     weights = (1.0,) * 3 if way.is_sum else (whole.weight, parts.weight, parts.weight)
     ones, others, largest = map(_numbers, (whole, parts, sizes), weights)
     for name, one in ones.items():
-        other, size = others[name], max(abs(one), largest[name])
+        # A sum of terms of both signs may be small beside its terms: as many units as were counted are its scale.
+        other, size = others[name], max(abs(one), largest[name], abs(sizes.weight) if way.is_sum else 1.0)
         limit = _SUMS * size if name == "weight" else error * size
         if name.endswith(("]", "].total")) and one.is_integer() and other.is_integer():
             # Where two logits are equal but for rounding, which is larger is chance: as in `correct` of a classifier.
@@ -183,7 +184,8 @@ def _draws_elsewhere(jaxpr: Any) -> bool:
 
 def _remedy(gradients: Gradients, way: WrittenOut, problem: str = "") -> str:
     if "loss_fn: aux" in problem:
-        return f"of the rows at hand an aux value is {METRIC}"
+        of_scalar = "" if way.is_sum else " (beside a loss that does not count its rows, a sum is none: use jfsdp.Mean)"
+        return f"of the rows at hand an aux value is {METRIC}{of_scalar}"
     other = " and ".join(_asked(gradients).values())
     if not way.is_sum:
         count = "return a jfsdp.Loss whose weight counts the rows at hand"

@@ -52,14 +52,14 @@ def low_precision_state(
         rounded = jax.tree.map(lambda x, is_low: x.astype(jnp.bfloat16) if is_low else x, state, low)
         return LowPrecisionState(jnp.zeros((), jnp.int32), rounded)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, LowPrecisionState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LowPrecisionState]:
         if params is None:
             raise ValueError(
                 "low_precision_state: its update needs the parameters; call tx.update(grads, state, params)"
             )
         low = _is_low(tx, params)
         wide = jax.tree.map(lambda x, is_low: x.astype(jnp.float32) if is_low else x, state.inner, low)
-        updates, wide = tx.update(updates, wide, params)
+        updates, wide = optax.with_extra_args_support(tx).update(updates, wide, params, **extra)
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.count)
 
         def narrow(path: Any, x: Any, is_low: bool) -> Any:
@@ -70,7 +70,7 @@ def low_precision_state(
         inner = jax.tree_util.tree_map_with_path(narrow, wide, low)
         return updates, LowPrecisionState(jnp.asarray(optax.safe_increment(state.count)), inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -3,7 +3,8 @@
 [Note: what an optimizer sees]
 `tx.init` and `tx.update` get one tree, the model's own (`jfsdp.modules.model.ParamTree`), so that masks, labels and
 whatever else goes by key path mean what they mean without jfsdp. What is not trained is `optax.MaskedNode()` there, as
-under `optax.masked`. The step keeps gradients and parameters by dotted name; this file converts, and no other.
+under `optax.masked`. The step keeps gradients and parameters by dotted name. What an optimizer is given is converted
+here, and what a loop of the user's own is given in own_loop.py.
 
 A leaf that no mesh divides is stored padded. Elementwise updates do not mind the padding; anything else does (three
 steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %), and so does whatever counts elements,
@@ -88,15 +89,18 @@ class ShardedOptimizer:
         updates, state = self._update(logical[0], state, logical[1], extra)
         return self._pad_all(self.tree.by_name(updates)), self.roles.map(self._pad_state, state)
 
-    def check(self) -> None:
+    def check(self, extra: Mapping[str, Any] | None = None) -> None:
         """Refuse a transformation that cannot run in a step, before anything is compiled.
+
+        Args:
+          extra: what its update is given besides; None: what a training step gives.
 
         Raises:
           ValueError: if it fails on the model's tree, asks for more than gradients, state, parameters and the loss, or
             returns updates of another tree; names the transformation.
         """
         with _naming_what_fails():
-            self.tree.by_name(self._updates(self.given(1.0)))
+            self.tree.by_name(self._updates(self.given(1.0) if extra is None else extra))
 
     def given(self, value: Any) -> dict[str, Any]:
         """Return what a training step gives `tx.update` besides: the loss, wherever it can be taken."""

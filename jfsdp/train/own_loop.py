@@ -17,6 +17,7 @@ from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.modules.model import ParamTree
+from jfsdp.train.process_checks import is_global
 from jfsdp.train.state import TrainState, state_shardings
 from jfsdp.train.step import BatchStep, Metrics
 from jfsdp.train.update import Update, lend_host_params, with_lent
@@ -28,7 +29,8 @@ class GradStep(BatchStep):
     `grads` is the tree that an optimizer sees (Linen's nested params, or the state of `nnx.Param`; `optax.MaskedNode()`
     where nothing is trained) with the gradients of the mean loss, in float32 or the master's wider dtype, each sharded
     as stage `opt` and in its stored shape: padding at the end of the split dim is zero. `state` is the one given with
-    the model's other state (batch statistics, rng counts) as the loss left it. Metrics are those of a training step.
+    the model's other state (batch statistics, rng counts) as the loss left it; where something is not finite, under a
+    loss scale or `skip_nonfinite`, as it was. Metrics are those of a training step, without `num_skipped`.
     """
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Metrics]:
@@ -51,15 +53,22 @@ class GradStep(BatchStep):
 
     def _compute(self, state: TrainState, batch: Any) -> tuple[Any, Arrays, Metrics]:
         found = self.mean_gradients(with_lent(state, {}), batch)
+        after = found.model_state
+        if self.loss_scale or self.config.skip_nonfinite:
+            choose = functools.partial(jnp.where, found.is_finite)
+            after = {name: choose(x, state.model_state[name]) for name, x in after.items()}
         leaves = unpack_all(self.layout, found.grads)
-        return self.apply.model.tree.build(leaves), found.model_state, found.metrics
+        return self.apply.model.tree.build(leaves), after, found.metrics
 
 
-def named_gradients(layout: Layout, tree: ParamTree, grads: Any) -> Arrays:
-    """Return gradients given as the user's tree by name, in their stored shape.
+def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> Arrays:
+    """Return gradients given as the user's tree by name, on the mesh, in stored shape, sharded as stage `opt`.
+
+    Those of leaves that are not trained are left out.
 
     Raises:
-      ValueError: for another tree, a gradient that is missing, or one of another shape; names the parameter.
+      ValueError: for another tree, a gradient that is missing, of another shape, or with several processes one that is
+        not spread over them; names the parameter.
     """
     try:
         named = tree.by_name(grads)
@@ -76,11 +85,17 @@ def named_gradients(layout: Layout, tree: ParamTree, grads: Any) -> Arrays:
                 "none, or freeze it (frozen=)"
             )
     trained = {path: layout.by_path[path] for path in named if layout.by_path[path].trainable}
-    return {path: _stored(named[path], leaf) for path, leaf in trained.items()}
+    return {path: _placed(named[path], leaf, layout.on_device(mesh, leaf, "opt")) for path, leaf in trained.items()}
 
 
-def _stored(grad: Any, leaf: Leaf) -> jax.Array:
-    return grad if jnp.shape(grad) == leaf.stored_shape else pad_leaf(jnp.asarray(grad), leaf)
+def _placed(grad: Any, leaf: Leaf, sharding: Any) -> jax.Array:
+    if not sharding.is_fully_addressable and not is_global(grad):
+        raise ValueError(
+            f"{leaf.path}: this gradient is an array of one process, and in a run of several none knows what others "
+            "have; take gradients of model.grads, and change them by functions of JAX"
+        )
+    stored = grad if jnp.shape(grad) == leaf.stored_shape else pad_leaf(jnp.asarray(grad), leaf)
+    return jax.device_put(stored, sharding)
 
 
 class ApplyStep:
@@ -96,6 +111,7 @@ class ApplyStep:
     def __call__(self, state: TrainState, grads: Arrays, arrays: Mapping[str, Any]) -> TrainState:
         engine = self._update.optimizer.engine
         if self._jitted is None:
+            self._update.optimizer.check({**self._static, **arrays})
             shardings = state_shardings(engine.layout, engine.mesh, state)
             options = compiler_options(engine.mesh)
             self._jitted = jax.jit(self._apply, out_shardings=shardings, donate_argnums=0, compiler_options=options)

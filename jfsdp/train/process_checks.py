@@ -40,24 +40,20 @@ def compare_batches(batch: Any) -> None:
             f"processes {', '.join(map(str, same))} gave the same batch, {kinds[0]}, and each of its rows counts "
             f"{len(same)} times: an array that is not spread over processes holds the process's own rows. Give each "
             "process other rows, B/num_processes of them, or make one global array: jax.make_array_from_callback",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
 def compare_inputs(inputs: Any) -> None:
     """Refuse inputs of an evaluation that differ between processes, since JAX takes them to be equal.
 
-    Scalars and single keys are not compared, and global arrays are the same by their making.
-
-    Cost: where there is anything to compare, as `compare_batches`.
+    Global arrays are the same by their making. Cost: as `compare_batches`.
 
     Raises:
       ValueError: in every process.
     """
-    compared = [x for x in jax.tree.leaves(inputs) if np.ndim(x) and not is_global(x)]
     remedy = "an evaluation takes what is not spread over processes to be equal in all; step.shard_batch(batch) spreads"
-    if compared:
-        _check_equal(gather_json(_describe("inputs", compared)), f"{remedy} rows of each process's own")
+    _check_equal(gather_json(_describe("inputs", inputs)), f"{remedy} rows of each process's own")
 
 
 def _check_equal(told: Sequence[Mapping[str, Any]], remedy: str) -> None:

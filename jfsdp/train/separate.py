@@ -20,9 +20,12 @@ def separate(**optimizers: optax.GradientTransformation) -> optax.GradientTransf
     def init(params: Any) -> dict[str, Any]:
         return {name: tx.init(params) for name, tx in optimizers.items()}
 
-    def update(updates: Any, state: Any, params: Any = None, *, only: str, **extra: Any) -> tuple[Any, dict[str, Any]]:
+    def update(
+        updates: Any, state: Any, params: Any = None, *, only: str = "", **extra: Any
+    ) -> tuple[Any, dict[str, Any]]:
         if only not in optimizers:
-            raise ValueError(f"only={only!r} is none of the optimizers {', '.join(map(repr, optimizers))}")
+            names = " or ".join(f"only={name!r}" for name in optimizers)
+            raise ValueError(f"separate: only={only!r}; each update is one optimizer's: apply_gradients(..., {names})")
         tx = optax.with_extra_args_support(optimizers[only])
         updates, after = tx.update(updates, state[only], params, **extra)
         return updates, {**state, only: after}

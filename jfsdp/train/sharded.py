@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import numbers
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -19,11 +19,7 @@ from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.schedule import Prefetch
-from jfsdp.layout.mesh import (
-    model_mesh,
-    spans_run,
-    split_mesh,
-)
+from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
@@ -33,10 +29,14 @@ from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
 from jfsdp.train.process_checks import compare_inputs
+from jfsdp.train.roles import Role
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import StepConfig, TrainStep
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update import Update
+
+# Compiled updates that `apply_gradients` keeps.
+_MOST_UPDATES = 8
 
 
 class ShardedModel:
@@ -99,6 +99,42 @@ class ShardedModel:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are packed or cut
             return made(dict(params), jax.device_put(model_state, self._whole()))
+
+    def adopt(self, state: TrainState, tx: optax.GradientTransformation) -> TrainState:
+        """Go on from a state of the same model that trained other leaves, or with another optimizer; it is given up.
+
+        Of the optimizer's state, what has the same name, shape and dtype is kept (moments, the count of updates); what
+        is new is as `tx.init` makes it, and what `tx` has no place for is dropped.
+
+        Layout:  as `init`; parameters and what is kept stand there already, where only frozen leaves differ.
+        Memory:  the state, and for a moment the old optimizer's state.
+
+        Raises:
+          ValueError: naming the first parameter that is stored in another shape.
+        """
+        leaves, wanted = by_leaf(state).params, self.leaf_shapes()
+        for path in sorted({**leaves, **wanted}):
+            shapes = [x[path].shape if path in x else None for x in (leaves, wanted)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{path}: the state stores shape {shapes[0]}, and this model {shapes[1]}; adopt takes a state of "
+                    "the same model on the same mesh; first move it, by jfsdp.reshard, to one that freezes as it does"
+                )
+        fresh = self.init_from(tx, {path: jax.device_put(leaves[path], x.sharding) for path, x in wanted.items()})
+        kept = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state)))
+
+        def take(role: Role, new: jax.Array) -> jax.Array:
+            old = kept.get(role.name, new)
+            return jax.device_put(old, new.sharding) if (old.shape, old.dtype) == (new.shape, new.dtype) else new
+
+        return dataclasses.replace(
+            fresh,
+            step=state.step,
+            opt_state=fresh.roles.map(take, fresh.opt_state),
+            model_state=state.model_state,
+            num_skipped=state.num_skipped,
+            loss_scale=(state.loss_scale if fresh.loss_scale else {}) or fresh.loss_scale,
+        )
 
     def leaf_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the leaves as they are stored one by one: shape, dtype and sharding. Moves no data."""
@@ -205,15 +241,19 @@ class ShardedModel:
         accumulate: int = 1,
         reduce: str | None = None,
         reshard_after_backward: bool | Mapping[str, bool] = True,
+        skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
+        check_loss: bool = True,
     ) -> GradStep:
         """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
 
         Args:
-          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options: as in `train_step`.
+          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options, check_loss: as in `train_step`.
+          skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
         """
-        options = {"reduce": reduce, "reshard_after_backward": reshard_after_backward}
-        config = StepConfig(accumulate, compiler_options=compiler_options, **options)  # type: ignore[arg-type]
+        config = StepConfig(
+            accumulate, reduce, reshard_after_backward, None, skip_nonfinite, compiler_options, check_loss
+        )
         return GradStep(self.apply, loss_fn, config, self.loss_scale, self.prefetch)
 
     def apply_gradients(
@@ -228,21 +268,29 @@ class ShardedModel:
         """Update a state with gradients; the state given is donated, the gradients are not.
 
         Args:
-          grads: a tree like the one that `grads` returns, in stored or logical shapes.
+          grads: a tree like the one that `grads` returns, in stored or logical shapes; those of frozen leaves are left
+            out.
           tx: the optimizer that `init` was given. The update is compiled once for each: make it outside the loop.
-          skip_nonfinite: as in `train_step`.
-          extra: what `tx.update` takes besides, by name: arrays and numbers are traced, anything else is static.
+          skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) where a gradient is not finite.
+          extra: what `tx.update` takes besides, by name: arrays and numbers, the same in every process, are traced,
+            anything else is static.
 
         Raises:
           ValueError: naming the parameter whose gradient is missing or of another shape; for the state of another tx.
         """
         check_state(state, self.layout, self.loss_scale)
-        named = named_gradients(self.layout, self.model.tree, grads)
-        arrays = {name: x for name, x in extra.items() if isinstance(x, (jax.Array, np.ndarray, float, int))}
-        key = tx, skip_nonfinite, tuple((name, x) for name, x in sorted(extra.items()) if name not in arrays)
+        named = named_gradients(self.layout, self.mesh, self.model.tree, grads)
+        kinds = (jax.Array, np.ndarray, np.generic, float, int)
+        arrays = {name: x for name, x in extra.items() if isinstance(x, kinds) and not isinstance(x, bool)}
+        static = {name: x for name, x in extra.items() if name not in arrays}
+        if not all(isinstance(x, Hashable) for x in static.values()):
+            raise ValueError(f"apply_gradients: {', '.join(static)}: what is no array must be hashable, as a tuple is")
+        key = tx, skip_nonfinite, tuple(sorted(arrays)), tuple(sorted(static.items()))
         if key not in self._apply_steps:
+            while len(self._apply_steps) >= _MOST_UPDATES:
+                self._apply_steps.pop(next(iter(self._apply_steps)))
             update = Update(self._optimizer(tx), self.loss_scale, skip_nonfinite)
-            self._apply_steps[key] = ApplyStep(update, dict(key[2]))
+            self._apply_steps[key] = ApplyStep(update, static)
         return self._apply_steps[key](dataclasses.replace(state, layout=self.layout), named, arrays)
 
     def to_flax(self, state: TrainState) -> Any:
@@ -253,7 +301,7 @@ class ShardedModel:
         Memory:  the whole model on that device; of one parameter at a time, all of it on every device. The arrays are
                  copies: the state may be trained on.
         """
-        check_stands(state, self.layout)
+        check_state(state, self.layout, self.loss_scale)
         leaves = by_leaf(state)
         params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in leaves.params.items()}
         return self.model.plain(params, {name: self._whole_leaf(x, x.shape) for name, x in state.model_state.items()})

@@ -27,12 +27,13 @@ from jfsdp.train.checks import (
     batch_shape,
     check_batch,
     check_lowers,
+    check_own_rows,
     check_reduce_dtype,
     check_same_batch,
     check_state,
 )
 from jfsdp.train.gradients import Gradients, LossFn, positive
-from jfsdp.train.loss import Loss, divide, metrics_of
+from jfsdp.train.loss import divide, metrics_of
 from jfsdp.train.loss_check import compare_loss, warn_of_scalar
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
@@ -115,16 +116,16 @@ class MeanGradients(NamedTuple):
     Attributes:
       grads: by the names of the state's arrays, on the device in the layout of stage `opt`; not clipped.
       norm: their global norm.
-      loss: the sums over all rows.
       value: the mean loss.
+      is_finite: whether the norm and the loss are.
       model_state: the model's other state afterwards.
       metrics: what every step reports.
     """
 
     grads: Arrays
     norm: jax.Array
-    loss: Loss
     value: jax.Array
+    is_finite: jax.Array
     model_state: Arrays
     metrics: Metrics
 
@@ -157,6 +158,7 @@ class BatchStep:
         self.prefetch = prefetch
         self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
         self._batch_shape: Any = None
+        self._num_own_rows: int | None = None
         self._is_checked = False
         self._first_checks = [compare_batches] if spans_run(self.mesh) else []
 
@@ -195,16 +197,18 @@ class BatchStep:
           ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
         """
         num = num_processes(self.mesh)
-        batch = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, (int, float)) else x, batch)
         while self._first_checks:
             self._first_checks.pop()(batch)
         rows = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
         is_whole = all(isinstance(x, jax.Array) and x.committed and (num == 1 or is_global(x)) for x in rows)
         self._check_batch(batch, 1 if is_whole else num)
+        if num > 1 and not is_whole:
+            self._num_own_rows = check_own_rows(len(rows[0]), self._num_own_rows)
 
         def put(x: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, x)
-            if (is_whole and x.ndim) or is_global(x):
+            # With several processes JAX compares what is given for all of them: numbers; these keep their weak type.
+            if is_whole or not np.ndim(x):
                 return jax.device_put(x, sharding)
             return jax.make_array_from_process_local_data(sharding, x)
 
@@ -230,15 +234,16 @@ class BatchStep:
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
         metrics |= metrics_of(loss.aux or {}, weight, divide)
-        return MeanGradients(grads, norm, loss, value, model_state, metrics)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
+        return MeanGradients(grads, norm, value, is_finite, model_state, metrics)
 
 
 class TrainStep(BatchStep):
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
     Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
-    is one, and what the loss returns as `aux`. The learning rate that it used is in `state.opt_state.hyperparams`
-    where the optimizer is one of `optax.inject_hyperparams`.
+    is one, `learning_rate` where the optimizer's state holds one (`optax.inject_hyperparams`), and what the loss
+    returns as `aux`.
     """
 
     def __init__(
@@ -282,7 +287,10 @@ class TrainStep(BatchStep):
         """
         check_lowers(self.mesh)
         self._check_batch(abstract_batch, 1)
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.mesh, x))  # noqa: E731
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=batch_sharding(self.mesh, x))
+
         batch = jax.tree.map(place, abstract_batch)
         # Lets models choose kernels for devices that are not there.
         device = self.mesh.devices.flat[0]
@@ -308,9 +316,9 @@ class TrainStep(BatchStep):
         found = self.mean_gradients(state, batch)
         with jax.named_scope(f"{SCOPE}.update"):
             grads = clip_by_norm(found.grads, found.norm, self.config.max_grad_norm)
-            is_finite = jnp.isfinite(found.norm) & jnp.isfinite(found.loss.total)
-            new = self._update(state, grads, is_finite, found.model_state, self._optimizer.given(found.value))
-        return new, found.metrics | {"num_skipped": new.num_skipped.astype(jnp.float32)}
+            new = self._update(state, grads, found.is_finite, found.model_state, self._optimizer.given(found.value))
+        more = {"num_skipped": new.num_skipped.astype(jnp.float32)} | learning_rate(new.opt_state)
+        return new, more | found.metrics
 
 
 def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) -> bool:
@@ -338,9 +346,16 @@ def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) ->
     return is_once
 
 
+def learning_rate(opt_state: Any) -> dict[str, jax.Array]:
+    """Return the learning rate that an optimizer's state holds, if it holds one (`optax.inject_hyperparams`)."""
+    has_rates = lambda x: isinstance(getattr(x, "hyperparams", None), dict)  # noqa: E731
+    found = [x.hyperparams for x in jax.tree.leaves(opt_state, is_leaf=has_rates) if has_rates(x)]
+    return {name: found[0][name] for name in ("learning_rate",) if len(found) == 1 and name in found[0]}
+
+
 def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
     """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims. Moves no data."""
-    is_scalar = value is not None and not value.ndim
+    is_scalar = value is not None and not np.ndim(value)
     return NamedSharding(mesh, PartitionSpec() if is_scalar else PartitionSpec(data_axes(mesh)))
 
 

@@ -140,8 +140,10 @@ def test_an_optimizer_is_given_what_apply_gradients_is():
     for _ in range(3):
         state = model.apply_gradients(state, grads, tx, value=metrics["loss"])
     assert float(state.opt_state[1].scale) < 1
-    with pytest.raises(TypeError, match="value"):
+    with pytest.raises(ValueError, match=r"reduce_on_plateau failed .*value"):
         model.apply_gradients(state, grads, tx)
+    with pytest.raises(ValueError, match="steps: what is no array must be hashable"):
+        model.apply_gradients(state, grads, tx, steps=[1, 2])
 
 
 def test_gradients_that_do_not_fit_are_refused_by_name():
@@ -167,6 +169,42 @@ def test_the_plain_model_comes_back_and_the_state_goes_on(form):
     np.testing.assert_allclose(plain(tokens), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_the_plain_model_are_applied():
+    model = shard("flat")
+    state = model.init(TX)
+    batch = make_batches(1, rows=12)[0]
+
+    def mean_loss(plain):
+        loss = token_loss(plain, batch)
+        return loss.total / loss.weight
+
+    plain = model.to_flax(state)
+    state, wanted, _ = model.grads(token_loss)(state, batch)
+    wanted = model.apply_gradients(state, wanted, TX)
+    found = model.apply_gradients(model.init(TX), nnx.grad(mean_loss)(plain), TX)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5), found.params, wanted.params)
+
+
+def test_a_state_goes_on_with_leaves_that_were_frozen():
+    tx, batches = optax.adam(1e-2), make_batches(3, rows=12)
+    frozen, free = shard(frozen="embed"), shard()
+    state, step = frozen.init(tx), frozen.train_step(token_loss, tx)
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    before = logical(state)
+    state = free.adopt(state, tx)
+    after = logical(state)
+    new = {f"opt_state.0.{kind}.embed.embedding" for kind in ("mu", "nu")}
+    assert after.keys() - before.keys() == new
+    assert not any(after.pop(name).any() for name in new)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    trained = logical(free.train_step(token_loss, tx)(state, batches[2])[0])
+    assert int(trained["step"]) == 3 and int(trained["opt_state.0.count"]) == 3
+    assert (trained["params.embed.embedding"] != after["params.embed.embedding"]).any()
+    with pytest.raises(ValueError, match="the state stores shape"):
+        shard(num_devices=4).adopt(frozen.init(tx), tx)
+
+
 class Normed(linen.Module):
     @linen.compact
     def __call__(self, x, train=True):
@@ -187,3 +225,10 @@ def test_linen_variables_come_back_with_all_collections():
     assert np.asarray(variables["batch_stats"]["BatchNorm_0"]["mean"]).any(), "the statistics of the loss are kept"
     found: Any = Normed().apply(variables, x, train=False)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    x[0, 0] = np.nan
+    mean = np.asarray(variables["batch_stats"]["BatchNorm_0"]["mean"])
+    skips = model.grads(lambda model, x: model(x).var(), skip_nonfinite=True)
+    state, grads, _ = skips(state, x)
+    state = model.apply_gradients(state, grads, TX, skip_nonfinite=True)
+    assert int(state.num_skipped) == 1
+    np.testing.assert_array_equal(model.to_flax(state)["batch_stats"]["BatchNorm_0"]["mean"], mean)

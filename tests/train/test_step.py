@@ -187,8 +187,9 @@ def test_an_unknown_dtype_lists_the_valid_ones():
 
 
 def test_an_optimizer_that_asks_for_more_than_gradients_is_refused(model):
-    with pytest.raises(ValueError, match="asks for more than gradients, state and parameters"):
-        model.train_step(token_loss, optax.contrib.momo(1e-3))
+    model.train_step(token_loss, optax.contrib.momo(1e-3))  # takes the loss
+    with pytest.raises(ValueError, match=r"optimizer: .*linesearch"):
+        model.train_step(token_loss, optax.lbfgs(1e-3))
 
 
 def test_a_vocabulary_sized_leaf_is_never_replicated_silently(model):
@@ -282,9 +283,9 @@ def test_an_optimizer_whose_state_changes_its_types_is_refused(model):
         model.train_step(token_loss, drifting)(model.init(drifting), make_batches(1)[0])
 
 
-def test_labels_by_name_and_padded_leaves_go_together():
+def test_labels_by_leaf_and_padded_leaves_go_together():
     model = make(mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
-    labels = {leaf.path: "adam" if leaf.padding else "muon" for leaf in model.layout.leaves}
+    labels = model.model.tree.build({x.path: "adam" if x.padding else "muon" for x in model.layout.leaves})
     model.train_step(token_loss, optax.multi_transform({"adam": TX, "muon": optax.sgd(0.1)}, labels))
     model.train_step(token_loss, optax.apply_if_finite(TX, 3))
     model.train_step(token_loss, optax.adam(1e-3, mu_dtype="bfloat16"))
@@ -338,6 +339,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
     ("extra", "match"),
     [
         ({"name": "a"}, r"batch\['name'\]: is str; a leaf of a batch is an array of rows"),
+        ({"key": jax.random.key(0)}, r"batch\['key'\]: .*rng keys are the model's"),
         ({"more": np.zeros((8, 2), np.float32)}, r"batch\['targets'\] has 16 rows and batch\['more'\] has 8"),
     ],
 )
@@ -356,21 +358,28 @@ def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
 @pytest.mark.parametrize("engine", ["auto", "manual"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
-    """A temperature, as Python's number, numpy's or JAX's, and a key."""
-
-    def loss(model, batch):
-        noise = jax.random.normal(batch["key"], ()) * batch["scale"]
-        return token_loss(model, batch)._replace(aux={"seen": jfsdp.Max(batch["scale"] + noise * 0)})
+    """A temperature, as Python's number (of a weak type, as in plain `jit`), numpy's or JAX's."""
+    dtypes = []
 
     def scaled(model, batch):
-        found = loss(model, batch)
-        return found._replace(total=found.total * batch["scale"])
+        found = token_loss(model, batch)
+        dtypes.append((jnp.ones((), jnp.bfloat16) * batch["scale"]).dtype)
+        return found._replace(total=found.total * batch["scale"], aux={"seen": jfsdp.Max(batch["scale"])})
 
     model = jfsdp.fully_shard(Tower, units=[Block], engine=engine)
-    batch, rest = make_batches(1)[0], {"key": jax.random.key(0)}
-    step = model.train_step(scaled, TX, accumulate=accumulate)
-    plain, _ = model.train_step(token_loss, TX, accumulate=accumulate)(model.init(TX), batch)[1], None
-    for scale in (2.0, np.float32(2.0), jnp.float32(2.0)):
-        _, metrics = step(model.init(TX), batch | rest | {"scale": scale})
+    batch = make_batches(1)[0]
+    plain = model.train_step(token_loss, TX, accumulate=accumulate)(model.init(TX), batch)[1]
+    for scale, dtype in ((2.0, jnp.bfloat16), (np.float32(2.0), jnp.float32), (jnp.float32(2.0), jnp.float32)):
+        dtypes.clear()
+        _, metrics = model.train_step(scaled, TX, accumulate=accumulate)(model.init(TX), batch | {"scale": scale})
         np.testing.assert_allclose(metrics["loss"], 2 * plain["loss"], rtol=1e-5)
         assert float(metrics["seen"]) == 2.0
+        assert set(dtypes) == {jnp.dtype(dtype)}
+
+
+def test_the_learning_rate_is_among_the_metrics_where_the_state_holds_it(model):
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.0, 1.0, 4))
+    step, state = model.train_step(token_loss, tx), model.init(tx)
+    for wanted in (0.0, 0.25):
+        state, metrics = step(state, make_batches(1)[0])
+        assert float(metrics["learning_rate"]) == wanted

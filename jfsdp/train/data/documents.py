@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from jfsdp.train.data.tokenizer import Tokenizer, load_tokenizer
 # are the stream "eod document eod document ..", and each target is the next input: the same pairs serve
 # cross_documents. Column 2 is 1 where a document, or a piece of a file that was cut, begins.
 INPUT, TARGET, START = range(3)
-MAX_SHUFFLED_BYTES = 1 << 36
+MAX_SHUFFLED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 _DIGITS_MAX = 16
-MAX_UNPACKED_BYTES = 1 << 36
-"""Of a `.npz` file: images are kept in memory."""
+MAX_UNPACKED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+"""Of a `.npz` file, half of this machine's memory: images are kept there."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,10 +47,11 @@ class Evaluator:
             return as_loss(loss_fn(module, batch))
 
         self._sums, self._batches, self._num_batches = model.forward(sums), batches, num_batches
-        self._sharding = batch_sharding(model.mesh)
+        self._mesh = model.mesh
 
     def _shard_batch(self, batch: Any) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._sharding, x), batch)
+        put = lambda x: jax.make_array_from_process_local_data(batch_sharding(self._mesh, x), np.asarray(x))  # noqa: E731
+        return jax.tree.map(put, batch)
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return the mean loss, what it is the mean of, and what `aux` holds.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.launch.hosts import gather_json
+from jfsdp.launch.hosts import wait_for_all
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.ema import with_ema
@@ -100,7 +100,7 @@ class Run:
         if self.config.resume is None:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
-        gather_json("checked")  # all wait here before process 0 makes the directory look like that of a run
+        wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
         return first
 
     def _check_decides(self) -> dict[str, Any]:
@@ -201,12 +201,12 @@ class Run:
             self.display.say(f"note: {runs.describe(changed)}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
-        gather_json("restored")  # waits until all processes are here, as below
+        wait_for_all("restored")  # waits until all processes are here, as below
         if self.is_writer:
             aside = runs.rewind(self.run_dir, self.first)
             if aside is not None:
                 self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
-        gather_json("rewound")
+        wait_for_all("rewound")
 
     def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
         parts, mesh = self.parts, self.parts.step.mesh
