@@ -148,7 +148,8 @@ class _PureCall:
     def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Run the method; return the arrays of its output, and of the variables that it changed or created."""
         out, after, created = self._run(full, rest)
-        self.out, self.after = Parted(out), Parted((_changed(after[2], rest["state"]), created))
+        before = with_leaves(self.parts[2], rest["state"])
+        self.out, self.after = Parted(out), Parted((_changed(after[2], before), created))
         return self.out.dynamic, self.after.dynamic
 
     def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
@@ -188,14 +189,17 @@ class _PureCall:
         return nnx.pop(nodes, lambda path, _: tuple(path) in new)
 
 
-def _changed(state: nnx.State, before: Sequence[Any]) -> nnx.State:
+def _changed(state: nnx.State, before: nnx.State) -> nnx.State:
     """Return the variables that a call changed: inside a transform of JAX, writing any other would be an error."""
-    values, changed = iter(before), []
-    for path, variable in nnx.to_flat_state(state):
-        pairs = [(new, next(values)) for new in jax.tree.leaves(variable)]
-        if any(new is not old for new, old in pairs):
-            changed.append((path, variable))
-    return nnx.from_flat_state(changed)
+    old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
+
+    def is_new(path: Any, variable: Any) -> bool:
+        values, given = jax.tree.leaves(variable), old.get(path, [])  # a tuple of sown values may have grown
+        return len(values) != len(given) or any(new is not old for new, old in zip(values, given, strict=True))
+
+    return nnx.from_flat_state(
+        [(path, variable) for path, variable in nnx.to_flat_state(state) if is_new(path, variable)]
+    )
 
 
 def _variables(nodes: Any) -> list[tuple[Any, nnx.Variable]]:

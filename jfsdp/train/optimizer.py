@@ -100,7 +100,12 @@ class ShardedOptimizer:
             returns updates of another tree; names the transformation.
         """
         with _naming_what_fails():
-            self.tree.by_name(self._updates(self.given(1.0) if extra is None else extra))
+            updates, after = self._first(self.given(1.0) if extra is None else extra)
+            self.tree.by_name(updates)
+            if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
+                raise ValueError(
+                    "its state has another structure after an update than tx.init gave it (optax.monitor's)"
+                )
 
     def given(self, value: Any) -> dict[str, Any]:
         """Return what a training step gives `tx.update` besides: the loss, wherever it can be taken."""
@@ -109,17 +114,17 @@ class ShardedOptimizer:
     @functools.cached_property
     def _takes_value(self) -> bool:
         try:
-            self._updates({"value": jnp.ones(())})
+            self._first({"value": jnp.ones(())})
         except TypeError:
             with contextlib.suppress(TypeError):
-                self._updates({})
+                self._first({})
                 return False
         return True
 
-    def _updates(self, extra: Mapping[str, Any]) -> Any:
-        """Return the shapes of the first updates."""
+    def _first(self, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return the shapes of the first updates, and of the state after them."""
         shapes = logical_shapes(self.engine.layout, self.tree)
-        first = lambda grads, params: self._update(grads, self.tx.init(params), params, extra)[0]  # noqa: E731
+        first = lambda grads, params: self._update(grads, self.tx.init(params), params, extra)  # noqa: E731
         return jax.eval_shape(first, shapes, shapes)
 
     def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -120,13 +120,19 @@ def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransf
     shapes = jax.eval_shape(tx.init, logical_shapes(layout, tree))
     arrays = jax.tree_util.tree_leaves_with_path(shapes)
     roles = Roles(
-        tuple(_place(layout, array_name(tree, path), tree.find(path)[1], tuple(x.shape)) for path, x in arrays)
+        tuple(_place(layout, array_name(tree, path), _owner(layout, tree, path), tuple(x.shape)) for path, x in arrays)
     )
     if len(roles.by_name) < len(arrays):
         names = [role.name for role in roles.arrays]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice}: two arrays of the optimizer's state have this name; take the '.' out of a key")
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
+
+
+def _owner(layout: Layout, tree: ParamTree, path: KeyPath) -> str | None:
+    """Return the parameter that an array belongs to; what is not trained owns none, whatever a key is called."""
+    name = tree.find(path)[1]
+    return name if name is not None and layout.by_path[name].trainable else None
 
 
 def logical_shapes(layout: Layout, tree: ParamTree) -> Any:
