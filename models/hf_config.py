@@ -69,7 +69,7 @@ class Options:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"{name}={value!r} must be positive and finite; fetch config.json again")
-        return value
+        return value  # type: ignore[return-value]
 
     def take_only(self, name: str, *allowed: Any) -> None:
         """Refuse an option with a value that the model lacks; absent is the first of the allowed.

@@ -87,7 +87,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
-        is_key = jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+        is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if is_key or not (hasattr(x, "shape") or isinstance(x, (int, float))):
             raise ValueError(
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
@@ -95,7 +95,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
             )
         if not np.ndim(x):
             continue
-        size = x.shape[0] * num_processes
+        size = np.shape(x)[0] * num_processes
         if size == 0 or size % (shards * accumulate):
             raise ValueError(
                 f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "
