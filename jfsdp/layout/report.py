@@ -165,7 +165,8 @@ def differing_frozen(there: Mapping[str, bool], here: Mapping[str, bool]) -> str
     kinds = "frozen there and trained here", "trained there and frozen here"
     lists = [path for path in both if here[path]], [path for path in both if there[path]]
     words = "; ".join(f"{kind}: {_some(paths)}" for kind, paths in zip(kinds, lists, strict=True) if paths)
-    return words and f"{words}; begin anew from the parameters: model.init_from, load_pretrained (--init-from)"
+    remedy = "model.adopt(state, tx), or from the parameters alone: model.init_from, load_pretrained (--init-from)"
+    return words and f"{words}; go on with {remedy}"
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
