@@ -93,9 +93,10 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
                 "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own)"
             )
-        if not np.ndim(x):
+        shape: tuple[int, ...] = np.shape(x)  # type: ignore[assignment]
+        if not shape:
             continue
-        size = np.shape(x)[0] * num_processes
+        size = shape[0] * num_processes
         if size == 0 or size % (shards * accumulate):
             raise ValueError(
                 f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "

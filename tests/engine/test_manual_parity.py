@@ -121,7 +121,7 @@ def test_the_depth_of_prefetch_changes_no_bit(model):
 
 def train(model, prefetch):
     sharded = shard(model, "8", "full_shard", engine="manual", prefetch=prefetch)
-    state, step = sharded.init(TX), sharded.train_step(MODELS[model].loss, TX)
+    state, step = sharded.init(TX), sharded.train_step(MODELS[model].loss, TX, check_loss=False)
     for batch in batches(model, 2, rows("8")):
         state, metrics = step(state, batch)
     return jax.device_get((state.params, metrics))
