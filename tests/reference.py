@@ -102,7 +102,8 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
         losses.append(float(loss))
         norms.append(float(norm))
     states = [s for s in jax.tree.leaves(opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")]
-    moments = {f"{kind}.{name}": x for s in states[:1] for kind in ("mu", "nu") for name, x in moment(s, kind).items()}
+    kinds = [(s, kind) for s in states[:1] for kind in ("mu", "nu") if hasattr(s, kind)]
+    moments = {f"{kind}.{name}": x for s, kind in kinds for name, x in moment(s, kind).items()}
     arrays = {dotted(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
     arrays = {name.removeprefix("0.inner_state.") if frozen else name: x for name, x in arrays.items()}
     return Trajectory(losses, norms, named(params), moments, named(state), arrays)
