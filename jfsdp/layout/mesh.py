@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jfsdp.launch.hosts import hosts
+from jfsdp.layout.limits import check_number
 
 AXES = ("pipe", "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
 GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
-MOST_DEVICES = 1 << 18  # twice the largest cluster known: below it, a mesh without devices costs seconds and 2 GiB
 MODEL_AXES = ("tensor",)  # the model itself is split over these, as it says in its own computation
 
 
@@ -55,16 +55,6 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
     check_number(f"mesh {dict(sizes)}", abs(math.prod(sizes.values())))
     if list(sizes.values()).count(-1) > 1:
         raise ValueError(f"only one mesh axis may be -1 (the rest of the devices); got {dict(sizes)}")
-
-
-def check_number(what: str, num_devices: int) -> None:
-    """Refuse more devices than a mesh or a plan is ever made of, before anything is made for each. Moves no data.
-
-    Raises:
-      ValueError: with both numbers.
-    """
-    if num_devices > MOST_DEVICES:
-        raise ValueError(f"{what}: {num_devices:,} devices, and a mesh has at most {MOST_DEVICES:,}; lower a size")
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jfsdp.layout.mesh import check_number
+from jfsdp.layout.limits import check_number
 from jfsdp.plan.collectives import Collective
 from jfsdp.plan.gpus import dtype_name
 from jfsdp.plan.work import Kind, Work
