@@ -72,7 +72,8 @@ def test_only_the_plugins_chatter_is_held_back(capfd):
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"])
 def test_what_is_said_before_a_process_ends_is_not_lost(end):
     code = (
-        "import os, signal\nfrom jfsdp.launch.runtime import without_plugin_chatter\n"
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from jfsdp.launch.runtime import without_plugin_chatter\n"
         f"with without_plugin_chatter():\n os.write(2, b'cudart_stub.cc: no driver\\nthe last word')\n {end}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, start_new_session=True)

@@ -23,7 +23,7 @@ def make(num_devices: int = 8, **options: Any) -> jfsdp.ShardedModel:
 
 
 def train(model: jfsdp.ShardedModel, tx: Any, num: int = 3) -> jfsdp.TrainState:
-    state, step = model.init(tx), model.train_step(token_loss, tx)
+    state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
     for batch in make_batches(num, rows=24):
         state, _ = step(state, batch)
     return state
