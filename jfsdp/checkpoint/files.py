@@ -8,7 +8,7 @@
       SHA256SUMS                 a digest of every other file; `sha256sum -c SHA256SUMS` checks them without jfsdp
 
 A step is written as `<path>.jfsdp-tmp` and renamed when the last of these files is on the disk, so a directory without
-that suffix is whole, whenever a process was killed. Checkpoints of format 1 (no digests, arrays in `state/`) are read.
+that suffix is whole, whenever a process was killed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ARRAYS, MANIFEST, LAYOUT, CONFIG, EXTRA, SUMS = (
     "SHA256SUMS",
 )
 UNFINISHED = ".jfsdp-tmp"
+_MANIFEST_OF_FORMAT_1 = Path("manifest") / "metadata"
 
 
 class DamagedError(ValueError):
@@ -56,18 +57,10 @@ def inside(directory: Path, name: Any) -> Path:
     return directory / name
 
 
-_OLD_ARRAYS, _OLD_MANIFEST = "state", Path("manifest") / "metadata"
-
-
 def part_of(name: str) -> str:
     """Return the directory below `arrays` that holds an array: so that who wants parameters alone reads no moments."""
     first, _, rest = name.partition(".")
     return first if rest and first in ("params", "opt_state", "model_state") else "counters"
-
-
-def arrays_path(path: Path, manifest: dict[str, Any], name: str) -> Path:
-    """Return the directory of orbax that holds an array of a checkpoint."""
-    return path / _OLD_ARRAYS if manifest["format"] == 1 else path / ARRAYS / part_of(name)
 
 
 def make_manifest(
@@ -95,14 +88,15 @@ def read_manifest(path: Any) -> dict[str, Any]:
     """Read what a checkpoint says about itself: arrays, step, metrics, and from beside it layout, config and extra.
 
     Raises:
-      ValueError: if the directory is no complete checkpoint, is damaged, or of a newer format.
+      ValueError: if the directory is no complete checkpoint, is damaged, or of another format.
     """
     path = Path(path)
-    if (path / _OLD_MANIFEST).is_file():
-        manifest = read_json(path, _OLD_MANIFEST) | {"config": None, "metrics": None}
-        extra = manifest["extra"]
-        manifest["extra"] = extra if isinstance(extra, list) else [extra]
-    elif (path / MANIFEST).is_file():
+    if (path / _MANIFEST_OF_FORMAT_1).is_file():
+        raise ValueError(
+            f"checkpoint {path}: has format 1, which jfsdp 0.1.0 was the last to read: with that version, "
+            "`jfsdp checkpoint convert` writes it in the format of today"
+        )
+    if (path / MANIFEST).is_file():
         manifest = read_json(path, MANIFEST)
     elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
         raise damaged(path, f"{MANIFEST} is missing")
@@ -115,15 +109,13 @@ def read_manifest(path: Any) -> dict[str, Any]:
             f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run{which}"
         )
     found = manifest.get("format")
-    if found not in (1, FORMAT):
+    if found != FORMAT:
         raise ValueError(
-            f"checkpoint {path}: has format {found}; this version of jfsdp reads 1 to {FORMAT}: a newer one wrote it, "
+            f"checkpoint {path}: has format {found}; this version of jfsdp reads {FORMAT}: a newer one wrote it, "
             "so upgrade jfsdp to read it"
         )
-    if found == FORMAT:
-        documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
-        manifest |= {name: read_json(path, file) for name, file in documents.items()}
-    return manifest
+    documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
+    return manifest | {name: read_json(path, file) for name, file in documents.items()}
 
 
 def step_paths(directory: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.digest import check_documents, find_damage, find_unnamed, is_of, raise_damage, read_digests
-from jfsdp.checkpoint.files import arrays_path, damaged, part_of, read_manifest
+from jfsdp.checkpoint.files import ARRAYS, damaged, part_of, read_manifest
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.processes import together
 from jfsdp.checkpoint.source import Index
@@ -32,7 +32,7 @@ class CheckpointSource:
       cache_bytes: of chunks that were read, how much is kept; None: `CACHE_BYTES`.
 
     Raises:
-      ValueError: if there is no complete checkpoint at `path`, or it is of a newer format.
+      ValueError: if there is no complete checkpoint at `path`, or it is of another format.
     """
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
@@ -57,10 +57,8 @@ class CheckpointSource:
         Cost: each of these files is read once by one of the processes.
 
         Raises:
-          ValueError: listing the files that are damaged. A checkpoint of format 1 has no digests and passes.
+          ValueError: listing the files that are damaged.
         """
-        if self.manifest["format"] == 1:
-            return
         parts = sorted({part_of(name) for name in names})
 
         def check_share() -> list[str]:
@@ -101,7 +99,7 @@ class CheckpointSource:
         import tensorstore as ts
 
         # Not a URL: in one, the characters % # ? of a path mean something else.
-        base = {"driver": "file", "path": f"{arrays_path(self.path, self.manifest, name)}/"}
+        base = {"driver": "file", "path": f"{self.path / ARRAYS / part_of(name)}/"}
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},

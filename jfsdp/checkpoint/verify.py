@@ -61,19 +61,16 @@ def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
     path = local_path(path)
     try:
         source = CheckpointSource(path, cache_bytes=0)
-        digests = read_digests(path) if source.manifest["format"] > 1 else {}
+        digests = read_digests(path)
     except ValueError as error:
         is_there = (path / SUMS).exists() or (path / "arrays").exists()
         if not is_there and not isinstance(error, DamagedError):
             raise
         return Verified((str(error),), True, (), 0, 0, 0)
-    is_old = source.manifest["format"] == 1
     parts = {part_of(name) for name in source.arrays}
-    problems = [] if is_old else find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
+    problems = find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
     there = list_files(path)
-    remarks = [f"{name} is not part of the checkpoint" for name in there if digests and name not in digests]
-    if is_old:
-        remarks.append("format 1: has no digests, so flipped bits cannot be told; `jfsdp checkpoint convert` adds them")
+    remarks = [f"{name} is not part of the checkpoint" for name in there if name not in digests]
     counted = Counted(source)
     for name in source.arrays if not problems else ():
         try:

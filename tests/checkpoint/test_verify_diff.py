@@ -79,23 +79,6 @@ def test_a_file_that_does_not_belong_there_is_a_remark(values, tmp_path):
     assert found.remarks == ("notes.txt is not part of the checkpoint",)
 
 
-def test_a_checkpoint_without_digests_says_how_to_get_them(values, tmp_path, monkeypatch):
-    path = write(tmp_path / "a", values)
-    (path / SUMS).unlink()
-    real = CheckpointSource(path).manifest
-    monkeypatch.setattr("jfsdp.checkpoint.reader.read_manifest", lambda path: real | {"format": 1})
-    monkeypatch.setattr("jfsdp.checkpoint.reader.arrays_path", lambda path, manifest, name: path / ARRAYS / part(name))
-    found = verify(path)
-    assert found.is_ok
-    assert found.remarks == (
-        "format 1: has no digests, so flipped bits cannot be told; `jfsdp checkpoint convert` adds them",
-    )
-
-
-def part(name):
-    return "params" if name.startswith("params") else "counters"
-
-
 def test_no_checkpoint_is_an_error_and_not_a_finding(tmp_path):
     with pytest.raises(ValueError, match="there is none"):
         verify(tmp_path)

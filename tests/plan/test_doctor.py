@@ -12,7 +12,7 @@ from jfsdp.plan.doctor import MINIMUM, SHOWN, Machine, Probe, diagnose, inspect_
 from jfsdp.plan.settings import Severity, check_memory_settings, check_nccl_settings, check_xla_flags, parse_flags
 
 VERSIONS = dict.fromkeys(SHOWN) | {
-    "jfsdp": "0.1.0",
+    "jfsdp": "0.2.0",
     "jax": "0.10.2",
     "jaxlib": "0.10.2",
     "flax": "0.12.8",
