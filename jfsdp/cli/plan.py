@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfsdp.cli.report import GIB, print_estimate, print_plan, print_refusal, print_search
+from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
+from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.train.options import StepOptions
 
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.tpus import Slice
 
 FITS_NOT = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanJob(StepOptions):
-    """Say what training would do on GPUs or TPUs that are not here: does it fit, what is sent, how long a step takes.
+    """Say what training would do on GPUs that are not here: does it fit, what is sent, how long a step takes.
 
     Compiles the training step with the real XLA for them, which needs none. Takes the options of scripts/train.py that
     decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
@@ -35,15 +35,13 @@ class PlanJob(StepOptions):
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """Such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all. For TPUs see --tpu."""
-    tpu: Annotated[str | None, tyro.conf.arg(metavar="KIND:AxB|none")] = None
-    """A slice of TPUs in place of GPUs: v5e:4x4, v6e:16x16, v5p:4x4x4; needs libtpu (pip install 'jfsdp[tpu]')."""
+    """Such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
     nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Machines."""
     gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """GPUs of each; 0: what is usual for this GPU."""
-    reserve: Annotated[float | None, tyro.conf.arg(metavar="GIB|none")] = None
-    """GiB that the step must leave to others: of a GPU by default 3 (CUDA, NCCL, the allocator), of a TPU 0."""
+    reserve: Annotated[float, tyro.conf.arg(metavar="GIB")] = RESERVE_BYTES / GIB
+    """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
     target_config: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
     dump_hlo: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
@@ -65,11 +63,10 @@ class PlanJob(StepOptions):
 
     def run(self) -> int:
         from jfsdp.plan.chart import plot_timeline
-        from jfsdp.plan.compile import OutOfMemory
-        from jfsdp.plan.hardware import Cluster
+        from jfsdp.plan.hardware import Cluster, find_gpu
         from jfsdp.plan.target import PlanUnavailable
 
-        cluster = self._cluster()
+        cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
         self._check_files()
         if self.analytic:
             return self._estimate(cluster)
@@ -79,14 +76,10 @@ class PlanJob(StepOptions):
             print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
             self._estimate(cluster)
             return 1
-        if self.search and isinstance(cluster, Cluster):
+        if self.search:
             return self._search(cluster)
-        try:
-            with failing_factory(self.factory):
-                plan = self._plan(cluster)
-        except OutOfMemory as error:
-            print_refusal(str(error), cluster, as_json=self.json)
-            return FITS_NOT
+        with failing_factory(self.factory):
+            plan = self._plan(cluster)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
@@ -96,19 +89,6 @@ class PlanJob(StepOptions):
         else:
             print_plan(plan)
         return 0 if plan.fits else FITS_NOT
-
-    def _cluster(self) -> Cluster | Slice:
-        from jfsdp.plan.hardware import Cluster, find_gpu
-        from jfsdp.plan.tpus import parse_slice
-
-        if self.tpu is None:
-            return Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
-        only_gpu = {"--nodes": self.nodes != 1, "--gpus-per-node": self.gpus_per_node, "--gpu": self.gpu != "h100"}
-        only_gpu |= {"--target-config": self.target_config, "--search": self.search}
-        for option, given in only_gpu.items():
-            if given:
-                raise ValueError(f"{option} is for GPUs, and --tpu {self.tpu} names a whole slice; leave {option} out")
-        return parse_slice(self.tpu)
 
     def _check_files(self) -> None:
         """Refuse what would be written nowhere, before anything takes time."""
@@ -133,7 +113,7 @@ class PlanJob(StepOptions):
             if name and not Path(name).expanduser().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 
-    def _plan(self, cluster: Cluster | Slice) -> Plan:
+    def _plan(self, cluster: Cluster) -> Plan:
         from jfsdp.plan.jobs import plan_job
 
         with progress(quiet=self.json) as tell:
@@ -167,10 +147,10 @@ class PlanJob(StepOptions):
         text = read_target_config(self.target_config) if self.target_config else None
         return {"target_config": text, "reserve_bytes": self._reserve_bytes()}
 
-    def _reserve_bytes(self) -> int | None:
-        return None if self.reserve is None else int(self.reserve * GIB)
+    def _reserve_bytes(self) -> int:
+        return int(self.reserve * GIB)
 
-    def _estimate(self, cluster: Cluster | Slice) -> int:
+    def _estimate(self, cluster: Cluster) -> int:
         from jfsdp.plan.bounds import estimate_job
 
         with failing_factory(self.factory):
@@ -182,8 +162,8 @@ class PlanJob(StepOptions):
         return 0 if estimate["state_fits"] else FITS_NOT
 
 
-def load_compiler(cluster: Cluster | Slice) -> None:
-    """Load the compiler for GPUs or TPUs without the remarks that it makes where there is none.
+def load_compiler(cluster: Cluster) -> None:
+    """Load the compiler for GPUs without the remarks that it makes where there is none.
 
     Raises:
       PlanUnavailable: if it is not there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
     from jfsdp.plan.plan import Plan
     from jfsdp.plan.search import Candidate, Search
-    from jfsdp.plan.tpus import Slice
 
 GB, GIB = 1e9, 2**30
 
@@ -23,20 +21,20 @@ def print_plan(plan: Plan) -> None:
     """Print a plan as tables."""
     from jfsdp.layout.report import summary
 
-    console, cluster, noun = make_console(), plan.cluster, plan.cluster.chip.noun
+    console, cluster = make_console(), plan.cluster
     console.print(f"{cluster.describe()}: {summary(plan.layout)}")
     if plan.prefetch is not None:
         ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
         console.print(f"engine manual, {ahead}, storage {plan.layout.storage}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
-        f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per {noun} "
-        f"({plan.reserve_bytes / GIB:g} GiB of {cluster.chip.memory_bytes / GIB:.1f} are reserved)"
+        f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "
+        f"({plan.reserve_bytes / GIB:g} GiB of {cluster.gpu.memory_bytes / GIB:.1f} are reserved)"
     )
     rate, item = plan.items_per_s, plan.work.item
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     console.print(
-        f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/{noun}{mfu}; bound by {plan.bound_by}; "
+        f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/GPU{mfu}; bound by {plan.bound_by}; "
         f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"
     )
     for table in (_memory(plan), _wire(plan), _overlap(plan)):
@@ -50,22 +48,7 @@ def print_plan(plan: Plan) -> None:
     console.print(
         "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
     )
-    cycles = "" if noun == "GPU" else ": XLA's cycles, and a model of the links"
-    console.print(
-        f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{cycles} (docs/plan.md)"
-    )
-
-
-def print_refusal(reason: str, cluster: Cluster | Slice, *, as_json: bool) -> None:
-    """Print that the compiler refused a step because the device's memory does not hold it."""
-    if as_json:
-        print(json.dumps({"fits": False, "cluster": cluster.to_dict(), "reason": reason}, indent=2))
-        return
-    lines = [
-        f"DOES NOT FIT on {cluster.describe()}. The compiler says: {reason}",
-        "--analytic says what the state takes",
-    ]
-    make_console().print("\n".join(lines))
+    console.print(f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate (docs/plan.md)")
 
 
 def short(place: str) -> str:
@@ -200,13 +183,13 @@ def _not_planned(search: Search) -> Iterator[str]:
         yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
 
 
-def print_estimate(estimate: dict[str, Any], cluster: Cluster | Slice) -> None:
+def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
     """Print what is known without compiling."""
     gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes")}
     ms = {name: (estimate[name] or 0.0) * 1e3 for name in ("wire_s", "compute_s", "step_s_at_least")}
-    memory = f"{cluster.chip.memory_bytes / GIB:.1f} GiB per {cluster.chip.noun}"
+    memory = f"{cluster.gpu.memory_bytes / GIB:.1f} GiB per GPU"
     lines = [
-        f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.chip.full_name}",
+        f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.gpu.full_name}",
         f"state {gib['state_bytes']:.2f} GiB of {memory}; the largest unit "
         f"takes {gib['unit_bytes']:.2f} GiB while it is gathered",
         f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",

@@ -41,9 +41,6 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
     policy. With a layout, collectives are combined by unit, pipelined, and several may be in flight; see
     [Note: how communication hides].
 
-    TPU: none. XLA:TPU hides gathers by itself where it can, and of the options tried (docs/log.md, plans of TPUs) none
-    turned the all-reduces of whole slices into reduce-scatters.
-
     Args:
       layout: that of the step; None for programs without a backward.
     """

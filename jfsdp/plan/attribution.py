@@ -86,15 +86,15 @@ class Attribution:
         found: list[Part] = []
         lost = 0.0
         names = split_names(item.op_name, len(item.parts))
-        for shape, bare, name in zip(item.parts, item.unpadded or item.parts, names, strict=True):
+        for shape, name in zip(item.parts, names, strict=True):
             units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
-            path = self._find(item, bare.dims, units, taken)
+            path = self._find(item, shape.dims, units, taken)
             if path is None:
                 lost += sent
                 continue
             taken[path] += 1
-            elements = float(item.count * bare.num_elements)
+            elements = float(item.count * shape.num_elements)
             self.left[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
             unit = self.layout.by_path[path].unit if path else ROOT
             found.append(Part(item, path, unit, shape.dtype, elements, sent, name))

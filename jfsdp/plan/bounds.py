@@ -12,9 +12,8 @@ from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import Planned, find_planned_job, matmul_elements, shard_planned
-from jfsdp.plan.memory import default_reserve, limit_bytes
+from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.theory import expected_wire
-from jfsdp.plan.tpus import Slice
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.options import StepOptions
 
@@ -56,7 +55,7 @@ class Bound:
         return self.step_s / self.items
 
 
-def bound_job(options: StepOptions, cluster: Cluster | Slice) -> Bound:
+def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
     """Say of a job what needs no compiler. Moves no data.
 
     Raises:
@@ -65,7 +64,7 @@ def bound_job(options: StepOptions, cluster: Cluster | Slice) -> Bound:
     return _bound(_shard(options, cluster), cluster)
 
 
-def estimate_job(options: StepOptions, cluster: Cluster | Slice, *, reserve_bytes: int | None = None) -> dict[str, Any]:
+def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
     """Return the bound of a job as plain data. Moves no data.
 
     The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides.
@@ -74,13 +73,12 @@ def estimate_job(options: StepOptions, cluster: Cluster | Slice, *, reserve_byte
       ValueError: for options that training would refuse.
     """
     planned = _shard(options, cluster)
-    reserve_bytes = default_reserve(cluster.chip.noun) if reserve_bytes is None else reserve_bytes
     bound, layout = _bound(planned, cluster), planned.model.layout
     return {
         "analytic": True,
         "state_bytes": bound.state_bytes,
         "host_state_bytes": bound.state.host_total,
-        "state_fits": bound.state_bytes <= limit_bytes(cluster.chip.memory_bytes, reserve_bytes),
+        "state_fits": bound.state_bytes <= limit_bytes(cluster.gpu.memory_bytes, reserve_bytes),
         "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
         "wire_bytes_theory": bound.wire_bytes,
         "wire_s": bound.wire_s,
@@ -91,11 +89,11 @@ def estimate_job(options: StepOptions, cluster: Cluster | Slice, *, reserve_byte
     }
 
 
-def _shard(options: StepOptions, cluster: Cluster | Slice) -> Planned:
+def _shard(options: StepOptions, cluster: Cluster) -> Planned:
     return shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
 
 
-def _bound(planned: Planned, cluster: Cluster | Slice) -> Bound:
+def _bound(planned: Planned, cluster: Cluster) -> Bound:
     layout, work = planned.model.layout, planned.work
     rows = [row for row in expected_wire(layout, **planned.step.movement) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
@@ -104,7 +102,7 @@ def _bound(planned: Planned, cluster: Cluster | Slice) -> Bound:
         for row in rows
     )
     items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
-    compute_s = _least_flops(planned) * items / cluster.chip.peak_flops(work.dtype)
+    compute_s = _least_flops(planned) * items / cluster.gpu.peak_flops(work.dtype)
     state = account(planned.model.abstract_state(planned.tx))
     return Bound(state, compute_s, sum(row.wire_bytes for row in rows), wire_s, items, work.item)
 

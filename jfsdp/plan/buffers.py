@@ -64,7 +64,6 @@ class Allocation:
       is_temp: whether it is a heap of temporaries, which share it over time.
       is_thread_local: whether it belongs to a scalar computation inside a kernel; such blocks take no memory of a GPU.
       is_host: whether it lies in the host's memory.
-      color: XLA's number of the memory that it lies in; 0 is the device's own.
     """
 
     num_bytes: int
@@ -74,7 +73,6 @@ class Allocation:
     is_thread_local: bool
     is_host: bool
     values: tuple[Value, ...]
-    color: int = 0
 
     @property
     def is_table(self) -> bool:
@@ -181,7 +179,6 @@ def _allocation(num_bytes: int, facts: str, values: Sequence[Value]) -> Allocati
         is_thread_local="thread-local" in facts,
         is_host=color is not None and int(color[1]) == HOST_COLOR,
         values=tuple(values),
-        color=int(color[1]) if color else 0,
     )
 
 

@@ -42,8 +42,6 @@ class Collective:
       start, done: its places there; equal when it is synchronous, so that nothing can run beside it.
       in_loop: whether it stands in the body of a loop.
       op_name, source, stack: as of an instruction.
-      unpadded: where XLA padded the parts, the shapes without; else empty.
-      is_gather: whether it is an all-reduce of shards among zeros, by which XLA:TPU gathers what is small.
     """
 
     kind: str
@@ -61,8 +59,6 @@ class Collective:
     op_name: str = ""
     source: str = ""
     stack: tuple[str, ...] = ()
-    unpadded: tuple[Shape, ...] = ()
-    is_gather: bool = False
 
     @property
     def group_size(self) -> int:
@@ -91,8 +87,7 @@ def find_collectives(module: Module, num_devices: int) -> list[Collective]:
     """List the collectives that a step executes, in the order of the text's execution, loops multiplied out.
 
     Found are the synchronous form, `-start` and `-done` pairs, those inside an `async-start`, and those that XLA has
-    made part of a fusion (small all-reduces). A `-start` that XLA marks as synchronous (`is_sync`) counts as such. What
-    XLA:TPU runs in pieces counts once; see [Note: one gather in several fusions].
+    made part of a fusion (small all-reduces). A `-start` that XLA marks as synchronous (`is_sync`) counts as such.
     Not found: point-to-point send and recv.
 
     Args:
@@ -106,46 +101,12 @@ def find_collectives(module: Module, num_devices: int) -> list[Collective]:
     for execution in executions(module):
         if execution.computation.name in wrapped:
             continue
-        running: dict[tuple[str, str], int] = {}
         for instruction in execution.computation.instructions:
             if _is_wrapper(instruction):
                 wrapped.update(instruction.called)
             for place, inner in _inside(module, execution.computation, instruction):
-                chain = _chain(inner)
-                if instruction is not inner and chain in running:
-                    number = running[chain]
-                    found[number] = dataclasses.replace(found[number], done=instruction.index)
-                    if _holds(place, "AsyncCollectiveDone"):
-                        del running[chain]
-                    continue
-                if _holds(place, "AsyncCollectiveStart"):
-                    running[chain] = len(found)
                 found.append(_collective(module, execution, instruction, place, inner, num_devices))
     return found
-
-
-# [Note: one gather in several fusions]
-# To hide a collective, XLA:TPU runs it in pieces: a fusion that starts it, fusions that multiply matrices and go on
-# with it, and one that ends it. Each of them holds the whole instruction, with the same channel and `chain_id`: counted
-# one by one, they make 128 GB of the 63 GB that a step of Llama-3-8B sends on 256 v5e.
-#
-# [Note: reduce-scatters of XLA:TPU] It prints them as such, or as a fusion called all-reduce-scatter: an all-reduce of
-# arrays that are padded so that shards are whole tiles, of which each device keeps a slice (emitter
-# AllReduceScatterFusion). Over a group that spans two or three dims of the torus it makes none: an all-reduce, printed
-# as such, whose slice is taken elsewhere, and which sends twice as much over twice as many links.
-
-
-def _chain(instruction: Instruction) -> tuple[str, str]:
-    found = re.search(r'chain_id="(\w+)"', instruction.attributes)
-    return instruction.attribute("channel_id"), found[1] if found else ""
-
-
-def _holds(computation: Computation, target: str) -> bool:
-    """Whether a computation calls this target of a custom call."""
-    return any(
-        line.opcode == "custom-call" and f'custom_call_target="{target}"' in line.attributes
-        for line in computation.instructions
-    )
 
 
 def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
@@ -198,8 +159,6 @@ def _collective(
     assert kind is not None
     groups = read_groups(_before_metadata(instruction.attributes), num_devices)
     parts = _parts(module, kind, place, instruction)
-    is_sum_scattered = kind == "all-reduce" and place.name.startswith("all-reduce-scatter")
-    kind = "reduce-scatter" if is_sum_scattered else kind  # see [Note: reduce-scatters of XLA:TPU]
     by_dtype: dict[str, float] = {}
     for part in parts:
         size = wire_bytes(kind, part.num_bytes, groups.size)
@@ -217,40 +176,10 @@ def _collective(
         start=outer.index,
         done=find_done(execution.computation, outer),
         in_loop=execution.in_loop,
-        unpadded=_unpadded(place, instruction) if is_sum_scattered else (),
-        is_gather=kind == "all-reduce" and _adds_zeros(module, place, instruction),
         op_name=instruction.op_name or outer.op_name,
         source=instruction.source or outer.source,
         stack=instruction.stack or outer.stack,
     )
-
-
-def _unpadded(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Return the shapes of operands before they were padded."""
-    made = [computation.by_name[name] for name in instruction.operands]
-    return tuple(
-        computation.by_name[line.operands[0]].shapes[0] if line.opcode == "pad" else line.shapes[0] for line in made
-    )
-
-
-def _adds_zeros(module: Module, computation: Computation, instruction: Instruction) -> bool:
-    """Whether every operand of an all-reduce is an array of zeros in which one slice was replaced."""
-    return all(_is_shard_in_zeros(module, computation, name) for name in instruction.operands)
-
-
-def _is_shard_in_zeros(module: Module, computation: Computation, name: str) -> bool:
-    made, outer = computation.by_name[name], {}
-    if made.opcode == "fusion":
-        inner = module.computations[made.called[0]]
-        outer = {line.name: line.arguments for line in inner.instructions if line.opcode == "parameter"}
-        outer = {parameter: computation.by_name[made.operands[int(number)]] for parameter, number in outer.items()}
-        made, computation = inner.root, inner
-    while made.opcode == "bitcast":
-        made = computation.by_name[made.operands[0]]
-    if made.opcode != "dynamic-update-slice":
-        return False
-    base = computation.by_name[made.operands[0]]
-    return outer.get(base.name, base).opcode in ("broadcast", "constant")
 
 
 def _is_alone(place: Computation, outer: Instruction, instruction: Instruction) -> bool:

@@ -18,10 +18,6 @@ from jfsdp.plan.buffers import read_dump
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}
 
 
-class OutOfMemory(Exception):
-    """The compiler refuses a program that takes more than the device has; its message says by how much."""
-
-
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
     """A scheduled program as text.
@@ -50,7 +46,6 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
 
     Raises:
       ValueError: if XLA refuses an option, or leaves out the texts.
-      OutOfMemory: if the program does not fit; only the compiler for TPUs says so.
       jax.errors.JaxRuntimeError: whatever else XLA cannot compile.
     """
     begin = time.perf_counter()
@@ -88,9 +83,6 @@ def _compile(lowered: Any, options: dict[str, Any]) -> Any:
     try:
         return lowered.compile(compiler_options=options)
     except Exception as error:  # JAX wraps XLA's refusals in a RuntimeError of its own, from 0.10.2 to 0.12
-        if "RESOURCE_EXHAUSTED" in str(error):
-            said = str(error).partition("RESOURCE_EXHAUSTED")[2].strip(": \n") or str(error)
-            raise OutOfMemory(said.splitlines()[0]) from error
         unknown = re.search(r"No such compile option: '(\w+)'", str(error))
         if unknown is None:
             raise

@@ -33,7 +33,7 @@ from jfsdp.plan.target import PlanUnavailable, has_nvidia_driver, parse_version,
 MINIMUM = {"jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "orbax-checkpoint": "0.12"}
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-SHOWN = ("jfsdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", *PLUGINS, *CUDNN, "nvidia-nccl-cu12", "libtpu")
+SHOWN = ("jfsdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", *PLUGINS, *CUDNN, "nvidia-nccl-cu12")
 
 _CHATTER = re.compile(r"cudart_stub|InitializeLog|^\s*$")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 
 _MIB = 2**20
 _DTYPES = {
@@ -58,7 +57,6 @@ class Gpu:
     host_bandwidth: float
     source: str
     is_domain_of_nodes: bool = False
-    noun = "GPU"
     link_efficiency: float = NVLINK_EFFICIENCY
     measured_links: tuple[tuple[int, float], ...] = ()
     measured_matmul: tuple[str, int, float] | None = None
@@ -287,7 +285,6 @@ GPUS: tuple[Gpu, ...] = (
     ),
 )
 
-_TPU = re.compile(r"(tpu.*|v\d+(e|p|litepod)?|trillium|ironwood)(:[\dx]+|-\d+)?")
 _BY_NAME = {name: gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
 
 
@@ -295,13 +292,11 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name or alias, upper or lower case. Moves no data.
 
     Raises:
-      ValueError: if there is none; lists those there are, the closest first. For a TPU, with what can be done instead.
+      ValueError: if there is none; lists those there are, the closest first.
     """
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key in _BY_NAME:
         return _BY_NAME[key]
-    if _TPU.fullmatch(key):
-        raise ValueError(f"{name!r} is a TPU: give a slice, --tpu KIND:AxB such as v5e:4x4, and no GPU")
     close = [_BY_NAME[match].name for match in difflib.get_close_matches(key, _BY_NAME, n=3, cutoff=0.5)]
     listed = dict.fromkeys([*close, *(gpu.name for gpu in GPUS)])
-    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}; for TPUs give --tpu KIND:AxB")
+    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}")

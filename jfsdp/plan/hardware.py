@@ -175,11 +175,6 @@ class Cluster:
                 f"nodes_per_domain={divisors[-1]} (or {', '.join(map(str, divisors[:-1])) or 'other nodes'})"
             )
 
-    @property
-    def chip(self) -> Gpu:
-        """The GPU, by the name that slices of TPUs share."""
-        return self.gpu
-
     def describe(self) -> str:
         """Return the cluster in words."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.gpus_per_node}"

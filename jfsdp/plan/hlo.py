@@ -1,7 +1,6 @@
 """Read the text of a scheduled HLO module, as `compiled.as_text()` prints it, into plain records.
 
-Pure reading: nothing here imports JAX or moves data. Known to read what XLA:GPU prints in JAX 0.10 and 0.12, and what
-libtpu 0.0.42 prints for TPUs.
+Pure reading: nothing here imports JAX or moves data. Known to read what XLA:GPU prints in JAX 0.10 and 0.12.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Element type, dims and memory ("device", "host", or "flag": what a TPU waits on) of one array."""
+    """Element type, dims and memory ("device" or "host") of one array."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -207,7 +206,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _memory(layout: str) -> str:
-    return "host" if "S(5)" in layout else "flag" if "S(2)" in layout else "device"
+    return "host" if "S(5)" in layout else "device"
 
 
 @functools.cache

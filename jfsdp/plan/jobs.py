@@ -12,9 +12,9 @@ import optax
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.hardware import Cluster
+from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
-from jfsdp.plan.tpus import Slice
 from jfsdp.train.job import Job, load_job, parse_config
 from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
@@ -73,8 +73,7 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
         known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
             f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
-            "of the cluster (--nodes x --gpus-per-node, or --tpu); change one of them, or let an axis take the rest "
-            "with -1"
+            "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
         ) from error
 
 
@@ -114,10 +113,10 @@ def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
 
 def plan_job(
     options: StepOptions,
-    cluster: Cluster | Slice,
+    cluster: Cluster,
     *,
     target_config: str | None = None,
-    reserve_bytes: int | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
@@ -126,9 +125,9 @@ def plan_job(
       target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
 
     Raises:
-      PlanUnavailable: without a compiler for this GPU or TPU.
+      PlanUnavailable: without a compiler for this GPU.
       ValueError: for options that training would refuse.
-      EagerComputation, OutOfMemory: as `make_plan`.
+      EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
     planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))

@@ -171,7 +171,7 @@ class _Rows:
             crosses = self._crosses(group)
             leaf = self.layout.by_path[part.path] if part.path else None
             padding = self._padding_bytes(leaf, part)
-            is_sum = item.kind in (SCATTER, REDUCE) and not item.is_gather
+            is_sum = item.kind in (SCATTER, REDUCE)
             for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding, is_sum=is_sum):
                 self.crosses[row] = crosses
                 if (row, item.computation, item.name) not in seen:

@@ -39,7 +39,7 @@ class Memory:
 
     Attributes:
       peak_bytes: the sum of `parts`; XLA's `peak_memory_in_bytes`, unless something lies in host memory, which XLA
-        counts as the device's, or the device is a TPU, whose VMEM it counts too: then what was found.
+        counts as the device's: then what was found.
       fragmentation_bytes: the heap of temporaries less what lies in it at the peak; not one of the parts.
       host_bytes: what one device holds in the host's memory, arguments and temporaries.
       parts: bytes by part, the keys of `PARTS`.
@@ -75,7 +75,6 @@ def breakdown(
     memory_stats: Any = None,
     *,
     vocab_size: int | None = None,
-    is_tpu: bool = False,
 ) -> Memory:
     """Say what the peak of a compiled step consists of. Moves no data.
 
@@ -86,15 +85,12 @@ def breakdown(
       memory_stats: `compiled.memory_analysis()`; None: the peak is what was found.
       vocab_size: by which logits are known; None: the longest dim of a matrix of the root unit, if that is more than
         twice the other.
-      is_tpu: leave out what lies in a TPU's memories besides its HBM (VMEM, SMEM, flags).
 
     Raises:
       ValueError: if the texts are of another form than expected, or of another module.
     """
     ranges, allocations = read_live_ranges(live_range_text), read_allocations(assignment_text)
     used = [allocation for allocation in allocations if not allocation.is_thread_local]
-    if is_tpu:
-        used = [allocation for allocation in used if allocation.is_host or not allocation.color]
     schedule = read_schedule(live_range_text)
     judge = Judge(Flow(module), layout, ranges, schedule, vocab_size or guess_vocab(layout))
     device = [allocation for allocation in used if not _is_on_host(allocation, judge)]
@@ -110,7 +106,7 @@ def breakdown(
         parts[buffer.part] += buffer.num_bytes
     tables = sum(size for value, size in moment.covered if value.is_table)
     peak = parts.total() + tables
-    if memory_stats is not None and not host and not is_tpu:
+    if memory_stats is not None and not host:
         peak = memory_stats.peak_memory_in_bytes
     parts["unattributed"] += peak - parts.total()
     temporaries = sum(allocation.num_bytes for allocation in device if allocation.is_temp)
@@ -132,11 +128,6 @@ def largest_buffers(memory: Memory, num: int = 20) -> list[tuple[str, str, int, 
         groups.setdefault((buffer.part, buffer.name), []).append(buffer.num_bytes)
     rows = [(part, name, len(sizes), sum(sizes)) for (part, name), sizes in groups.items()]
     return sorted(rows, key=lambda row: -row[3])[:num]
-
-
-def default_reserve(noun: str) -> int:
-    """Return what a step must leave to others on a "GPU", or a "TPU": libtpu has taken its part of that already."""
-    return RESERVE_BYTES if noun == "GPU" else 0
 
 
 def limit_bytes(gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:

@@ -21,9 +21,8 @@ from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.memory import Memory, breakdown, default_reserve, fits, largest_buffers, limit_bytes
-from jfsdp.plan.timeline import Rates, Speeds, Timeline, simulate
-from jfsdp.plan.tpus import Slice, TpuRates
+from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
+from jfsdp.plan.timeline import Rates, Timeline, simulate
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import TrainStep
@@ -60,7 +59,7 @@ class Work:
 class Plan:
     """What a step does on a cluster; see `make_plan`. `prefetch` is that of engine "manual"."""
 
-    cluster: Cluster | Slice
+    cluster: Cluster
     layout: Layout
     work: Work
     state: StateBytes
@@ -79,7 +78,7 @@ class Plan:
     @property
     def limit_bytes(self) -> int:
         """What a step may take of a GPU's memory."""
-        return limit_bytes(self.cluster.chip.memory_bytes, self.reserve_bytes)
+        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -89,7 +88,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into a GPU with the reserve untouched."""
-        return fits(self.memory, self.cluster.chip.memory_bytes, self.reserve_bytes)
+        return fits(self.memory, self.cluster.gpu.memory_bytes, self.reserve_bytes)
 
     @property
     def step_s(self) -> float:
@@ -106,12 +105,12 @@ class Plan:
         """The model's FLOPs over what the GPU could do meanwhile; recomputation does not count."""
         if self.work.item_flops is None:
             return None
-        return self.work.item_flops * self.items_per_s / self.cluster.chip.peak_flops(self.work.dtype)
+        return self.work.item_flops * self.items_per_s / self.cluster.gpu.peak_flops(self.work.dtype)
 
     @property
     def link_s(self) -> dict[str, float]:
         """Seconds on the wire by link, hidden or not: the link inside a node, and the network between nodes."""
-        link = self.cluster.chip.link
+        link = self.cluster.gpu.link
         seconds = {link: 0.0, "network": 0.0}
         for timed in self.timeline.collectives:
             spans = self.cluster.spans_nodes(timed.collective.group)
@@ -177,7 +176,7 @@ class Plan:
             "step_s": self.step_s,
             "critical": clock.critical,
             "rows_per_device": self.work.rows,
-            f"{self.work.item}s_per_s_per_{self.cluster.chip.noun.lower()}": self.items_per_s,
+            f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "mfu": self.mfu,
             "bound_by": self.bound_by,
             "compute_bound_batch_per_device": self.compute_bound_rows,
@@ -205,22 +204,14 @@ def _timed(timed: Any) -> dict[str, Any]:
     return {name: getattr(timed.collective, name) for name in names} | {name: getattr(timed, name) for name in fields}
 
 
-def _rates(cluster: Cluster | Slice, state: TrainState) -> Speeds:
-    if not isinstance(cluster, Slice):
-        return Rates(cluster)
-    mesh = state.step.sharding.mesh  # type: ignore[attr-defined]
-    dims = len(cluster.shape)
-    return TpuRates(cluster, tuple(tuple(device.coords[:dims]) for device in mesh.devices.flat))
-
-
 def make_plan(
     step: TrainStep,
     state: TrainState,
     batch: Any,
-    cluster: Cluster | Slice,
+    cluster: Cluster,
     work: Work,
     *,
-    reserve_bytes: int | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
     vocab_size: int | None = None,
     calls: Mapping[str, int] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
@@ -230,15 +221,13 @@ def make_plan(
     Args:
       step: of a model sharded over `topology_devices(cluster)`.
       state, batch: shapes: `model.abstract_state(tx)`, and those of one global batch.
-      reserve_bytes: memory that the step must leave to others; None: of a GPU `RESERVE_BYTES` (CUDA, NCCL, the
-        allocator), of a TPU none.
+      reserve_bytes: memory that the step must leave to others (CUDA, NCCL, the allocator).
       calls: how often a unit is called per microbatch, where that is not once.
       on_progress: is told what happens next.
 
     Raises:
       ValueError: for options that XLA does not know, and batches that cannot be split.
       EagerComputation: if the model or its loss computes something while it is traced.
-      OutOfMemory: if the compiler refuses the step because it does not fit; only the one for TPUs does.
     """
     on_progress("lowering")
     with without_cache():
@@ -262,12 +251,11 @@ def make_plan(
             step.layout,
             compiled.memory_stats,
             vocab_size=vocab_size,
-            is_tpu=isinstance(cluster, Slice),
         ),
         ledger=make_ledger(
             step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.movement
         ),
-        timeline=simulate(module, collectives, _rates(cluster, state)),
-        reserve_bytes=default_reserve(cluster.chip.noun) if reserve_bytes is None else reserve_bytes,
+        timeline=simulate(module, collectives, Rates(cluster)),
+        reserve_bytes=reserve_bytes,
         prefetch=step.prefetch,
     )

@@ -215,7 +215,7 @@ def search_job(
     *,
     budget_s: float = BUDGET_S,
     target_config: str | None = None,
-    reserve_bytes: int | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
     on_progress: Callable[[str], None] = lambda text: None,
     planner: Callable[..., Any] = plan_job,
 ) -> Search:
@@ -227,7 +227,7 @@ def search_job(
       space: what to try.
       budget_s: seconds after which no other candidate is begun; the first one is planned in any case.
       target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
-      reserve_bytes: GPU memory that the step must leave to others; None: `RESERVE_BYTES`.
+      reserve_bytes: GPU memory that the step must leave to others.
       on_progress: is told what happens next.
       planner: what plans a candidate, as `plan_job` does.
 
@@ -235,7 +235,6 @@ def search_job(
       PlanUnavailable: without a compiler for this GPU.
       ValueError: for options that training would refuse.
     """
-    reserve_bytes = RESERVE_BYTES if reserve_bytes is None else reserve_bytes
     tries = _Tries(options, cluster, budget_s, on_progress)
     tries.plan = lambda one: planner(one, cluster, target_config=target_config, reserve_bytes=reserve_bytes)
     tries.limit_bytes = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)

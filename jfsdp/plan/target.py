@@ -1,7 +1,5 @@
 """Devices of a cluster that is not there, to compile for: `jax.jit(...).lower(...).compile()` on them needs no GPU.
 
-TPUs likewise, with the compiler of the libtpu wheel (`tpu_devices`).
-
 [Note: the plugin without a driver] JAX's CUDA plugin looks for a driver when it is loaded, and refuses to load without
 one unless JAX_PLATFORMS leaves CUDA out or JAX_SKIP_CUDA_CONSTRAINTS_CHECK is set. Loading happens once in a process,
 at JAX's first use of a device. So a process that will only compile should start with JAX_PLATFORMS=cpu. In one that did
@@ -19,13 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.plan.hardware import Cluster, Gpu
-from jfsdp.plan.tpus import Slice, parse_slice
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-# Without a name libtpu looks for the hosts of a slice, and complains that there are none. Where no TPU is there to
-# share, several processes may load it.
-_TPU_ENVIRONMENT = {"TPU_WORKER_HOSTNAMES": "localhost"}
-_TPU_SHARED = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 # The CUDA that a target config names; the features that XLA turns on go by it.
 _RUNTIME_VERSION = (12, 9)
@@ -40,28 +33,25 @@ class PlanUnavailable(ValueError):
     """What compiling for absent devices needs is missing, or of another version; the message says what to install."""
 
 
-def topology_devices(cluster: Cluster | Slice, target_config: str | None = None) -> Sequence[Any]:
+def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
     """Return the devices of a cluster nobody has rented, to make a mesh of. Moves no data.
 
     Args:
       target_config: text of XLA's GpuTargetConfigProto in place of ours, for a GPU that the table lacks.
 
     Raises:
-      PlanUnavailable: if JAX's CUDA plugin (for TPUs libtpu) is missing, of another version than JAX, or could not be
-        loaded.
+      PlanUnavailable: if JAX's CUDA plugin is missing, of another version than JAX, or could not be loaded.
       ValueError: if `target_config` is not one; XLA prints the line and the field to standard error.
     """
-    if isinstance(cluster, Slice):
-        return tpu_devices(cluster.topology)
     require_gpu_compiler()
     topology = f"{cluster.num_domains}x{cluster.nodes_per_domain}x{cluster.gpus_per_node}"
     if target_config is not None:
         with _parse_error_as(_bad_target_config):
-            return _describe("cuda", "", topology=topology, target_config=target_config).devices
+            return _describe(topology, target_config).devices
     newest_first = dict.fromkeys([render_target_config(cluster.gpu), render_target_config(cluster.gpu, (0,))])
     for text in newest_first:
         with contextlib.suppress(_Unparsed), _parse_error_as(_Unparsed):
-            return _describe("cuda", "", topology=topology, target_config=text).devices
+            return _describe(topology, text).devices
     raise PlanUnavailable(
         f"{cluster.gpu.name}: jaxlib {_version('jaxlib')} does not take our description of this GPU; give one "
         "of your own with --target-config FILE, or use a jaxlib that was tried (0.10.2, 0.12.0)"
@@ -121,33 +111,6 @@ def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None
     )
 
 
-def tpu_devices(topology: str) -> Sequence[Any]:
-    """Return the devices of a TPU slice nobody has rented, such as "v5e:4x4". Moves no data.
-
-    Dims that close to a ring are given to libtpu as such: without, it compiles the gathers on a v5p to all-reduces.
-
-    Raises:
-      PlanUnavailable: if the libtpu wheel is missing.
-      ValueError: if there is no such slice.
-    """
-    import jax
-
-    if _version("libtpu") is None:
-        raise PlanUnavailable(
-            f"{topology}: compiling for TPUs needs the libtpu wheel that belongs to JAX {_version('jax')}; found none; "
-            "pip install 'jfsdp[tpu]'"
-        )
-    found = parse_slice(topology)
-    wrap = (*found.wraps, *[False] * (3 - len(found.wraps)))
-    with contextlib.ExitStack() as stack:
-        for name, value in (_TPU_ENVIRONMENT if _has_tpu() else _TPU_ENVIRONMENT | _TPU_SHARED).items():
-            stack.enter_context(_environment(name, value))
-        try:
-            return _describe("tpu", found.topology, wrap=wrap).devices
-        except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"{topology}: libtpu {_version('libtpu')} refuses this slice: {error}") from error
-
-
 def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> None:
     """Check that JAX's CUDA plugin is there and of the version of jaxlib; starts nothing.
 
@@ -177,21 +140,19 @@ def _plugin(cuda: int) -> tuple[str, str]:
     return f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"
 
 
-def _has_tpu() -> bool:
-    return any(Path("/dev").glob("accel*")) or Path("/dev/vfio").exists()
-
-
-def _describe(platform: str, name: str, **options: Any) -> Any:
+def _describe(topology: str, target_config: str) -> Any:
     from jax.experimental import topologies
 
     # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
     skips = not has_nvidia_driver()
     with _environment(_SKIP_CHECK, "1") if skips else contextlib.nullcontext():
         try:
-            return topologies.get_topology_desc(platform=platform, topology_name=name, **options)
+            return topologies.get_topology_desc(
+                platform="cuda", topology_name="", topology=topology, target_config=target_config
+            )
         except NotImplementedError as error:
             raise PlanUnavailable(
-                f"JAX's plugin for {platform} did not load in this process ({error}): JAX was used here before, "
+                f"JAX's plugin for cuda did not load in this process ({error}): JAX was used here before, "
                 "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
             ) from error
 

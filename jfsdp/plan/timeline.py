@@ -11,28 +11,14 @@ is lost at the seam: XLA waits for every collective within the body that starts 
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from jfsdp.plan.collectives import SCALARS_BYTES, Collective, find_done
 from jfsdp.plan.hlo import Computation, Instruction, Module
 from jfsdp.plan.rates import Rates
 from jfsdp.plan.rounds import executions, runs
-from jfsdp.plan.work import Kind, Work, num_matmuls, work_of
+from jfsdp.plan.work import Kind, num_matmuls, work_of
 
-__all__ = ["Event", "Rates", "Speeds", "Timed", "Timeline", "overlapped_share", "simulate"]
-
-
-class Speeds(Protocol):
-    """What a simulation asks about a machine; all times in seconds."""
-
-    @property
-    def overlap_slowdown(self) -> float:
-        """How many times longer a matmul takes while a collective runs beside it."""
-        ...
-
-    def work_s(self, work: Work) -> float: ...
-
-    def collective_s(self, collective: Collective) -> float: ...
+__all__ = ["Event", "Rates", "Timed", "Timeline", "overlapped_share", "simulate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +93,7 @@ class Timeline:
         return {name: getattr(self, name) for name in names}
 
 
-def simulate(module: Module, collectives: Iterable[Collective], rates: Speeds) -> Timeline:
+def simulate(module: Module, collectives: Iterable[Collective], rates: Rates) -> Timeline:
     """Run the schedule of a module on a clock. Moves no data.
 
     A collective's time on the wire is hidden where compute runs between its start and its done that hides no other
@@ -240,7 +226,7 @@ class _Run:
 class _Simulation:
     """The runs of all computations of a module, each simulated once."""
 
-    def __init__(self, module: Module, collectives: Iterable[Collective], rates: Speeds):
+    def __init__(self, module: Module, collectives: Iterable[Collective], rates: Rates):
         self.module, self.rates = module, rates
         self.starts: dict[tuple[str, int], list[Collective]] = {}
         for collective in collectives:

@@ -1,7 +1,6 @@
 """What one scheduled instruction computes: matmuls with their sizes, attention, or bytes moved through memory.
 
-Pure reading of shapes: nothing here moves data, and nothing knows how fast a GPU is. For TPUs XLA's own cost model
-states cycles for most instructions, which are read as they are.
+Pure reading of shapes: nothing here moves data, and nothing knows how fast a GPU is.
 """
 
 import dataclasses
@@ -43,8 +42,7 @@ class Work:
     """What an instruction does, once.
 
     `num_flops` counts what is computed: of causal attention one half. `num_bytes` is read plus written; what a fusion
-    keeps to itself, and the rest of an array of which it takes or replaces a slice, does not count. `cycles` is what
-    XLA:TPU estimates; 0 where it says nothing.
+    keeps to itself, and the rest of an array of which it takes or replaces a slice, does not count.
     """
 
     kind: Kind
@@ -53,7 +51,6 @@ class Work:
     matmuls: tuple[Matmul, ...] = ()
     is_backward: bool = False
     dtype: str = ""
-    cycles: int = 0
 
 
 NOTHING = Work(Kind.NONE)
@@ -73,7 +70,6 @@ _FREE = {
         "get-dimension-size",
     ),
 }
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
 
 
@@ -112,12 +108,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
       computation: where the instruction stands; its operands are looked up there.
     """
     opcode = instruction.opcode
-    if cycles := _CYCLES.search(instruction.attributes):
-        kind = Kind.MATMUL if is_matmul(module, instruction) else Kind.MEMORY
-        return Work(kind, cycles=int(cycles[1]))
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or _is_collective(module, instruction):
-        return NOTHING
-    if _is_prefetch(instruction):
         return NOTHING
     if opcode == "async-start":
         return _of_async(module, instruction)
@@ -133,14 +124,6 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     if "host" in (shape.memory for shape in shapes):
         return Work(Kind.HOST, num_bytes=touched / 2)
     return Work(Kind.MEMORY, num_bytes=touched)
-
-
-def _is_prefetch(instruction: Instruction) -> bool:
-    """Whether it brings something from a TPU's memory to its VMEM or back beside computing, or only renames it."""
-    if instruction.opcode in ("copy-start", "slice-start"):
-        memories = {shape.memory for shape in instruction.shapes}
-        return "flag" in memories and "host" not in memories
-    return instruction.opcode == "custom-call" and 'custom_call_target="ConcatBitcast"' in instruction.attributes
 
 
 def _is_collective(module: Module, instruction: Instruction) -> bool:

@@ -16,7 +16,6 @@ from jfsdp.plan.target import (
     render_target_config,
     require_gpu_compiler,
     topology_devices,
-    tpu_devices,
 )
 from tests import hlo
 
@@ -114,24 +113,6 @@ def test_a_plugin_of_another_version_is_refused_with_both_versions():
 
 def test_the_plugin_for_cuda_13_serves_as_well():
     require_gpu_compiler(installed(jaxlib="0.12.0", jax_cuda13_plugin="0.12.0", jax_cuda13_pjrt="0.12.0"))
-
-
-def test_tpus_compile_with_libtpu_and_say_what_is_missing_without(monkeypatch):
-    """libtpu is 200 MB and not part of the test environment; where it is installed, it is used."""
-    monkeypatch.setattr("jfsdp.plan.target._version", lambda name: None if name == "libtpu" else "0.10.2")
-    with pytest.raises(PlanUnavailable, match=r"v5e:4x4: .* needs the libtpu wheel .* pip install 'jfsdp\[tpu\]'"):
-        tpu_devices("v5e:4x4")
-    monkeypatch.undo()
-    try:
-        import libtpu  # noqa: F401 # pyright: ignore[reportMissingImports]
-    except ImportError:
-        monkeypatch.setattr("jfsdp.plan.target._version", lambda name: "1")
-    else:
-        compile_matmul(tpu_devices("v5e:4x4"))
-        with pytest.raises(ValueError, match=r"v5e:3x5: libtpu .* refuses this slice"):
-            tpu_devices("v5e:3x5")
-    with pytest.raises(ValueError, match="a TPU slice is written as KIND:AxB"):
-        tpu_devices("v5e")
 
 
 USE = """
