@@ -55,8 +55,8 @@ def read(*computations):
 
 
 def timeline(*lines, rates=None, before=()):
-    module = read(*before, body(*lines))
-    return simulate(module, find_collectives(module, 8), rates or Clockwork())
+    module, clock = read(*before, body(*lines)), rates or Clockwork()
+    return simulate(module, find_collectives(module, 8), clock)  # type: ignore[arg-type]
 
 
 def loop(name, times, *lines):
