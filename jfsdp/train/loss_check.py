@@ -33,11 +33,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.engine import to_device
+from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays
 from jfsdp.train.gradients import Gradients, WrittenOut, split_microbatches
 from jfsdp.train.loss import METRIC, Loss, Max, Mean, as_loss, over_devices
-from jfsdp.train.survey import is_key
+from jfsdp.train.survey import first_rows, is_key
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
@@ -75,6 +76,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     Warns:
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
+    _check_weight(gradients, *arrays)
     # From shapes alone; the trace of the step then finds it known.
     jax.eval_shape(lambda *arrays: gradients.written_out(*arrays) is None, *arrays)
     way = gradients.written_out(*arrays)
@@ -89,6 +91,27 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
         warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=4)
     elif problem:
         raise ValueError(f"{problem}; {_remedy(gradients, way, problem)}; check_loss=False skips this comparison")
+
+
+def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> None:
+    """Refuse a weight that counts the rows of a whole batch in each of its microbatches."""
+    num, apply = gradients.accumulate, gradients.apply
+    if num == 1:
+        return
+    found: list[float | None] = []
+
+    def weigh(source: Arrays, model_state: Arrays, batch: Any) -> None:
+        weight = lambda model, rows: as_loss(gradients.loss_fn(model, rows)).weight  # noqa: E731
+        params = unpack_all(apply.layout, dict(source))
+        found.extend(apply.constant(weight, params, model_state, rows) for rows in (batch, first_rows(batch, num)))
+
+    jax.eval_shape(weigh, source, model_state, batch)
+    if found[0] == found[1] and found[0] not in (None, 1.0):
+        raise ValueError(
+            f"loss_fn: the weight of the loss is {found[0]:g} for any number of rows, and counts once in each of "
+            f"accumulate={num} microbatches: count the rows at hand, or return the mean over them, "
+            "jfsdp.Loss(mean, 1.0, aux); check_loss=False skips this comparison"
+        )
 
 
 def warn_of_scalar(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any]) -> None:

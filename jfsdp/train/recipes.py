@@ -88,8 +88,10 @@ def _as_field(value: Any) -> Any:
 
 
 def option_value(option: str, args: Sequence[str]) -> str | None:
-    """Return the value of an option in a command line; None where it is not given. Recipes must be known first."""
-    for place, arg in enumerate(args):
+    """Return the value of an option in a command line, the last of several, as the rest of the line is read; None where
+    it is not given. Recipes must be known first.
+    """
+    for place, arg in reversed(list(enumerate(args))):
         if arg == option:
             return args[place + 1] if place + 1 < len(args) else None
         if arg.startswith(f"{option}="):

@@ -1,21 +1,38 @@
-"""Several optimizers over one model, each with its own state and its own turns, as in a GAN."""
+"""Several optimizers over one model, each with its own parameters, state and turns, as in a GAN."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
+from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
+
+from jfsdp.layout.select import Selector, select_leaves
+from jfsdp.train.roles import dotted
 
 
-def separate(**optimizers: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keep the states of several optimizers side by side; each update is that of one, `only=` by name.
+def separate(**parts: tuple[Selector | list[Selector], optax.GradientTransformation]) -> Any:
+    """Keep several optimizers side by side; each update is that of one, `only=` by name, and leaves the rest alone.
 
-    For loops of one's own: `state = model.apply_gradients(state, grads, tx, only="generator")`. What an optimizer is to
-    leave alone is the optimizer's affair, as on one device: `optax.partition` with `optax.set_to_zero()`.
+    For loops of one's own: `state = model.apply_gradients(state, grads, tx, only="generator")`.
+
+    Args:
+      parts: by name, what an optimizer trains (path globs, predicates, or a list of them, as in `frozen=`), and the
+        optimizer. Parameters may belong to several; "**" are all.
 
     Returns:
       A transformation whose state is a dict by name. A training step, which has no turns, refuses it.
+
+    Raises:
+      ValueError: for what is no such pair; by `init`, for a selector that chooses no trained parameter.
     """
+    for name, part in parts.items():
+        if not isinstance(part, tuple) or len(part) != 2 or not hasattr(part[1], "update"):
+            raise ValueError(
+                f"separate: {name}= takes what is trained and by what, such as ({name + '.**'!r}, optax.adam(1e-4))"
+            )
+    optimizers = {name: _of(name, *part) for name, part in parts.items()}
 
     def init(params: Any) -> dict[str, Any]:
         return {name: tx.init(params) for name, tx in optimizers.items()}
@@ -26,8 +43,23 @@ def separate(**optimizers: optax.GradientTransformation) -> optax.GradientTransf
         if only not in optimizers:
             names = " or ".join(f"only={name!r}" for name in optimizers)
             raise ValueError(f"separate: only={only!r}; each update is one optimizer's: apply_gradients(..., {names})")
-        tx = optax.with_extra_args_support(optimizers[only])
-        updates, after = tx.update(updates, state[only], params, **extra)
+        updates, after = optimizers[only].update(updates, state[only], params, **extra)
         return updates, {**state, only: after}
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def _of(name: str, selectors: Any, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer of the chosen parameters alone."""
+
+    def labels(tree: Any) -> Any:
+        leaves = {_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in tree_leaves_with_path(tree)}
+        chosen = select_leaves(f"separate: {name}=", selectors, leaves, {})
+        return tree_map_with_path(lambda path, _: "trained" if _name(path) in chosen else "left", tree)
+
+    return optax.partition({"trained": tx, "left": optax.set_to_zero()}, labels)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Name a parameter; its array inside an NNX variable is one key further down."""
+    return dotted(path[:-1] if isinstance(path[-1], GetAttrKey) else path)

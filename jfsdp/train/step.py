@@ -147,6 +147,8 @@ class BatchStep:
     ):
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
+        if not any(leaf.trainable for leaf in self.layout.leaves):
+            raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
         is_manual = prefetch is not None and bool(self.layout.data_axes)
         options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
         self.compiler_options = {name: value for name, value in options.items() if value is not None}

@@ -129,7 +129,8 @@ def test_the_zoo_is_stored_as_it_is_called(saved):
     assert kinds["model_state.empty_statistics"] == ((4, 0), "float32")
     assert arrays["model_state.keys"]["key_impl"] == "rbg"
     assert any(name.startswith("opt_state") and "v_row" in name and len(shape) for name, (shape, _) in kinds.items())
-    first, state = by_leaf(model("flat, 3").init(OPTIMIZERS["adam"])), by_leaf(trained("flat, 3", "adam"))
+    begun = jfsdp.reshard(model("by leaf, 8").init(OPTIMIZERS["adam"]), model("flat, 3"))
+    first, state = by_leaf(begun), by_leaf(trained("flat, 3", "adam"))
     changed = {name for name, x in state.params.items() if (np.asarray(x) != np.asarray(first.params[name])).any()}
     assert changed == set(state.params) - {"empty", "flags", "integers", "frozen"}
     assert (np.asarray(state.model_state["norm.mean"]) != np.asarray(first.model_state["norm.mean"])).any()

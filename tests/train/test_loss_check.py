@@ -110,6 +110,17 @@ def scalar(loss):
     return mean
 
 
+def test_a_weight_of_the_whole_batch_is_not_counted_in_every_microbatch():
+    model = jfsdp.fully_shard(Net)
+    mine = lambda model, batch: jfsdp.Loss((model(batch["x"]) ** 2).sum(), 16.0)  # noqa: E731
+    model.train_step(mine, TX)(model.init(TX), BATCH)
+    with pytest.raises(ValueError, match="the weight of the loss is 16 for any number of rows"):
+        model.train_step(mine, TX, accumulate=2)(model.init(TX), BATCH)
+    mean = lambda model, batch: jfsdp.Loss((model(batch["x"]) ** 2).mean(), 1.0)  # noqa: E731
+    ones, twos = (model.train_step(mean, TX, accumulate=num)(model.init(TX), BATCH)[1] for num in (1, 2))
+    np.testing.assert_allclose(ones["loss"], twos["loss"], rtol=1e-5)
+
+
 def by_one(loss):
     return lambda model, batch: jfsdp.Loss(scalar(loss)(model, batch), 1.0)
 

@@ -106,7 +106,7 @@ def of(part: str) -> Any:
 def test_a_gan_with_two_optimizers_equals_one_device(form):
     optimizers = {"generator": of("generator"), "discriminator": of("discriminator")}
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}
-    tx = jfsdp.separate(**optimizers)
+    tx = jfsdp.separate(**{name: (f"{name}.**", optax.adam(1e-2)) for name in optimizers})
     model = shard(form, Gan, 4)
     state = model.init(tx)
     steps = {name: model.grads(loss) for name, loss in losses.items()}
@@ -131,6 +131,13 @@ def test_a_gan_with_two_optimizers_equals_one_device(form):
         np.testing.assert_allclose(jfsdp.full(state, name), x, rtol=1e-3, atol=3e-5, err_msg=name)
     with pytest.raises(ValueError, match="separate"):
         model.train_step(generator_loss, tx)
+
+
+def test_what_two_optimizers_train_is_said_and_found():
+    with pytest.raises(ValueError, match=r"separate: generator= takes .*'generator\.\*\*'"):
+        jfsdp.separate(generator=optax.adam(1e-2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"separate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"):
+        shard("auto", Gan, 4).init(jfsdp.separate(one=("generatr.**", optax.adam(1e-2))))
 
 
 def test_an_optimizer_is_given_what_apply_gradients_is():

@@ -383,3 +383,9 @@ def test_the_learning_rate_is_among_the_metrics_where_the_state_holds_it(model):
     for wanted in (0.0, 0.25):
         state, metrics = step(state, make_batches(1)[0])
         assert float(metrics["learning_rate"]) == wanted
+
+
+def test_a_step_that_trains_nothing_is_refused():
+    model = jfsdp.fully_shard(Tower, frozen="**")
+    with pytest.raises(ValueError, match="nothing is trained"):
+        model.train_step(token_loss, TX)
