@@ -38,7 +38,7 @@ train: install ## Train a tiny Llama on the standard library's source; ARGS="--s
 	$(BIN)/python scripts/train.py --recipe stdlib $(ARGS)
 
 test: install lint ## Lint, check types, run the tests (all that CI does)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: install ## Lint and check types
 	$(BIN)/ruff check $(wildcard $(SOURCES))

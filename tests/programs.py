@@ -176,8 +176,7 @@ def build(setting, model):
     lowered = step.lower(state, BATCH)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     parts = {
-        "step": lowered.as_text(),
-        "names in it": lowered.as_text(debug_info=True),
+        "step": lowered.as_text(),  # without lines of source: a traced function keeps those of its first caller
         "state": "\n".join(f"{jax.tree_util.keystr(path)} {x} {x.sharding}" for path, x in leaves),
         "layout": json.dumps(layout_to_dict(sharded.layout)),
         "checkpoint": repr(logical_arrays(state)),

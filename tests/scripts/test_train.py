@@ -25,9 +25,9 @@ def command(*options):
 
 
 def environment():
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": " ".join(flags)}
 
 
 def train(*options, cwd=None):

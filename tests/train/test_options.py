@@ -14,6 +14,7 @@ from jfsdp.train import options
 from jfsdp.train.ema import TrackEmaState
 from jfsdp.train.low_precision import LowPrecisionState
 from jfsdp.train.options import ShardingOptions
+from jfsdp.train.recipes import option_value
 from jfsdp.train.run.config import TrainConfig
 
 
@@ -183,3 +184,8 @@ def test_one_meaning_has_one_spelling():
 )
 def test_messages_of_the_library_are_said_in_options(message, words):
     assert options.as_options(message) == words
+
+
+def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():
+    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=vit-digits"]) == "vit-digits"
+    assert option_value("--recipe", ["--steps", "2"]) is None
