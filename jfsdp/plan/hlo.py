@@ -104,7 +104,6 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
     num_partitions: int | None
-    is_scheduled: bool
 
 
 def parse_module(text: str) -> Module:
@@ -133,7 +132,7 @@ def parse_module(text: str) -> Module:
     }
     partitions = re.search(r"num_partitions=(\d+)", header)
     name = header.split()[1].rstrip(",")
-    return Module(name, computations, computations[entry], int(partitions[1]) if partitions else None, True)
+    return Module(name, computations, computations[entry], int(partitions[1]) if partitions else None)
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")

@@ -183,14 +183,6 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def bytes_per_device(abstract: Any) -> int:
-    """Sum the bytes that one device holds of a pytree of sharded arrays or shapes. Moves no data.
-
-    Every device holds the same: layouts split evenly.
-    """
-    return sum(array_bytes(x) for x in jax.tree.leaves(abstract))
-
-
 def array_bytes(x: Any) -> int:
     """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data.
 

@@ -20,7 +20,7 @@ from jfsdp.engine.flat import pack, unpack
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.theory import expected_wire
 from jfsdp.train.account import account
-from jfsdp.train.state import bytes_per_device
+from jfsdp.train.state import array_bytes
 from jfsdp.train.storage import by_leaf, in_storage
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
@@ -163,7 +163,8 @@ def test_live_bytes_are_those_of_the_leaves(strategy):
     policy = jfsdp.MixedPrecisionPolicy("bfloat16")
     model = make(mesh="2x4", strategy=strategy, mp_policy=policy)
     state, count = model.init(TX), account(model.abstract_state(TX))
-    assert bytes_per_device(state) == bytes_per_device(by_leaf(state)) == count.total
+    flat, leaves = (sum(map(array_bytes, jax.tree.leaves(form))) for form in (state, by_leaf(state)))
+    assert flat == leaves == count.total
     assert set(count.by_leaf) == {leaf.path for leaf in model.layout.leaves}
 
 
