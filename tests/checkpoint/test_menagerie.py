@@ -15,6 +15,7 @@ import jfsdp
 from jfsdp.checkpoint.files import read_manifest
 from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import bits
+from tests.thin import thin
 
 
 class Zoo(nnx.Module):
@@ -157,7 +158,7 @@ CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("target", list(FORMS))
+@pytest.mark.parametrize("target", thin(FORMS, 3))
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_what_is_chosen_is_read_and_the_rest_stays(target, choice, saved):
     """Also where one flat buffer holds leaves of both kinds."""

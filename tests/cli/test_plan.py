@@ -2,7 +2,9 @@
 
 import json
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jfsdp.cli import main
 from jfsdp.cli.report import print_search
@@ -191,7 +193,17 @@ def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, cap
 
 
 @pytest.mark.filterwarnings("error:Error reading persistent compilation cache entry")
-def test_a_plan_made_again_finds_nothing_in_the_compilation_cache_that_it_cannot_load(capsys):
-    for _ in range(2):
-        assert main(["plan", *TINY, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["fits"]
+def test_a_plan_made_again_finds_nothing_in_the_compilation_cache_that_it_cannot_load(capsys, tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in zip(names, (str(tmp_path), 0)):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            assert main(["plan", *TINY, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["fits"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jfsdp
-from tests.engine.test_parity import MODELS, TX, batches, check, impossible, rows, shard, some
+from tests.engine.test_parity import MODELS, TX, batches, check, impossible, rows, shard
 from tests.pairwise import cover
+from tests.thin import thin
 
 COLUMNS = {
     "strategy": list(jfsdp.STRATEGIES),
@@ -106,7 +107,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, ("hpz over groups, depth 2", "nothing recomputed")))
+@pytest.mark.parametrize("case", thin(CASES))
 def test_every_setting_equals_one_device(case):
     model, mesh, strategy, options, step_options = CASES[case]
     check(model, mesh, strategy, 2, 0.5, {"engine": "manual", "prefetch": 1} | options, **step_options)

@@ -21,9 +21,10 @@ from tests.modules.parity import (
     tokens,
     train_sharded,
 )
+from tests.thin import thin
 
 
-@pytest.mark.parametrize("kind", ["list", "remat", "jit", "scan", "remat_scan", "vmap", "shared"])
+@pytest.mark.parametrize("kind", thin(["list", "remat", "scan", "jit", "remat_scan", "vmap", "shared"]))
 def test_dropout_masks_and_statistics_are_those_of_the_plain_model(kind):
     model = check_linen(Net(kind), (X,), mean_square, data(), [Block], mutable=["batch_stats"])
     names = {"scan": ["layers.block"], "remat_scan": ["layers.block"], "vmap": ["experts"], "shared": ["h"]}

@@ -14,6 +14,7 @@ from jfsdp.plan.ledger import make_ledger
 from jfsdp.plan.scopes import split_names
 from jfsdp.plan.theory import expected_wire
 from tests.plan import programs
+from tests.thin import thin
 
 GROUPS = (("replica", 2), ("fsdp", 4))
 NORMS = 5e-4  # the share of the norms' scales: XLA sums their gradients in float32
@@ -34,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thin(CASES, 3))
 def test_what_xla_compiles_is_what_theory_says(name):
     options = CASES[name]
     text, layout = programs.program(**options)

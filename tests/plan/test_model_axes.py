@@ -15,6 +15,7 @@ from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import OWN, make_ledger
 from jfsdp.train.job import find_job
 from tests import hlo
+from tests.thin import thin
 
 NUM_DEVICES = 16
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* splits what the model computes")
@@ -36,7 +37,7 @@ def program(engine, fsdp, tensor):
     return parse_module(compiled.as_text()), model.layout
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
+@pytest.mark.parametrize("engine", thin(["manual", "auto"]))
 def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(engine):
     module, layout = program(engine, 8, 2)
     collectives = find_collectives(module, NUM_DEVICES)
@@ -60,6 +61,7 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
     assert any("are the model's own" in note for note in report.notes)
 
 
+@pytest.mark.proof
 def test_without_the_axis_nothing_is_the_models_own():
     module, layout = program("manual", 16, 1)
     found = make_ledger(layout, find_collectives(module, NUM_DEVICES))

@@ -15,6 +15,7 @@ def run(*args):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""})
 
 
+@pytest.mark.proof
 def test_every_setting_has_a_row():
     done = run("--rounds", "2", "--param-dtype", "float32")
     assert done.returncode == 0, done.stderr

@@ -348,6 +348,7 @@ def test_evaluation_takes_the_jobs_own_loss(workspace, tmp_path):
     assert read_metrics(tmp_path / "run")[-1]["loss"] < 10
 
 
+@pytest.mark.proof
 def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_bit(workspace, options):
     sizes = ["dim=16", "num_layers=2", "num_heads=2", "dropout=0.1", "attention_dropout=0.1"]
     linen = [*options, "--model", "gpt2-tiny", "--model-config", *sizes, "--decay-steps", STEPS, "--sample-tokens", 8]

@@ -13,6 +13,7 @@ import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.states import logical
+from tests.thin import thin
 
 TX = optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
 FORMS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def shard(form: str = "auto", source: Any = Tower, num_devices: int = 3, **optio
     return jfsdp.fully_shard(source, mesh=mesh, units=units, min_size=4, **(FORMS[form] | options))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thin(FORMS))
 def test_gradients_and_their_application_are_a_training_step(form):
     model = shard(form, lambda rngs: Tower(rngs, stacked=False, num_layers=1))
     step, grads_of = model.train_step(token_loss, TX, check_loss=False), model.grads(token_loss)
@@ -102,7 +103,7 @@ def of(part: str) -> Any:
     return optax.partition({"on": optax.adam(1e-2), "off": optax.set_to_zero()}, labels)
 
 
-@pytest.mark.parametrize("form", ["auto", "flat"])
+@pytest.mark.parametrize("form", thin(["flat", "auto"]))
 def test_a_gan_with_two_optimizers_equals_one_device(form):
     optimizers = {"generator": of("generator"), "discriminator": of("discriminator")}
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}

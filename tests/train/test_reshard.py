@@ -15,6 +15,7 @@ from flax import nnx
 import jfsdp
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.states import logical
+from tests.thin import thin
 
 TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
 
@@ -96,7 +97,7 @@ PAIRS += [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), thin(PAIRS))
 def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
     model = make(target)
     before = logical(lived_in(source))

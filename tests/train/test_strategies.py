@@ -14,6 +14,7 @@ import jfsdp
 from tests import reference
 from tests.models_published import MODELS, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.thin import thin
 
 TX = optax.adamw(1e-2, eps=1e-4)
 MESH: dict[str, Any] = {"replica": 2, "fsdp": 4}
@@ -80,7 +81,7 @@ FROZEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard"])
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=list(FROZEN))
+@pytest.mark.parametrize("frozen", thin(FROZEN.values(), 2), ids=list(FROZEN))
 def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state(strategy, frozen):
     model = make(strategy, frozen=frozen)
     state = model.init(TX)
@@ -144,7 +145,9 @@ def test_an_offloaded_state_given_to_a_step_is_gone():
         step(state, batch)
 
 
-@pytest.mark.parametrize(("name", "strategy"), [(("llama", "gpt2")[i % 2], name) for i, name in enumerate(FORMULAS)])
+@pytest.mark.parametrize(
+    ("name", "strategy"), thin([(("llama", "gpt2")[i % 2], name) for i, name in enumerate(FORMULAS)], 3)
+)
 def test_evaluation_gives_the_logits_of_one_device(name, strategy):
     case = MODELS[name]
     options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "hpz" else {}
