@@ -45,6 +45,11 @@ def everything(array: Any) -> Index:
     return tuple(slice(0, size) for size in array.shape)
 
 
+def read_whole(source: Source, name: str) -> np.ndarray:
+    """Read all of one array."""
+    return source.read(name, everything(source.arrays[name]))
+
+
 PIECE_BYTES = 16 << 20
 """What streams arrays handles pieces of at most about this size."""
 

@@ -3,13 +3,6 @@
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.source import everything
-
-
-def read_whole(source, name):
-    """Read all of one array of a source."""
-    return source.read(name, everything(source.arrays[name]))
-
 
 class Arrays:
     """Arrays in memory as a source."""

@@ -12,9 +12,9 @@ import pytest
 from jfsdp.checkpoint.convert import convert, write_source
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
 from jfsdp.checkpoint.reader import CheckpointSource
-from jfsdp.checkpoint.source import cell_of, contiguous, grid, read_ahead
+from jfsdp.checkpoint.source import cell_of, contiguous, grid, read_ahead, read_whole
 from jfsdp.checkpoint.verify import verify
-from tests.checkpoint.arrays import Arrays, read_whole
+from tests.checkpoint.arrays import Arrays
 
 
 def write(path, values, **options):

@@ -13,9 +13,9 @@ from flax import nnx
 import jfsdp
 from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.foreign.export import write_safetensors
-from jfsdp.checkpoint.source import Recast, cell_of, grid
+from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
 from jfsdp.checkpoint.store import take
-from tests.checkpoint.arrays import Arrays, read_whole
+from tests.checkpoint.arrays import Arrays
 
 
 @pytest.mark.parametrize("wide", [np.float64, np.float32, ml_dtypes.bfloat16])

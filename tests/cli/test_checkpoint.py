@@ -15,10 +15,11 @@ from jfsdp.checkpoint.convert import write_source
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.source import read_whole
 from jfsdp.cli import main
 from jfsdp.train.job import load_job, parse_config
 from jfsdp.train.options import StepOptions, shard_job
-from tests.checkpoint.arrays import Arrays, read_whole
+from tests.checkpoint.arrays import Arrays
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32", "vocab_size=40")
 MODEL = ("--model", "llama-tiny")
