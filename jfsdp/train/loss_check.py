@@ -38,7 +38,7 @@ from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.unit import Arrays
 from jfsdp.train.gradients import Gradients, WrittenOut, split_microbatches
 from jfsdp.train.loss import METRIC, Loss, Max, Mean, as_loss, over_devices
-from jfsdp.train.survey import first_rows, is_key
+from jfsdp.train.survey import is_key, weights_of
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
@@ -101,9 +101,8 @@ def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, bat
     found: list[float | None] = []
 
     def weigh(source: Arrays, model_state: Arrays, batch: Any) -> None:
-        weight = lambda model, rows: as_loss(gradients.loss_fn(model, rows)).weight  # noqa: E731
         params = unpack_all(apply.layout, dict(source))
-        found.extend(apply.constant(weight, params, model_state, rows) for rows in (batch, first_rows(batch, num)))
+        found.extend(weights_of(apply, gradients.loss_fn, params, model_state, batch, num))
 
     jax.eval_shape(weigh, source, model_state, batch)
     if found[0] == found[1] and found[0] not in (None, 1.0):

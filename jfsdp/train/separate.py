@@ -12,7 +12,9 @@ from jfsdp.layout.select import Selector, select_leaves
 from jfsdp.train.roles import dotted
 
 
-def separate(**parts: tuple[Selector | list[Selector], optax.GradientTransformation]) -> Any:
+def separate(
+    **parts: tuple[Selector | list[Selector], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
     """Keep several optimizers side by side; each update is that of one, `only=` by name, and leaves the rest alone.
 
     For loops of one's own: `state = model.apply_gradients(state, grads, tx, only="generator")`.

@@ -81,13 +81,19 @@ def survey(
     )
     num_shards = apply.layout.num_shards(apply.layout.data_axes)
     if is_sum and not by_rows[-2] and num_shards > 1:
-        fewer = first_rows(rows, num_shards)
-        weigh = lambda rows: apply.constant(lambda *inputs: as_sum(*inputs).weight, params, model_state, rows)  # noqa: E731
-        weight = weigh(rows)
-        is_constant = weight is not None and weight == weigh(fewer)
+        weight, fewer = weights_of(apply, loss_fn, params, model_state, rows, num_shards)
+        is_constant = weight is not None and weight == fewer
         is_sum = weight is not None and not is_constant
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
     return Survey(is_sum, is_constant, by_keys[-1], problem, own, any(map(_is_whole, whole)))
+
+
+def weights_of(
+    apply: ShardedApply, loss_fn: Callable[..., Any], params: Arrays, model_state: Arrays, rows: Any, parts: int
+) -> list[float | None]:
+    """Return the weight of a loss on rows, and on the first of so many parts of them; None: it depends on an array."""
+    weigh = lambda model, rows: as_loss(loss_fn(model, rows)).weight  # noqa: E731
+    return [apply.constant(weigh, params, model_state, some) for some in (rows, first_rows(rows, parts))]
 
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
