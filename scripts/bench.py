@@ -1,6 +1,6 @@
 """Time one training step under several settings, in pairs: `python scripts/bench.py --model llama-1b --remat none`.
 
-Settings: `plain`, the same model, loss and optimizer under jax.jit, without jfsdp (one device); `auto`; `manual`;
+Settings: `plain`, the same model, loss and optimizer under jax.jit, without jfsdp (one device); `xla`; `manual`;
 `flat`, which is manual with flat storage. Every round takes one step under each, in random order, so that what disturbs
 the machine disturbs all alike; reported are ratios to the first, with 95 % bootstrap intervals.
 """
@@ -27,7 +27,7 @@ from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_ar
 from jfsdp.train.step import clip_by_norm
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "auto": {"engine": "auto", "prefetch": None},
+    "xla": {"engine": "xla", "prefetch": None},
     "manual": {"engine": "manual"},
     "flat": {"engine": "manual", "storage": "flat"},
 }
@@ -38,8 +38,8 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 class BenchOptions(StepOptions):
     """What to time."""
 
-    settings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAMES")] = ("plain", "auto", "manual", "flat")
-    """plain, auto, manual, flat: ratios are to the first."""
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAMES")] = ("plain", "xla", "manual", "flat")
+    """plain, xla, manual, flat: ratios are to the first."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 30
     """Steps under each setting."""
 

@@ -13,7 +13,7 @@ from jfsdp.cli.console import make_console
 from jfsdp.train.options import StepOptions
 
 if TYPE_CHECKING:
-    from jfsdp.plan.audit import AuditReport
+    pass
 
 BROKEN = 4
 
@@ -48,6 +48,7 @@ class AuditProgram(StepOptions):
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
         module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
+        reason = planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch)
         report = audit(
             module,
             planned.model.layout,
@@ -56,12 +57,9 @@ class AuditProgram(StepOptions):
             gpus_per_node=self.gpus_per_node,
             **planned.step.movement,
         )
+        program = {"program": planned.step.program, "reason": reason}
         if self.json:
-            print(json.dumps(report.to_dict(), indent=2))
+            print(json.dumps(program | report.to_dict(), indent=2))
         else:
-            _print(report)
+            make_console().print(f"program {planned.step.program}: {reason}\n{report}")
         return 0 if report.is_ok else BROKEN
-
-
-def _print(report: AuditReport) -> None:
-    make_console().print(str(report))

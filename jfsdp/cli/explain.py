@@ -32,18 +32,19 @@ class Explain(ShardingOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        state = self._abstract()
+        state, program = self._abstract()
         if self.json:
             from jfsdp.train.account import explain_to_dict
 
-            print(json.dumps(explain_to_dict(state), indent=2))
+            print(json.dumps(program | explain_to_dict(state), indent=2))
         else:
-            _print(state)
+            _print(state, program)
         return 0
 
-    def _abstract(self) -> TrainState:
+    def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
+        """Return the shapes of the state, and the program of the step with the reason."""
         from jfsdp.layout.advice import LayoutWarning
-        from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
+        from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards, parse_mesh
         from jfsdp.train.job import load_job, parse_config
 
         job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
@@ -51,11 +52,13 @@ class Explain(ShardingOptions):
             warnings.simplefilter("ignore", LayoutWarning)  # all advice is printed below the table
             model = shard_job(self, job, make_abstract_mesh(parse_mesh(self.mesh)))
         tx = make_optimizer(self, job, 1e-3)
-        model.train_step(job.loss, tx, **step_arguments(self))  # refuses what training would refuse
-        return model.abstract_state(tx)
+        step, state = model.train_step(job.loss, tx, **step_arguments(self)), model.abstract_state(tx)
+        rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
+        reason = step.decide(state, job.batch(rows, job.seq_len))  # refuses what training would refuse
+        return state, {"program": step.program, "reason": reason}
 
 
-def _print(state: TrainState) -> None:
+def _print(state: TrainState, program: dict[str, Any]) -> None:
     from jfsdp.layout.advice import advise
     from jfsdp.layout.report import frozen_leaves, strategy_stages, summary
     from jfsdp.layout.table import num_parameters
@@ -66,6 +69,7 @@ def _print(state: TrainState) -> None:
     console = make_console()
     console.print(summary(layout))
     console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
+    console.print(f"program {program['program']}: {program['reason']}")
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
     console.print(_units(layout))

@@ -19,13 +19,15 @@ GB, GIB = 1e9, 2**30
 
 def print_plan(plan: Plan) -> None:
     """Print a plan as tables."""
+    from jfsdp.engine.movements import MANUAL
     from jfsdp.layout.report import summary
 
     console, cluster = make_console(), plan.cluster
     console.print(f"{cluster.describe()}: {summary(plan.layout)}")
-    if plan.prefetch is not None:
+    console.print(f"program {plan.program}: {plan.reason}")
+    if plan.program == MANUAL:
         ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
-        console.print(f"engine manual, {ahead}, storage {plan.layout.storage}")
+        console.print(f"{ahead}, storage {plan.layout.storage}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
         f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfsdp.engine.dataflow import cuts, keep_outputs, num_readers, passes_through, reads
-from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating, label_params
+from jfsdp.engine.dataflow import cuts, reads, value_names
+from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.flat import unpack_all
-from jfsdp.engine.unit import Arrays
+from jfsdp.engine.unit import Arrays, Traced, trace_unit
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
@@ -48,17 +46,16 @@ class ShardedApply:
         """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
 
         Layout:  `params` as they are stored, in the layout of their `source` stage, anything else as it comes.
-        Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
+        Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 
         Raises:
           ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
             on slices that the layout does not know.
         """
-        run, root, rest = self._root(fn, params, state, inputs)
-        self._check_padded(run, root, rest)
-        out = self.engine.call_unit(ROOT, run, root, rest)
-        self._check_writes(ROOT, run, root, rest)
-        return out
+        params = unpack_all(self.layout, dict(params))
+        traced, flat = self.trace(fn, params, state, *inputs)
+        root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
+        return jax.tree.unflatten(traced.tree, self.engine.call_unit(ROOT, traced, root, flat))
 
     def vjp(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
@@ -75,72 +72,69 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`; and if no value has a name that a remat is to save.
         """
-        run, root, rest = self._root(fn, params, state, inputs)
-        self._check_padded(run, root, rest)
-        wanted = {name for policy in self.layout.policies for name in saved_names(policy.remat)}
-        seen = set() if wanted else None
-        ((_, out), after), pull = self.engine.vjp(run, root, rest, seen, params)
-        _check_names(wanted, seen or set())
-        self._check_writes(ROOT, run, root, rest)
+        traced, flat = self.trace(fn, unpack_all(self.layout, dict(params)), state, *inputs)
+        _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
+        outs, pull = self.engine.vjp(traced, flat, dict(params))
+        (_, out), after = jax.tree.unflatten(traced.tree, outs)
         return out, after, pull
 
-    def _root(
-        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any
-    ) -> tuple[_RootRun, Arrays, dict[str, Any]]:
-        """Return the root's call, its weights, and everything else that it reads."""
-        params = unpack_all(self.layout, dict(params))
+    def trace(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+    ) -> tuple[Traced, list[Any]]:
+        """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on. Moves no data.
+
+        It returns the output and the state afterwards. Its inputs are in the order of `_rest`, after constants.
+
+        Args:
+          params: leaf by leaf.
+
+        Raises:
+          ValueError: as `__call__`.
+        """
+        traced, flat = self._trace(ROOT, _RootRun(self.model, fn, self._hooks), *self._parts(params, state, inputs))
+        self._check_padded(traced)
+        return traced, flat
+
+    def _parts(self, params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any) -> tuple[Arrays, dict[str, Any]]:
+        """Return the root's weights, and everything else that it reads."""
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
-        rest = {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
-        return _RootRun(self.model, fn, self._hooks), root, rest
+        return root, {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
 
-    def shared_weights(
-        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
-    ) -> list[str]:
-        """List the root unit's weights that several operations of `fn` read, such as tied embeddings. Moves no data."""
-        run, root, rest = self._root(fn, params, state, inputs)
-        full = self.engine.full_shapes(root)
-        counts = num_readers(jax.make_jaxpr(run)(full, rest).jaxpr)
-        return [path for path, count in zip(sorted(full), counts) if count > 1]
-
-    def constant(
-        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
-    ) -> float | None:
-        """Return the scalar that `fn` returns if it depends on no array at all, else None. Moves no data."""
-        run, root, rest = self._root(fn, params, state, inputs)
-        closed = jax.make_jaxpr(lambda full, rest: run(full, rest)[0])(self.engine.full_shapes(root), rest)
-        # Inside calls and loops too: what computes the scalar there may compute with arrays beside it.
-        jaxpr, is_read = dce_jaxpr(keep_outputs(closed.jaxpr, [True]), [True])
-        if any(is_read):
-            return None
-        # On a device that is here: a step may be lowered for others.
-        with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
-            return float(core.eval_jaxpr(jaxpr, closed.consts)[0])
+    def _trace(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Traced, list[Any]]:
+        """Trace a unit's call; refuse one that writes parameters."""
+        traced, flat = trace_unit(run, self.engine.full_shapes(shards), self.engine.cast_inputs(name, rest))
+        if traced.written:
+            raise ValueError(
+                f"unit {name or '(root)'}: its call writes to {len(traced.written)} of its parameters "
+                f"({', '.join(traced.written[:4])}); a forward may read parameters only: keep what it changes in "
+                "another nnx.Variable"
+            )
+        return traced, flat
 
     def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:
         self._open.append(name)
         try:
-            out, state = self.engine.call_unit(name, run, shards, rest)
-            self._check_writes(name, run, shards, rest)
+            traced, flat = self._trace(name, run, shards, rest)
+            out, state = jax.tree.unflatten(traced.tree, self.engine.call_unit(name, traced, shards, flat))
         finally:
             self._open.pop()
         return cast_floating(out, self.layout.policy(name).mp_policy.output_dtype), state
 
-    def _check_padded(self, run: _RootRun, root: Arrays, rest: dict[str, Any]) -> None:
+    def _check_padded(self, traced: Traced) -> None:
         """Refuse a read of a unit's weight outside its calls where it would see the padding.
 
         It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables. A layer
         that is cut out of a stack, and handed to the unit's call, is no read. The engine's own cut, of the padding, is.
         """
-        labels = jax.tree.leaves((dict.fromkeys(root, ""), label_params(rest)))
-        marked = [label != "" and self.layout.by_path[label].padding > 0 for label in labels]
-        if not any(marked):
+        padded = {leaf.path: leaf for leaf in self.layout.leaves if leaf.padding and leaf.unit != ROOT}
+        if not padded:
             return
-        jaxpr = jax.make_jaxpr(run)(self.engine.full_shapes(root), rest).jaxpr
         is_own = lambda eqn: f"{SCOPE}." in str(eqn.source_info.name_stack)  # noqa: E731
-        for place, eqn in reads(jaxpr, marked, lambda eqn: cuts(eqn) and not is_own(eqn)):
+        marked = [name in padded for name in traced.names]
+        for place, eqn in reads(traced.jaxpr, marked, lambda eqn: cuts(eqn) and not is_own(eqn)):
             if not is_own(eqn):
-                leaf = self.layout.by_path[labels[place]]
+                leaf = padded[traced.names[place]]
                 assert leaf.dim is not None
                 axes, size = " x ".join(leaf.stage("opt").axes), leaf.shape[leaf.dim]
                 raise ValueError(
@@ -149,29 +143,10 @@ class ShardedApply:
                     "make weight decay, in the optimizer, or leave that module out of units="
                 )
 
-    def _check_writes(self, unit: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> None:
-        """Refuse a call that writes parameters.
 
-        A transform such as nnx.remat hands back as new values what it was given: so they are traced to where they come
-        from.
-        """
-        if not run.may_write:
-            return
-        full = self.engine.full_shapes(shards)
-        before = jax.tree.leaves((_names(full), label_params(rest)))
-        closed, after = jax.make_jaxpr(run.params_after, return_shape=True)(full, rest)
-        pairs = zip(jax.tree.leaves(_names(after)), passes_through(closed.jaxpr), strict=True)
-        written = [name for name, at in pairs if at is None or before[at] != name]
-        if written:
-            raise ValueError(
-                f"unit {unit or '(root)'}: its call writes to {len(written)} of its parameters "
-                f"({', '.join(written[:4])}); a forward may read parameters only: keep what it changes in another "
-                "nnx.Variable"
-            )
-
-
-def _check_names(wanted: set[str], seen: set[str]) -> None:
+def _check_names(wanted: set[str], jaxpr: Any) -> None:
     """Refuse names that no value has: a policy of them saves nothing, and says nothing."""
+    seen = value_names(jaxpr) if wanted else set()
     unused = sorted(wanted - seen)
     if unused:
         raise ValueError(
@@ -184,18 +159,9 @@ class _RootRun:
     """The user's function on the bound model, as the root unit's call."""
 
     def __init__(self, model: FlaxModel, fn: Callable[..., Any], hooks: Hooks):
-        self.model, self.fn, self.hooks, self.may_write = model, fn, hooks, False
+        self.model, self.fn, self.hooks = model, fn, hooks
 
-    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Arrays]:
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Arrays, Arrays]:
         params = {**full, **rest["params"]}
         out, after, state = self.model.run(self.fn, params, rest["state"], rest["batch"], self.hooks)
-        self.may_write = any(after[path] is not value for path, value in params.items())
-        return out, state
-
-    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
-        params = {**full, **rest["params"]}
-        return self.model.run(self.fn, params, rest["state"], rest["batch"], self.hooks)[1]
-
-
-def _names(arrays: Mapping[str, Any]) -> dict[str, str]:
-    return {name: name for name in arrays}
+        return out, state, {path: after[path] for path, value in params.items() if after[path] is not value}

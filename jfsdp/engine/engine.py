@@ -5,26 +5,26 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jfsdp.engine.unit import Arrays, Movement, call_unit
+from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
 from jfsdp.layout.flat import Buffer
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
-from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
 Pull = Callable[[jax.Array], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine(abc.ABC):
-    """Calls units on gathered weights; how they are gathered and reduced is the subclass's.
+    """One of the two programs that a step may be: how weights are gathered and gradients reduced.
 
     Attributes:
       layout: where every stage of every leaf stands.
@@ -50,64 +50,94 @@ class Engine(abc.ABC):
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients of stored shape over the data axes into the layout of their accumulator."""
 
-    def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
-        """Bring the gradient of a microbatch from what the unit's derivative gave to what its accumulator adds."""
-        del leaf
-        return grad
-
     @abc.abstractmethod
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """State the layout of leaves as they are stored: `stage` of each."""
 
-    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any, seen: set[str] | None = None) -> Any:
-        """Run one unit on its gathered weights.
+    def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
+        """Run one call of a unit on its gathered weights.
 
         Layout:  weights [D/axes F] -> [D F] -> freed; gradients [D F]{unreduced} -> [D/axes F].
         Dtype:   weights are gathered in the unit's `param_dtype` and their gradients reduced in it.
-        Cost, Memory: as `jfsdp.engine.unit.call_unit`.
+        Cost, Memory: as `jfsdp.engine.unit.call_traced`.
 
         Args:
-          run, shards, seen: as in `jfsdp.engine.unit.call_unit`.
-          rest: as there; its `"inputs"` are those that precision may cast.
+          traced, shards, flat: as in `jfsdp.engine.unit.call_traced`.
 
         Raises:
           ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
         """
-        rest = self.cast_inputs(name, rest)
-        return call_unit(run, shards, rest, self.full_shapes(shards), self.movement(name, shards), seen)
+        return call_traced(traced, shards, flat, self.movement(name, shards))
 
-    def vjp(
-        self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None, source: Mapping[str, Any] | None = None
-    ) -> tuple[Any, Pull]:
+    @abc.abstractmethod
+    def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root unit; return what it returns, and the function from a cotangent to gradients.
 
-        Cost, Memory: as `jfsdp.engine.unit.call_unit`, for each unit.
+        Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 
         Args:
-          run: the root's call; the first array of what it returns is the scalar to be differentiated.
-          root: its weights at rest.
-          rest: everything else, the weights of all other units at rest as `rest["params"]`.
-          seen: as in `jfsdp.engine.unit.call_unit`.
-          source: all weights as they are stored, for engines that know other forms than leaf by leaf.
+          traced, flat: the root's call; the first of what it returns is the scalar to be differentiated.
+          source: all weights as they are stored.
 
         Returns:
-          The output; and `pull(cotangent)`, the gradients of what is trainable by name, which `accumulate` brings into
-          the layout of their accumulator.
+          The output; and `pull(cotangent)`, the gradients of what is trained as it is stored, in the layout of their
+          accumulator and unreduced over the axes that wait for the last microbatch.
         """
-        del source
-        params = {**root, **rest["params"]}
-        weights = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
 
-        def scalar(weights: Arrays) -> tuple[Any, Any]:
-            own, inner = ({path: weights.get(path, x) for path, x in old.items()} for old in (root, rest["params"]))
-            out = self.call_unit(ROOT, run, own, {**rest, "params": inner}, seen)
-            return jax.tree.leaves(out)[0], out
+    # What follows is for a program that sees the rows of all devices together, and sums each microbatch over all axes.
 
-        total, pull, out = jax.vjp(scalar, weights, has_aux=True)
-        return out, lambda cotangent: pull(cotangent.astype(total.dtype))[0]
+    def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
+        """Run `compute(*arrays)` on the rows that this program sees at once: of all devices, or of each by itself.
+
+        Args:
+          arrays: weights at rest, the model's state, a batch, and what else is whole.
+          specs: of the results, for a program that sees the rows of a device.
+        """
+        del specs
+        return compute(*arrays)
+
+    def sum_rows(self, value: jax.Array) -> jax.Array:
+        """Sum a scalar over what the rows at hand are not all of. Cost: at most an all-reduce of it."""
+        return value
+
+    def max_rows(self, value: jax.Array) -> jax.Array:
+        """Return the maximum of a scalar over what the rows at hand are not all of. Cost: as `sum_rows`."""
+        return value
+
+    def own_state(self, state: Arrays) -> Arrays:
+        """Return a model's state with rng keys for the rows at hand. Moves no data."""
+        return state
+
+    def common_state(self, before: Arrays, after: Arrays) -> Arrays:
+        """Return a model's state for all rows, where it was `before`, and `after` the rows at hand. Moves no data."""
+        del before
+        return after
+
+    def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
+        """Sum accumulators over the axes that waited for the last microbatch.
+
+        Args:
+          weight: what to divide by before and to multiply by after; None: the sums are in range.
+        """
+        del weight
+        return grads
+
+    def split_rows(self, batch: Any, num: int) -> Any:
+        """Cut the rows at hand [B, ...] into [A, B/A, ...]; scalars are repeated.
+
+        Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
+        Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
+        """
+
+        def cut(x: jax.Array) -> jax.Array:
+            if not x.ndim:
+                return jnp.broadcast_to(x, (num,))
+            return x.reshape(x.shape[0] // num, num, *x.shape[1:]).swapaxes(0, 1)
+
+        return jax.tree.map(cut, batch)
 
     def cast_inputs(self, name: str, rest: Any) -> Any:
-        """Cast the inputs of a unit's call as its policy says. Moves no data."""
+        """Cast `rest["inputs"]` of a unit's call as its policy says. Moves no data."""
         policy = self.layout.policy(name).mp_policy
         if not policy.cast_forward_inputs:
             return rest
@@ -167,12 +197,6 @@ class Engine(abc.ABC):
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
 
 
-def label_params(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rest` of a unit's call with the names of parameters in place of its arrays, and "" for others."""
-    unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
-    return unnamed | {"params": {name: name for name in rest["params"]}}
-
-
 def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
     """Name what a movement does in the program that XLA compiles: `jfsdp.gather.layers`. Profiles and plans read it."""
     return jax.named_scope(f"{SCOPE}.{verb}.{unit or 'root'}")(move)
@@ -209,6 +233,11 @@ def to_device(value: jax.Array) -> jax.Array:
 def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
     """Copy a leaf on the device to the memory of a stage. Moves no data between devices."""
     return jax.device_put(value, jax.memory.Space.Host) if leaf.stage(stage).memory == HOST else value
+
+
+def is_key(value: Any) -> bool:
+    """Tell whether an array holds rng keys. Moves no data."""
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def cast_floating(values: Any, dtype: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""The manual engine: inside a `shard_map` every gather and every reduction stands where a schedule puts it.
+"""Program `manual`: inside a `shard_map` every gather and every reduction stands where a schedule puts it.
 
 [Note: a manual step]
 The root is traced once, into a program of calls of units (engine/program.py). The forward runs it and keeps gathers on
@@ -20,21 +20,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jfsdp.engine.backward import Backward
-from jfsdp.engine.dataflow import value_names
+from jfsdp.engine.collectives import LocalEngine
 from jfsdp.engine.derivatives import Derivatives
-from jfsdp.engine.engine import Pairs, Pull, label_params, pad_all, to_device
+from jfsdp.engine.engine import Pull
 from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.forward import Forward
-from jfsdp.engine.local import LocalEngine
 from jfsdp.engine.program import Call, Code, Item, Loop, NamedCall, mark_active, mark_live, part_weights, read_program
 from jfsdp.engine.schedule import Prefetch, frontiers, steady
-from jfsdp.engine.unit import Arrays, call_traced, trace_unit
+from jfsdp.engine.unit import Arrays, Traced, call_traced
 from jfsdp.engine.weights import Weights, after
-from jfsdp.layout.table import Leaf
 from jfsdp.layout.units import ROOT
 
 
@@ -50,11 +47,10 @@ class ManualEngine(LocalEngine):
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False)
 
-    def call_unit(self, name: str, run: Any, shards: Arrays, rest: Any, seen: set[str] | None = None) -> Any:
+    def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
         """Put a call of a unit into the trace under a name; left alone, it gathers where it stands."""
         if name == ROOT:
-            return super().call_unit(name, run, shards, rest, seen)
-        traced, flat = trace_unit(run, self.full_shapes(shards), self.cast_inputs(name, rest))
+            return super().call_unit(name, traced, shards, flat)
         movement = self.movement(name, shards)
 
         def in_place(flat: list[Any], shards: Arrays) -> list[Any]:
@@ -63,35 +59,16 @@ class ManualEngine(LocalEngine):
         label = f"jfsdp_unit_{len(self.calls)}"
         in_place.__name__ = label
         self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
-        return jax.tree.unflatten(traced.tree, jax.jit(in_place)(flat, shards))
+        return jax.jit(in_place)(list(flat), shards)
 
-    def vjp(
-        self, run: Any, root: Arrays, rest: Any, seen: set[str] | None = None, source: Mapping[str, Any] | None = None
-    ) -> tuple[Any, Pull]:
-        """Run the root by the schedule; return what it returns, and the function from a cotangent to gradients.
-
-        Args:
-          run: the root's call; the first array of what it returns is the scalar to be differentiated.
-          root: its weights at rest.
-          rest: everything else, the weights of all units as `rest["params"]`.
-          seen: as in `jfsdp.engine.unit.call_unit`.
-          source: all weights as they are stored: what is gathered by schedule; None: leaf by leaf.
-
-        Returns:
-          The output; and `pull(cotangent)`, the gradients as they are stored, in the layout of their accumulator,
-          unreduced over the deferred axes.
+    def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
+        """Run the root by the schedule; see `Engine.vjp`.
 
         Warns:
           UserWarning: for units that no schedule reaches, and that gather where they are called.
         """
-        traced, flat = trace_unit(run, self.full_shapes(root), self.cast_inputs(ROOT, rest))
-        if seen is not None:
-            seen.update(value_names(traced.jaxpr))
-        names = jax.tree.leaves(label_params(rest))
-        names = [""] * (len(flat) - len(names)) + names
-        shards = {place: path for place, path in enumerate(names) if path}
-        source = {**root, **rest["params"]} if source is None else dict(source)
-        step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, source)
+        shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
+        step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, dict(source))
         if step.in_place and self.prefetch != Prefetch(0, 0):
             warnings.warn(
                 f"units {', '.join(step.in_place[:4])} are called inside another unit, a nested or reversed loop, a "
@@ -101,48 +78,7 @@ class ManualEngine(LocalEngine):
             )
         forward = Forward(step)
         outs = forward.run(flat)
-        return jax.tree.unflatten(traced.tree, outs), lambda cotangent: Backward(step, forward.records).run(cotangent)
-
-    def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum gradients as `LocalEngine.reduce` does, in `reduce_dtype`."""
-        return super().reduce(pairs, {leaf.path: self._to_reduce(leaf, grads[leaf.path]) for leaf, _ in pairs})
-
-    def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum whole gradients over the axes that are not deferred, into the layout of their accumulator.
-
-        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}
-        Dtype:   summed in `reduce_dtype`, returned in the accumulator's.
-        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
-        """
-        padded = pad_all(pairs, grads)
-        summed = {}
-        for leaf, gone in pairs:
-            held, dim = self.accumulator_axes(leaf), None if leaf.dim is None else leaf.dim - gone
-            # First within the group that shares a copy, so that between groups only shards travel.
-            inner = tuple(axis for axis in leaf.stage(leaf.source).axes if axis in held)
-            outer, split = ([axis for axis in axes if axis not in inner] for axes in (self._now, held))
-            grad = self.sum_over(self._to_reduce(leaf, padded[leaf.path]), inner, inner, dim)
-            summed[leaf.path] = self.sum_over(grad, tuple(outer), tuple(split), dim).astype(leaf.stage("grad").dtype)
-        return summed
-
-    def accumulate(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
-        """Leave a gradient as `vjp` gives it. Moves no data."""
-        del leaf
-        return grad
-
-    def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
-        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
-        leaf = self.layout.by_path[path]
-        grad = super().accumulate(leaf, to_device(grad)).astype(leaf.stage("grad").dtype)
-        if set(leaf.stage(leaf.source).axes) <= set(self.accumulator_axes(leaf)):
-            return grad
-        # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.
-        assert leaf.dim is not None, path
-        start = jax.lax.axis_index(self._names(leaf, leaf.source)) * grad.shape[leaf.dim]
-        return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(leaf.stored_shape, grad.dtype), grad, start, leaf.dim)
-
-    def _to_reduce(self, leaf: Leaf, grad: jax.Array) -> jax.Array:
-        return grad.astype(self.layout.reduce_dtype(leaf))
+        return outs, lambda cotangent: Backward(step, forward.records).run(cotangent)
 
     def moves(self, call: Call, stage: str | None = None) -> bool:
         """Tell whether a call's weights must be gathered from another device."""

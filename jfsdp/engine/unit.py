@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jfsdp.engine.dataflow import depends_on, keep_outputs, value_names
+from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.policy import Remat, SaveNames
 from jfsdp.layout.table import DEVICE, HOST
 
@@ -54,11 +54,15 @@ class Traced:
       jaxpr: without constants; its inputs are `flat`, then the weights by name.
       tree: of what the call returns.
       num_flat: how many inputs are no weights.
+      names: of each input, the name that its parameter has in the call; "" for what is none.
+      written: the parameters that the call writes.
     """
 
     jaxpr: Any
     tree: Any
     num_flat: int
+    names: tuple[str, ...]
+    written: tuple[str, ...]
 
     def __call__(self, weights: Arrays, flat: Sequence[Any]) -> list[Any]:
         """Run on full weights."""
@@ -69,24 +73,28 @@ def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple
     """Trace a unit's call; return it with what it is to run on besides the weights. Moves no data.
 
     Args:
-      run, full, rest: as `call_unit` takes them.
+      run: a pure function of its two arguments and of what it closes over; returns its output, the state afterwards,
+        and by name the parameters that look written to. A transform such as nnx.remat hands back as new values what it
+        was given: so these are traced to where they come from.
+      full: shapes and dtypes of the gathered weights.
+      rest: everything else it reads; a pytree of arrays, with the weights of inner units as `rest["params"]`.
     """
-    closed, out_shape = jax.make_jaxpr(lambda rest, full: run(full, rest), return_shape=True)(rest, full)
-    inner = closed.jaxpr
+    closed, shape = jax.make_jaxpr(lambda rest, full: run(full, rest), return_shape=True)(rest, full)
+    inner, flat = closed.jaxpr, [*closed.consts, *jax.tree.leaves(rest)]
+    unnamed = {key: jax.tree.map(lambda _: "", value) for key, value in rest.items()}
+    labels = unnamed | {"params": {name: name for name in rest["params"]}}
+    names = ("",) * len(closed.consts) + tuple(jax.tree.leaves((labels, {name: name for name in full})))
+    *results, after = shape
+    num_out = len(inner.outvars) - len(after)
     jaxpr = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
-    flat = [*closed.consts, *jax.tree.leaves(rest)]
-    return Traced(jaxpr, jax.tree.structure(out_shape), len(flat)), flat
+    pairs = zip(sorted(after), passes_through(jaxpr)[num_out:], strict=True)
+    written = tuple(name for name, at in pairs if at is None or names[at] != name)
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:num_out])
+    return Traced(jaxpr, jax.tree.structure(tuple(results)), len(flat), names, written), flat
 
 
-def call_unit(
-    run: Callable[[Arrays, Any], Any],
-    shards: Arrays,
-    rest: Any,
-    full: Any,
-    movement: Movement,
-    seen: set[str] | None = None,
-) -> Any:
-    """Compute `run(gather(shards), rest)` so that its derivative gathers again and reduces into shards.
+def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: Movement) -> list[Any]:
+    """Compute a traced call on `gather(shards)` so that its derivative gathers again and reduces into shards.
 
     Layout:  whatever `movement.gather` and `movement.reduce` say.
     Cost:    one gather forward; backward one reduction of what is trainable and, if the unit is resharded, one more
@@ -95,20 +103,9 @@ def call_unit(
              remat policy saves, and what `movement.keep` leaves of the gathered weights.
 
     Args:
-      run: the unit's computation; a pure function of its two arguments and of what it closes over.
+      traced, flat: as `trace_unit` returns them.
       shards: the unit's weights at rest.
-      rest: everything else it reads: inputs, other state, weights of inner units; a pytree of arrays.
-      full: shapes and dtypes of the gathered weights.
-      seen: takes up the names that values of the unit, and of units in it, have; None where nobody asks.
     """
-    traced, flat = trace_unit(run, full, rest)
-    if seen is not None:
-        seen.update(value_names(traced.jaxpr))
-    return jax.tree.unflatten(traced.tree, call_traced(traced, shards, flat, movement))
-
-
-def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: Movement) -> list[Any]:
-    """Do what `call_unit` does for a call that is traced already."""
     is_diff = [is_inexact(value) for value in flat]
 
     def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:

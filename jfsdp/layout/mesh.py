@@ -23,6 +23,10 @@ AXES = ("pipe", "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
 GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
 MODEL_AXES = ("tensor",)  # the model itself is split over these, as it says in its own computation
+_MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
+# The parts of a data axis that some stage splits only in part (hpZ): `fsdp` is `fsdp_0`, `fsdp_1`, ..., major to minor.
+SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for axis in DATA_AXES}
+_SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -152,7 +156,12 @@ def num_data_shards(sizes: Mapping[str, int]) -> int:
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too. Moves no data."""
-    return tuple(name for name in mesh.axis_names if name.partition("_")[0] in DATA_AXES)
+    return tuple(filter(is_data_axis, mesh.axis_names))
+
+
+def is_data_axis(name: str) -> bool:
+    """Tell whether an axis of a mesh, or a part of one, splits the batch. Moves no data."""
+    return name in _SPLITS_ROWS
 
 
 def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

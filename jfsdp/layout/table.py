@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.mesh import DATA_AXES, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
@@ -292,7 +292,7 @@ class Layout:
         """Read from a mesh how `split_mesh` has split the axes of the layout."""
         split = [axis for axis, _ in self.mesh_sizes if axis not in mesh.axis_names]
         return {
-            axis: tuple((name, mesh.shape[name]) for name in mesh.axis_names if name.startswith(f"{axis}_"))
+            axis: tuple((name, mesh.shape[name]) for name in SUB_AXES.get(axis, ()) if name in mesh.axis_names)
             for axis in split
         }
 
@@ -343,7 +343,7 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
                 f"{other}; choose numbers that divide each other"
             )
     sizes = [large // small for small, large in itertools.pairwise(bounds)][::-1]
-    return tuple((f"{axis}_{place}", part) for place, part in enumerate(sizes))
+    return tuple(zip(SUB_AXES[axis], sizes, strict=False))
 
 
 def num_parameters(leaves: Sequence[Leaf]) -> int:

@@ -228,14 +228,13 @@ class _ScopedRun:
         variables, self.rngs = groups
         self._leaves, self._tree = jax.tree.flatten(variables, is_leaf=is_box)
         self.shards: Arrays = {x.path: x.value for x in self._leaves if self._is_own(x)}
-        self.may_write = False  # "params" is never mutable
         self.out = self.after = Parted(())
         self.changed: list[str] = []
 
     def _is_own(self, leaf: Any) -> bool:
         return is_box(leaf) and leaf.unit == self.unit
 
-    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any], Arrays]:
         leaves = [full[leaf.path] if self._is_own(leaf) else leaf for leaf in self._leaves]
         scopes = self.scope_fn(jax.tree.unflatten(self._tree, leaves), self.rngs)
         args, kwargs = self.inputs.rebuild(rest["inputs"])
@@ -246,7 +245,4 @@ class _ScopedRun:
         self.after = Parted(after, is_dynamic=is_changed)
         changed = [path[2:] for path, x in jax.tree_util.tree_leaves_with_path(after) if is_changed(x)]
         self.changed = [jax.tree_util.keystr(path, simple=True, separator=".") for path in changed]
-        return self.out.dynamic, self.after.dynamic
-
-    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
-        return {**full, **rest["params"]}
+        return self.out.dynamic, self.after.dynamic, {}  # "params" is never mutable

@@ -71,24 +71,15 @@ class ParamTree:
 
 
 class UnitRun(Protocol):
-    """A unit's call as a pure function; made anew for every call.
+    """A unit's call as a pure function; made anew for every call."""
 
-    Attributes:
-      may_write: whether parameters looked written to when it last ran; then `params_after` tells which.
-    """
-
-    may_write: bool
-
-    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Run on gathered weights; return the arrays of the output, and those of the state afterwards.
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Any, Arrays]:
+        """Run on gathered weights; return the arrays of the output, those of the state afterwards, and by the names of
+        `full` and `rest["params"]` the parameters that look written to.
 
         `rest` has "params", weights of inner units by any name, and "inputs", the arrays that precision may cast. What
         else is read may be closed over.
         """
-        ...
-
-    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
-        """Run; return the parameters afterwards, by the names of `full` and `rest["params"]`."""
         ...
 
 

@@ -142,23 +142,12 @@ class _PureCall:
         self.weights: Arrays = dict(zip(self.paths, weights, strict=True))
         self.inner = [f"weight {index} of an inner unit" for index in range(len(params))]
         self.rest = {"params": dict(zip(self.inner, params, strict=True)), "state": state, "inputs": arrays}
-        self.may_write = False
         self.out, self.after = Parted(()), Parted(())
 
-    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Run the method; return the arrays of its output, and of the variables that it changed or created."""
-        out, after, created = self._run(full, rest)
-        before = with_leaves(self.parts[2], rest["state"])
-        self.out, self.after = Parted(out), Parted((_changed(after[2], before), created))
-        return self.out.dynamic, self.after.dynamic
-
-    def params_after(self, full: Arrays, rest: Mapping[str, Any]) -> Arrays:
-        """Run the method; return the parameters it holds afterwards, its own and those of inner units."""
-        _, after, _ = self._run(full, rest)
-        return dict(zip([*self.paths, *self.inner], jax.tree.leaves(after[:2]), strict=True))
-
-    def _run(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, list[Any], nnx.State]:
-        weights = [[full[path] for path in self.paths], [rest["params"][name] for name in self.inner]]
+    def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[list[Any], list[Any], Arrays]:
+        """Run the method; return the arrays of its output, of the variables that it changed or created, and of the
+        parameters, its own and those of inner units, that it may have written."""
+        weights = [full[path] for path in self.paths], [rest["params"][name] for name in self.inner]
         before = [*weights, rest["state"], rest["inputs"]]
         filled = [with_leaves(part, values) for part, values in zip(self.parts, before, strict=True)]
         module, dynamic = nnx.merge(self.graphdef, *filled)
@@ -172,9 +161,11 @@ class _PureCall:
                 f"unit {self.unit!r}: its call created, removed or replaced attributes; create them in __init__ (a "
                 "call may change the values of variables, and create variables that are no nnx.Param)"
             )
-        pairs = zip([*weights[0], *weights[1]], jax.tree.leaves(after[:2]), strict=True)
-        self.may_write = any(old is not new for old, new in pairs)
-        return out, after, created
+        self.out = Parted(out)
+        self.after = Parted((_changed(after[2], with_leaves(self.parts[2], rest["state"])), created))
+        names, values = [*self.paths, *self.inner], zip([*weights[0], *weights[1]], jax.tree.leaves(after[:2]))
+        written = {name: new for name, (old, new) in zip(names, values, strict=True) if new is not old}
+        return self.out.dynamic, self.after.dynamic, written
 
     def _take_created(self, nodes: Any, known: set[Any]) -> nnx.State:
         """Take the variables that a call created (sown values, lazily made caches) off the copy that made them."""

@@ -84,8 +84,8 @@ def audit(
       min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
         has no such bytes is a finding too, since it shows nothing. None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
-      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, `engine` as given to
-        `fully_shard`, and `calls` of units.
+      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, the `program` of the step, and
+        `calls` of units: all but the last are `step.movement`.
 
     Raises:
       ValueError: for what is no scheduled HLO, and for a program of another number of devices than the layout's mesh.

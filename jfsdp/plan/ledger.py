@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jfsdp.engine.movements import REDUCE, SCATTER
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.attribution import Attribution, Part
 from jfsdp.plan.axes import group_axes, is_own
 from jfsdp.plan.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.theory import PERMUTE, REDUCE, SCATTER, Move, find_moves, is_replicated
+from jfsdp.plan.theory import PERMUTE, Move, find_moves, is_replicated
 
 OWN = "the model's own"
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
@@ -115,7 +116,7 @@ def make_ledger(
     Args:
       collectives: as `find_collectives` reads them from the program.
       gpus_per_node: to tell what crosses nodes.
-      step: `accumulate`, `reduce`, `reshard_after_backward`, `engine` and `calls`, as `expected_wire` takes them.
+      step: `accumulate`, `reduce`, `reshard_after_backward`, `program` and `calls`, as `expected_wire` takes them.
 
     Raises:
       ValueError: as `expected_wire`.

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
@@ -57,7 +58,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step does on a cluster; see `make_plan`. `prefetch` is that of engine "manual"."""
+    """What a step does on a cluster; see `make_plan`.
+
+    Attributes:
+      program: "xla" or "manual", and the reason why.
+      prefetch: that of program "manual".
+    """
 
     cluster: Cluster
     layout: Layout
@@ -68,12 +74,9 @@ class Plan:
     ledger: Ledger
     timeline: Timeline
     reserve_bytes: int
-    prefetch: Prefetch | None = None
-
-    @property
-    def engine(self) -> str:
-        """Which engine the step runs under."""
-        return "auto" if self.prefetch is None else "manual"
+    program: str
+    reason: str
+    prefetch: Prefetch
 
     @property
     def limit_bytes(self) -> int:
@@ -146,8 +149,9 @@ class Plan:
             "fits": self.fits,
             "cluster": self.cluster.to_dict(),
             "strategy": self.layout.strategy.name,
-            "engine": self.engine,
-            "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
+            "program": self.program,
+            "reason": self.reason,
+            "prefetch": dataclasses.asdict(self.prefetch) if self.program == MANUAL else None,
             "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
             "peak_bytes": peak.peak_bytes,
@@ -257,5 +261,7 @@ def make_plan(
         ),
         timeline=simulate(module, collectives, Rates(cluster)),
         reserve_bytes=reserve_bytes,
+        program=step.program or "",
+        reason=step.reason,
         prefetch=step.prefetch,
     )

@@ -1,26 +1,32 @@
 """What a strategy must put on the wire, from the Layout alone.
 
 [Note: what theory counts]
-The engine's movements, leaf by leaf: bytes that each device sends per step, in the dtype of the wire, padding included
-and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather that no
-derivative reads, such as that of an embedding's table), and a hybrid strategy sums between its groups once per step
-(which takes a loss that is a `Loss`). Not derivable from a layout, and so not counted: what an optimizer moves when
-its update mixes the elements of a leaf (Muon, factored moments), and activations.
+The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
+included and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather
+that no derivative reads, such as that of an embedding's table). Not derivable from a layout, and so not counted: what
+an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jfsdp.layout.table import Layout, Leaf, Stage
+from jfsdp.engine import movements
+from jfsdp.engine.movements import REDUCE
+from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.hlo import Shape
-from jfsdp.train.gradients import group_only, is_beyond_xla
-from jfsdp.train.step import StepConfig, reduces_once
+from jfsdp.train.step import StepConfig
 
-GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
+PERMUTE = "collective-permute"
+_WHATS = {
+    movements.STEP: "gather step",
+    movements.FORWARD: "gather forward",
+    movements.BACKWARD: "gather backward",
+    movements.UPDATE: "update",
+}
 
 _HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
 _HLO_PREFIXES = {"float": "f", "int": "s", "uint": "u"}
@@ -55,7 +61,7 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One movement of one leaf: which array takes part in which collective, and how often per step.
+    """One movement of one leaf, as HLO writes it: which array takes part in which collective, how often per step.
 
     Attributes:
       leaf: the leaf.
@@ -96,20 +102,20 @@ def expected_wire(
     accumulate: int = 1,
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
-    engine: str = "auto",
+    program: str = movements.MANUAL,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Expected, ...]:
     """Return what a step must put on the wire; see [Note: what theory counts]. Moves no data.
 
     Args:
       accumulate, reduce, reshard_after_backward: as given to `train_step`.
-      engine: as given to `fully_shard`.
+      program: of the step, "xla" or "manual": only the second can sum over some axes after the last microbatch.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
 
     Raises:
       ValueError: for options that `train_step` refuses, and for a unit in `calls` that the layout does not have.
     """
-    step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "engine": engine, "calls": calls}
+    step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "program": program, "calls": calls}
     sums: dict[tuple[Any, ...], list[float]] = {}
     paths: dict[tuple[Any, ...], dict[str, None]] = {}
     for move in find_moves(layout, reshard_after_backward=reshard_after_backward, **step):
@@ -133,7 +139,7 @@ def find_moves(
     accumulate: int = 1,
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
-    engine: str = "auto",
+    program: str = movements.MANUAL,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
@@ -141,22 +147,23 @@ def find_moves(
     Args, Raises: as `expected_wire`.
     """
     config = StepConfig(accumulate, reduce, reshard_after_backward)
-    calls = _check_calls(layout, calls or {})
-    data = layout.data_axes
-    once = reduces_once(layout, config, is_manual=engine == "manual")
-    deferred = data if once and (engine == "auto" or accumulate > 1) else group_only(layout)
-    held = config.held_units(layout)
-    running = layout.gathered(held)
-    moves = []
-    for leaf in layout.stored:
-        now, times = running.by_path[leaf.path], accumulate * calls.get(leaf.unit, 1)
-        if leaf.unit in held:
-            moves += _gather(layout, leaf, leaf.stage(leaf.source), "gather step", 1)
-        moves += _gathers(running, now, times)
-        if leaf.trainable:
-            moves += _reductions(running, now, deferred, times, accumulate)
-            moves += _updates(layout, leaf)
-    return tuple(move for move in moves if move.group_size > 1 and move.wire_bytes)
+    found = movements.movements(
+        layout,
+        program=program,
+        accumulate=accumulate,
+        once=config.reduces_once(layout),
+        held=config.held_units(layout),
+        calls=_check_calls(layout, calls or {}),
+    )
+    return tuple(move for move in (_counted(layout, move) for move in found) if move.wire_bytes)
+
+
+def _counted(layout: Layout, move: movements.Move) -> Move:
+    what = _WHATS.get(move.when, "reduce" if move.pieces == 1 else "reduce over groups")
+    if move.kind == REDUCE and is_replicated(layout, move.leaf):
+        what = "replicated"
+    dtype = hlo_dtype(move.dtype)
+    return Move(move.leaf, what, move.kind, dtype, move.axes, move.group_size, move.pieces, move.times)
 
 
 def _check_calls(layout: Layout, calls: Mapping[str, int]) -> Mapping[str, int]:
@@ -165,82 +172,6 @@ def _check_calls(layout: Layout, calls: Mapping[str, int]) -> Mapping[str, int]:
     if unknown:
         raise ValueError(f"calls: unit {unknown[0]!r} is unknown; the units are {', '.join(map(repr, names))}")
     return calls
-
-
-def _gathers(layout: Layout, leaf: Leaf, times: int) -> Iterator[Move]:
-    """Yield the gathers of a leaf: before its unit's forward and, where it is resharded, before its backward."""
-    source, reshard = leaf.stage(leaf.source), layout.policy(leaf.unit).reshard_after_forward
-    yield from _gather(layout, leaf, source, "gather forward", times)
-    again = source if reshard is True else leaf.stage("kept")
-    yield from _gather(layout, leaf, again, "gather backward", times)
-
-
-def _gather(layout: Layout, leaf: Leaf, split: Stage, what: str, times: int) -> Iterator[Move]:
-    if leaf.dim is not None and split.axes:
-        dtype = hlo_dtype(leaf.stage("use").dtype)
-        yield Move(leaf, what, GATHER, dtype, split.axes, layout.num_parts(split), 1, times)
-
-
-def _reductions(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], times: int, accumulate: int) -> Iterator[Move]:
-    """Yield the reductions of a leaf: of every microbatch over the axes that are not deferred, then over these."""
-    dtype = hlo_dtype(layout.reduce_dtype(leaf))
-    held = tuple(axis for axis in _split(leaf, "grad") if axis not in deferred)
-    now = tuple(axis for axis in layout.data_axes if axis not in deferred)
-    at_rest = _split(leaf, leaf.source)
-    further = tuple(axis for axis in held if axis not in at_rest)
-    if further and (deferred or is_beyond_xla(layout)):
-        # Written out: the derivative sums into the source's layout, each microbatch from there into its accumulator.
-        yield from _sum(layout, leaf, dtype, at_rest, at_rest, 1, times)
-        rest, pieces = tuple(axis for axis in now if axis not in at_rest), layout.num_shards(at_rest)
-        yield from _sum(layout, leaf, dtype, rest, further, pieces, accumulate)
-    else:
-        yield from _sum(layout, leaf, dtype, now, held, 1, times)
-    if deferred:
-        opt = _split(leaf, "opt")
-        last = tuple(axis for axis in opt if axis not in held)
-        scattered = last if opt == (*held, *last) and set(last) <= set(deferred) else ()
-        yield from _sum(layout, leaf, dtype, deferred, scattered, layout.num_shards(held), 1)
-
-
-def _sum(
-    layout: Layout,
-    leaf: Leaf,
-    dtype: str,
-    axes: tuple[str, ...],
-    split: tuple[str, ...],
-    pieces: int,
-    times: int,
-) -> Iterator[Move]:
-    """Yield a sum over `axes`: a reduce-scatter over those of `split`, an all-reduce over the others."""
-    if split:
-        yield Move(
-            leaf,
-            "reduce" if pieces == 1 else "reduce over groups",
-            SCATTER,
-            dtype,
-            split,
-            layout.num_shards(split),
-            pieces,
-            times,
-        )
-        pieces *= layout.num_shards(split)
-    rest = tuple(axis for axis in axes if axis not in split)
-    if rest:
-        what = "replicated" if is_replicated(layout, leaf) else "reduce" if pieces == 1 else "reduce over groups"
-        yield Move(leaf, what, REDUCE, dtype, rest, layout.num_shards(rest), pieces, times)
-
-
-def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:
-    """Yield the gather of updated shards, where what is at rest is split less than the optimizer."""
-    opt, source = _split(leaf, "opt"), _split(leaf, leaf.source)
-    rest = tuple(axis for axis in opt if axis not in source)
-    if rest:
-        dtype = hlo_dtype(leaf.stage(leaf.source).dtype)
-        yield Move(leaf, "update", GATHER, dtype, rest, layout.num_shards(rest), layout.num_shards(source), 1)
-
-
-def _split(leaf: Leaf, stage: str) -> tuple[str, ...]:
-    return () if leaf.dim is None else leaf.stage(stage).axes
 
 
 def is_replicated(layout: Layout, leaf: Leaf) -> bool:

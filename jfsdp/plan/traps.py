@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.attribution import Part
@@ -31,8 +32,7 @@ from jfsdp.plan.held import find_held
 from jfsdp.plan.hlo import Instruction, Module, Shape
 from jfsdp.plan.ledger import OWN, Ledger
 from jfsdp.plan.rounds import walk
-from jfsdp.plan.theory import GATHER, REDUCE, SCATTER, Move, hlo_dtype
-from jfsdp.train.gradients import group_only, is_beyond_xla
+from jfsdp.plan.theory import Move, hlo_dtype
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
@@ -137,14 +137,13 @@ class Check:
         excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
         for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
             size = sum(excess[part] for part in chosen) / 2
-            needs_loss = group_only(self.layout) or is_beyond_xla(self.layout)
-            why = "; this layout needs a loss that is a sum (a jfsdp.Loss), else XLA reduces it" if needs_loss else ""
             yield self._finding(
                 "all-reduce",
                 chosen,
                 size,
                 f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
-                f"reduce-scatter would do: {gb(size)} too many per device and step{why}",
+                f"reduce-scatter would do: {gb(size)} too many per device and step; program 'manual' scatters (it "
+                "takes a loss that is a jfsdp.Loss)",
             )
 
     def _excess(self, kind: str) -> dict[Part, float]:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jfsdp.layout.mesh import DATA_AXES
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.loss_scale import LossScale
@@ -152,24 +151,6 @@ def check_kept_types(old: TrainState, new: TrainState) -> None:
                 f"state{jax.tree_util.keystr(path)}: the optimizer turns {a.dtype}{list(a.shape)} into "
                 f"{b.dtype}{list(b.shape)}; give it a state dtype that stays (mu_dtype=, say)"
             )
-
-
-def check_reduce_dtype(layout: Layout, once: bool) -> None:
-    """Refuse a dtype of the reduction that XLA would not use: its own reductions are in the dtype of the gradient.
-
-    Raises:
-      ValueError: naming the unit.
-    """
-    for leaf in layout.leaves:
-        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
-        if once or not leaf.trainable or not is_float(use) or wanted in (None, use):
-            continue
-        raise ValueError(
-            f"unit {leaf.unit or '(root)'}: reduce_dtype {wanted!r} differs from param_dtype {use!r}, in which "
-            f"{leaf.path} is used: engine 'auto' reduces every microbatch in that; leave reduce_dtype None, make both "
-            'equal, or reduce once per step with reduce="once" (strategies that split parameters also need '
-            "reshard_after_backward=False)"
-        )
 
 
 def check_lowers(mesh: Any) -> None:

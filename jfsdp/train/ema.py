@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.flat import pack_all, unpack_all
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, make_work
@@ -106,12 +106,12 @@ _Shardings = tuple[tuple[str, Any], ...]
 @functools.lru_cache(maxsize=8)
 def _placer(layout: Layout, mesh: Any, params: _Shardings, work: _Shardings) -> Any:
     """Return the compiled placing for one layout: evaluations come again and again."""
-    place = functools.partial(_place, AutoEngine(layout, mesh))
+    place = functools.partial(_place, XlaEngine(layout, mesh))
     return jax.jit(place, out_shardings=(dict(params), dict(work)))
 
 
 def _place(
-    engine: AutoEngine, params: dict[str, Any], averages: dict[str, Any]
+    engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     here = (jax.tree.map(to_device, values) for values in (params, averages))
     opened, new = (unpack_all(engine.layout, values) for values in here)

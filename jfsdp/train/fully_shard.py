@@ -31,6 +31,7 @@ from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units
 from jfsdp.modules.model import as_model
+from jfsdp.train.choice import AUTO, ENGINES, Asked, choose, sums_apart
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.sharded import ShardedModel
 
@@ -46,7 +47,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     remat: Remat = "full",
-    engine: str = "auto",
+    engine: str = AUTO,
     prefetch: int | Prefetch | None = None,
     storage: str = "per_parameter",
     min_size: int | None = None,
@@ -84,12 +85,14 @@ def fully_shard(
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root).
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
-      engine: "auto" leaves collectives and their order to XLA; "manual" writes them out, inside a `shard_map`, where
-        each device sees its own rows.
-      prefetch: for engine "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
+      engine: which program a training step is. "xla" leaves collectives and their order to XLA; "manual" writes them
+        out, inside a `shard_map`, where each device sees its own rows; "auto" chooses: `step.program` and `step.reason`
+        tell. Evaluation and generation are "xla" always.
+      prefetch: for program "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
         None is 1.
-      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or, for engine "manual",
-        "flat", the leaves of each unit in one array that one collective moves. Optimizer states are leaf by leaf.
+      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or, for program
+        "manual", "flat", the leaves of each unit in one array that one collective moves. Optimizer states are leaf by
+        leaf.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
@@ -98,7 +101,7 @@ def fully_shard(
       LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
         not small, or weights that are repeated over axis `tensor`.
     """
-    _check_available(engine, storage, prefetch)
+    _check_available(engine, storage)
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with model_mesh(mesh):
@@ -131,8 +134,10 @@ def fully_shard(
     for warning in advise_memory(layout):
         warnings.warn(warning, LayoutWarning, stacklevel=2)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
-    schedule = as_prefetch(prefetch) if engine == "manual" else None
-    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), schedule)
+    needs = [f"storage={storage!r}"] * (storage == "flat") + [f"prefetch={prefetch!r}"] * (prefetch is not None)
+    asked = Asked(engine, as_prefetch(prefetch), (*needs, *sums_apart(layout)))
+    choose(layout, asked)  # refuses what contradicts itself
+    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
 
 
 _GROUPED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
@@ -174,17 +179,8 @@ def _check_mesh(mesh: Any) -> None:
             )
 
 
-ENGINES = ("auto", "manual")
-
-
-def _check_available(engine: str, storage: str, prefetch: Any) -> None:
+def _check_available(engine: str, storage: str) -> None:
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
     if storage not in STORAGE_FORMS:
         raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
-    if storage == "flat" and engine == "auto":
-        raise ValueError(
-            "storage='flat': engine 'auto' leaves collectives to XLA, which moves leaf by leaf; use engine='manual'"
-        )
-    if prefetch is not None and engine == "auto":
-        raise ValueError(f"prefetch={prefetch!r}: engine 'auto' leaves the order of gathers to XLA; leave it None")

@@ -104,11 +104,6 @@ def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -
     return jax.tree.map(combine, *losses, is_leaf=lambda x: isinstance(x, Max))
 
 
-def over_devices(loss: Loss, axes: tuple[str, ...]) -> Loss:
-    """Combine the losses of devices' own rows. Cost: an all-reduce of each scalar."""
-    return merge(lambda x: jax.lax.psum(x, axes), lambda x: jax.lax.pmax(x, axes), loss)
-
-
 def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Return what is reported of metrics whose sums and maxima are those of all rows; `weight` is that of the loss."""
 

@@ -1,7 +1,7 @@
 """Compare a loss over all rows with what the rows of each device add up to, before a step that computes the latter.
 
 [Note: what a loss must be]
-Where collectives are written out, a device computes the loss of its own rows, and totals, weights and metrics are added
+In program `manual` a device computes the loss of its own rows, and totals, weights and metrics are added
 over devices. That is the loss of all rows only if it is a sum over rows; of a contrast between rows, a batch norm, or a
 balance over all tokens it is another number. So before its first step a `TrainStep` computes both, forward only, on its
 first microbatch, one program after the other. Microbatches themselves are what the user asked for: between those rows
@@ -21,6 +21,7 @@ seen. Where the loss draws from keys of its own making, a difference proves noth
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -32,13 +33,13 @@ from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.dataflow import all_eqns
-from jfsdp.engine.engine import to_device
-from jfsdp.engine.flat import unpack_all
-from jfsdp.engine.local import LocalEngine
+from jfsdp.engine.engine import is_key, to_device
+from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
-from jfsdp.train.gradients import Gradients, WrittenOut, split_microbatches
-from jfsdp.train.loss import METRIC, Loss, Max, Mean, as_loss, over_devices
-from jfsdp.train.survey import is_key, weights_of
+from jfsdp.train.choice import way_to_xla
+from jfsdp.train.gradients import Gradients
+from jfsdp.train.loss import METRIC, Loss, as_loss, merge
+from jfsdp.train.survey import weights_of
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
@@ -62,7 +63,7 @@ def same_bits(keys: jax.Array) -> jax.Array:
 def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], options: Mapping[str, Any]) -> None:
     """Refuse a loss that is another number where a step computes it device by device; see [Note: what a loss must be].
 
-    Cost:    nothing where XLA sees the global batch; else two programs, compiled once and run twice: a forward each.
+    Cost:    nothing in program `xla`; else two programs, compiled once and run twice: a forward each.
     Memory:  the forward of one microbatch, its weights gathered as in the step, and a second copy of the parameters as
              they are stored. Nothing is donated, nothing is kept.
 
@@ -77,55 +78,33 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
     _check_weight(gradients, *arrays)
-    # From shapes alone; the trace of the step then finds it known.
-    jax.eval_shape(lambda *arrays: gradients.written_out(*arrays) is None, *arrays)
-    way = gradients.written_out(*arrays)
-    if way is None or not gradients.apply.layout.data_axes:
+    if gradients.choice.program == XLA:
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
     parts, _ = _run(gradients, _parts, arrays, options)
-    first, moved = (_difference(gradients, way, jaxpr, one, *other) for one, other in zip(wholes, parts))
+    first, moved = (_difference(gradients, jaxpr, one, *other) for one, other in zip(wholes, parts))
     problem = first or (moved and f"{moved} with all weights moved a little (with those given it agrees by chance)")
     if problem and _draws_elsewhere(jaxpr):
         reason = "from random keys that are not in the model's state, and on each device others than for all rows"
         warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=4)
     elif problem:
-        raise ValueError(f"{problem}; {_remedy(gradients, way, problem)}; check_loss=False skips this comparison")
+        raise ValueError(f"{problem}; {_remedy(gradients, problem)}; check_loss=False skips this comparison")
 
 
 def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> None:
     """Refuse a weight that counts the rows of a whole batch in each of its microbatches."""
-    num, apply = gradients.accumulate, gradients.apply
+    num = gradients.accumulate
     if num == 1:
         return
     found: list[float | None] = []
-
-    def weigh(source: Arrays, model_state: Arrays, batch: Any) -> None:
-        params = unpack_all(apply.layout, dict(source))
-        found.extend(weights_of(apply, gradients.loss_fn, params, model_state, batch, num))
-
-    jax.eval_shape(weigh, source, model_state, batch)
+    weigh = functools.partial(weights_of, gradients.apply, gradients.loss_fn, parts=num)
+    jax.eval_shape(lambda *arrays: found.extend(weigh(*arrays)), source, model_state, batch)
     if found[0] == found[1] and found[0] not in (None, 1.0):
         raise ValueError(
             f"loss_fn: the weight of the loss is {found[0]:g} for any number of rows, and counts once in each of "
             f"accumulate={num} microbatches: count the rows at hand, or return the mean over them, "
             "jfsdp.Loss(mean, 1.0, aux); check_loss=False skips this comparison"
         )
-
-
-def warn_of_scalar(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any]) -> None:
-    """Say what a step that was not compared takes a scalar for, where it computes it device by device."""
-    way = gradients.written_out(*arrays)
-    if way is not None and not way.is_sum:
-        means = "the loss is a scalar, and is taken for the mean over its rows, all of equal weight"
-        asked = " and ".join(_asked(gradients))
-        warnings.warn(f"{asked}: {means}; if it is not: {_remedy(gradients, way)}", stacklevel=2)
-
-
-def _asked(gradients: Gradients) -> dict[str, str]:
-    """Return the arguments of a step that ask for each device's own rows, and what to say instead."""
-    found = {'engine="manual"': 'engine="auto"'} if gradients.prefetch is not None else {}
-    return found | ({'reduce="once"': 'reduce="every"'} if gradients.once and gradients.is_asked else {})
 
 
 def _run(gradients: Gradients, compute: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Any:
@@ -152,40 +131,37 @@ def _moved(weight: jax.Array, far: jax.Array) -> jax.Array:
 
 def _whole(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Loss:
     """Compute the loss of a microbatch in the global view."""
-    apply, source = gradients.gathered(source)
-    return _loss(gradients, apply, apply.engine.mesh, source, model_state, batch)
+    apply, source = gradients.program_on(source, XLA)
+    return _loss(gradients, apply, source, model_state, batch)
 
 
 def _parts(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Any:
     """Compute the loss of each device's rows of a microbatch; return what they add up to, and so of their sizes."""
-    way: Any = gradients.written_out(source, model_state, batch)
-    apply, source = gradients.gathered(source)
-    engine = LocalEngine(apply.layout, apply.engine.mesh)
-    axes = engine.layout.axes_on(engine.mesh, engine.layout.data_axes)
+    apply, source = gradients.program_on(source, MANUAL)
+    engine = apply.engine
 
-    def local(*arrays: Any) -> tuple[Loss, Loss]:
-        loss = _loss(gradients, gradients.apply_on(engine), None, *arrays)
-        return over_devices(loss, axes), over_devices(jax.tree.map(jnp.abs, loss), axes)
+    def local(*arrays: Any) -> list[Loss]:
+        loss = _loss(gradients, apply, *arrays)
+        return [merge(engine.sum_rows, engine.max_rows, x) for x in (loss, jax.tree.map(jnp.abs, loss))]
 
-    return engine.on_each_device(local, way.own, PartitionSpec(), (source, model_state, batch))
+    return engine.on_rows(local, (source, model_state, batch), PartitionSpec())  # type: ignore[type-var]
 
 
-def _loss(gradients: Gradients, apply: Any, mesh: Any, source: Any, model_state: Any, batch: Any) -> Loss:
-    rows = jax.tree.map(lambda x: x[0], split_microbatches(batch, gradients.accumulate, mesh))
+def _loss(gradients: Gradients, apply: Any, source: Any, model_state: Any, batch: Any) -> Loss:
+    rows = jax.tree.map(lambda x: x[0], apply.engine.split_rows(batch, gradients.accumulate))
     state = {name: same_bits(value) if is_key(value) else value for name, value in model_state.items()}
     return apply(lambda model, rows: as_loss(gradients.loss_fn(model, rows)), source, state, rows)[0]
 
 
-def _difference(gradients: Gradients, way: WrittenOut, jaxpr: Any, whole: Loss, parts: Loss, sizes: Loss) -> str:
+def _difference(gradients: Gradients, jaxpr: Any, whole: Loss, parts: Loss, sizes: Loss) -> str:
     """Describe the first number that differs by more than rounding explains; "" if none does."""
     layout, mesh = gradients.apply.layout, gradients.apply.engine.mesh
     dtypes = {var.aval.dtype for eqn in all_eqns(jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")}
     error = allowed_error(dtypes, mesh.devices.flat[0].platform)
-    weights = (1.0,) * 3 if way.is_sum else (whole.weight, parts.weight, parts.weight)
-    ones, others, largest = map(_numbers, (whole, parts, sizes), weights)
+    ones, others, largest = map(_numbers, (whole, parts, sizes))
     for name, one in ones.items():
         # A sum of terms of both signs may be small beside its terms: as many units as were counted are its scale.
-        other, size = others[name], max(abs(one), largest[name], abs(sizes.weight) if way.is_sum else 1.0)
+        other, size = others[name], max(abs(one), largest[name], abs(sizes.weight))
         limit = _SUMS * size if name == "weight" else error * size
         if name.endswith(("]", "].total")) and one.is_integer() and other.is_integer():
             # Where two logits are equal but for rounding, which is larger is chance: as in `correct` of a classifier.
@@ -199,11 +175,9 @@ def _difference(gradients: Gradients, way: WrittenOut, jaxpr: Any, whole: Loss, 
     return ""
 
 
-def _numbers(loss: Loss, weight: float) -> dict[str, float]:
-    """Name the numbers of a loss that no way may change; one that is no sum is divided by its weight."""
-    weight = weight or 1.0
-    aux = {name: x if isinstance(x, (Max, Mean)) else x / weight for name, x in (loss.aux or {}).items()}
-    found = jax.tree_util.tree_leaves_with_path(Loss(loss.total / weight, loss.weight / weight, aux))
+def _numbers(loss: Loss) -> dict[str, float]:
+    """Name the numbers of a loss that no way may change."""
+    found = jax.tree_util.tree_leaves_with_path(loss)
     return {jax.tree_util.keystr(path).strip("."): number for path, number in found}
 
 
@@ -225,14 +199,10 @@ def _draws_elsewhere(jaxpr: Any) -> bool:
     return any(all(getattr(atom.aval, "dtype", None) != own for atom in eqn.invars) for eqn in draws)
 
 
-def _remedy(gradients: Gradients, way: WrittenOut, problem: str = "") -> str:
+def _remedy(gradients: Gradients, problem: str) -> str:
     if "loss_fn: aux" in problem:
-        of_scalar = "" if way.is_sum else " (beside a loss that does not count its rows, a sum is none: use jfsdp.Mean)"
-        return f"of the rows at hand an aux value is {METRIC}{of_scalar}"
-    other = " and ".join(_asked(gradients).values())
-    if not way.is_sum:
-        count = "return a jfsdp.Loss whose weight counts the rows at hand"
-        return f"of a sum over rows divided by a count {count}; if rows depend on each other, use {other}"
+        return f"of the rows at hand an aux value is {METRIC}"
     keep = "the scalar mean, or jfsdp.Loss(mean, 1.0, aux), for which the rows of all devices stay together"
     sums = "total and weight have to be sums over the rows at hand; if rows depend on each other, return"
-    return f"{sums} {keep}" + (f", and use {other}" if other else "")
+    other = way_to_xla(gradients.asked)
+    return f"{sums} {keep}" + (f", and {other}" if other else "")

@@ -74,11 +74,12 @@ class ShardingOptions:
     offload: Stages = ()
     """What waits in the host's pinned memory while unused: params, grads, opt_state, or several with commas."""
     engine: str = "auto"
-    """auto: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says."""
+    """xla: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says.
+    auto: manual where XLA would send more bytes than it must, else xla; the run's first line says which, and why."""
     prefetch: Number = None
-    """Engine manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
+    """For program manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
     storage: str = "per_parameter"
-    """per_parameter: each parameter in its own shape. flat (engine manual): those of a unit in one array."""
+    """per_parameter: each parameter in its own shape. flat (program manual): those of a unit in one array."""
     min_size: Number = None
     """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
@@ -86,7 +87,7 @@ class ShardingOptions:
     """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
     With float16 (GPUs only, with the models here) the loss is scaled dynamically; metrics show loss_scale."""
     reduce_dtype: Dtype = None
-    """Of gradients on the wire; none: param_dtype. Another than that needs --reduce once or --engine manual."""
+    """Of gradients on the wire; none: param_dtype. Another than that is program manual."""
     output_dtype: Dtype = None
     """Of what the model's loss returns; none: as it comes."""
     frozen: Globs = ()
@@ -97,7 +98,7 @@ class ShardingOptions:
     """Cut the batch into so many microbatches, one after the other."""
     reduce: Annotated[str | None, optional(str, "every|once")] = None
     """every: sum gradients over devices after each microbatch. once: after the last, for the memory of a whole one.
-    once needs ddp, zero1, --no-reshard-after-backward or --engine manual. none: as the strategy says."""
+    once is program manual. none: as the strategy says."""
     reshard_after_backward: bool = True
     """--no-reshard-after-backward gathers all parameters once per step, and keeps them over all microbatches."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None

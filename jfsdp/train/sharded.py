@@ -15,16 +15,15 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
-from jfsdp.engine.schedule import Prefetch
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands, check_state
-from jfsdp.train.gradients import LossFn
+from jfsdp.train.choice import Asked, Choice, choose
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
@@ -33,6 +32,7 @@ from jfsdp.train.roles import Role
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import StepConfig, TrainStep
 from jfsdp.train.storage import by_leaf
+from jfsdp.train.survey import LossFn
 from jfsdp.train.update import Update
 
 # Compiled updates that `apply_gradients` keeps.
@@ -50,13 +50,18 @@ class ShardedModel:
         layout: Layout,
         mesh: Mesh | AbstractMesh,
         loss_scale: LossScale | None = None,
-        prefetch: Prefetch | None = None,
+        asked: Asked | None = None,
     ):
-        self.model, self.layout, self.loss_scale, self.prefetch = model, layout, loss_scale, prefetch
+        self.model, self.layout, self.loss_scale, self._asked = model, layout, loss_scale, asked or Asked()
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
-        self.engine = AutoEngine(layout, self.mesh)
+        self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
         self._apply_steps: dict[Any, ApplyStep] = {}
+
+    @property
+    def choice(self) -> Choice:
+        """The program of training steps, "xla" or "manual", and why: as far as layout and options decide it."""
+        return choose(self.layout, self._asked)
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
@@ -196,7 +201,7 @@ class ShardedModel:
         config = StepConfig(
             accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss
         )
-        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self.prefetch)
+        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self._asked)
 
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
@@ -254,7 +259,7 @@ class ShardedModel:
         config = StepConfig(
             accumulate, reduce, reshard_after_backward, None, skip_nonfinite, compiler_options, check_loss
         )
-        return GradStep(self.apply, loss_fn, config, self.loss_scale, self.prefetch)
+        return GradStep(self.apply, loss_fn, config, self.loss_scale, self._asked)
 
     def apply_gradients(
         self,

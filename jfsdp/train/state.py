@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.flat import pack_all
 from jfsdp.engine.unit import Arrays
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.table import DEVICE, Layout
 from jfsdp.train.loss_scale import LossScale, ScaleState
 from jfsdp.train.optimizer import ShardedOptimizer
@@ -102,7 +102,7 @@ def with_work(state: TrainState, like: TrainState) -> TrainState:
     if not like.work:
         return dataclasses.replace(state, work={})
     shardings: dict[str, Any] = {path: value.sharding for path, value in like.work.items()}
-    engine = AutoEngine(like.layout, next(iter(shardings.values())).mesh)
+    engine = XlaEngine(like.layout, next(iter(shardings.values())).mesh)
     work = jax.jit(functools.partial(make_work, engine), out_shardings=shardings)(state.params)
     return dataclasses.replace(state, work={path: work[path] for path in like.work})
 

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.options import compiler_options
-from jfsdp.engine.schedule import Prefetch
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, num_processes, spans_run
-from jfsdp.layout.strategy import STRATEGIES, Split
+from jfsdp.layout.strategy import Split
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
 from jfsdp.train.checks import (
@@ -28,17 +28,18 @@ from jfsdp.train.checks import (
     check_batch,
     check_lowers,
     check_own_rows,
-    check_reduce_dtype,
     check_same_batch,
     check_state,
 )
-from jfsdp.train.gradients import Gradients, LossFn, positive
+from jfsdp.train.choice import Asked
+from jfsdp.train.gradients import Gradients, positive
 from jfsdp.train.loss import divide, metrics_of
-from jfsdp.train.loss_check import compare_loss, warn_of_scalar
+from jfsdp.train.loss_check import compare_loss
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, state_shardings
+from jfsdp.train.survey import LossFn
 from jfsdp.train.update import Update, lend_host_params, with_lent
 
 Metrics = dict[str, jax.Array]
@@ -51,12 +52,10 @@ class StepConfig:
     Attributes:
       accumulate: into how many microbatches the batch is cut; they run one after the other.
       reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
-        times the traffic; between the groups of a hybrid strategy only once, if the loss is a `Loss`). "once"
-        accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`); a scalar
-        loss is then a mean per device, and a `Loss` has to weigh the rows at hand. None: as the strategy's table says,
-        which is "once" for zero1 with a `Loss` where all parameters are whole at rest, and "every" for the others.
-        Where reducing later could change the result, a step that was not told "once" reduces every microbatch, and
-        warns.
+        times the traffic; between the groups of a hybrid strategy only once, in program `manual`). "once", for program
+        `manual`, accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
+        None: as the strategy's table says, which is "once" for zero1, and "every" for the others; in program `xla` it
+        is "every" for all, and a step that falls short of its strategy so warns.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
         last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
         root) to False says so of some units.
@@ -104,6 +103,10 @@ class StepConfig:
             reshards |= dict.fromkeys(matched, choice)
         return tuple(name for name, reshard in reshards.items() if not reshard)
 
+    def reduces_once(self, layout: Layout) -> bool:
+        """Tell whether the microbatches of a step share one reduction, where the program can; see `reduce`."""
+        return self.reduce == "once" or (self.reduce is None and layout.strategy.grad is Split.PARTIAL)
+
     @property
     def movement(self) -> dict[str, Any]:
         """What of it decides how often leaves are gathered and reduced, by name."""
@@ -134,7 +137,7 @@ class BatchStep:
     """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
 
     Attributes:
-      prefetch: that of engine "manual"; None under engine "auto".
+      prefetch: how far gathers run ahead in program `manual`.
     """
 
     def __init__(
@@ -143,37 +146,62 @@ class BatchStep:
         loss_fn: LossFn,
         config: StepConfig,
         loss_scale: LossScale | None = None,
-        prefetch: Prefetch | None = None,
+        asked: Asked | None = None,
     ):
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         if not any(leaf.trainable for leaf in self.layout.leaves):
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
-        is_manual = prefetch is not None and bool(self.layout.data_axes)
-        options = compiler_options(self.mesh, self.layout, is_manual=is_manual) | dict(config.compiler_options or {})
-        self.compiler_options = {name: value for name, value in options.items() if value is not None}
-        once = reduces_once(self.layout, config, is_manual=is_manual)
-        check_reduce_dtype(self.layout, once=once or is_manual)
-        held = config.held_units(self.layout)
-        is_asked = config.reduce == "once"
+        asked = asked or Asked()
+        if config.reduce == "once":
+            asked = dataclasses.replace(asked, needs=(*asked.needs, "reduce='once'"))
+        self.prefetch = asked.prefetch
+        held, once = config.held_units(self.layout), config.reduces_once(self.layout)
         is_scaled = loss_scale is not None
-        self.prefetch = prefetch
-        self._gradients = Gradients(apply, loss_fn, config.accumulate, once, is_asked, held, is_scaled, prefetch)
+        self._gradients = Gradients(apply, loss_fn, asked, config.accumulate, once, held, is_scaled)
         self._batch_shape: Any = None
         self._num_own_rows: int | None = None
         self._is_checked = False
         self._first_checks = [compare_batches] if spans_run(self.mesh) else []
 
     @property
+    def program(self) -> str | None:
+        """Which program the step is, "xla" or "manual"; None as long as that depends on the loss: see `decide`."""
+        return self._gradients.choice.program
+
+    @property
+    def reason(self) -> str:
+        """Why it is that program, in words."""
+        return self._gradients.choice.reason
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What the step is compiled with, once its program is known: jfsdp's own and those of its configuration."""
+        own = compiler_options(self.mesh, self.layout, is_manual=self.program == MANUAL)
+        options = own | dict(self.config.compiler_options or {})
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
     def movement(self) -> dict[str, Any]:
         """What decides how often leaves are gathered and reduced, by the names that theory takes."""
-        return {**self.config.movement, "engine": "auto" if self.prefetch is None else "manual"}
+        return {**self.config.movement, "program": self.program or MANUAL}
+
+    def decide(self, state: TrainState, batch: Any) -> str:
+        """Choose the step's program by what its loss does; return the reason. Shapes will do; `lower` and the first
+        step do so by themselves.
+
+        Raises:
+          ValueError: for a loss or a model that cannot run in the program that was asked for.
+        """
+        with model_mesh(self.mesh):
+            return self._gradients.decide(state.source, state.model_state, batch).reason
 
     def prepare(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self.shard_batch(batch)
+        self.decide(state, batch)
         if self.config.check_loss and not self._is_checked:
             with model_mesh(self.mesh):
                 compare_loss(self._gradients, (state.source, state.model_state, batch), self.compiler_options)
@@ -225,8 +253,6 @@ class BatchStep:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
         with model_mesh(self.mesh):
-            if not self._is_checked:
-                warn_of_scalar(self._gradients, (state.source, state.model_state, batch))
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
             weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
@@ -255,9 +281,9 @@ class TrainStep(BatchStep):
         tx: optax.GradientTransformation,
         config: StepConfig,
         loss_scale: LossScale | None = None,
-        prefetch: Prefetch | None = None,
+        asked: Asked | None = None,
     ):
-        super().__init__(apply, loss_fn, config, loss_scale, prefetch)
+        super().__init__(apply, loss_fn, config, loss_scale, asked)
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
         self._optimizer.check()
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
@@ -298,6 +324,7 @@ class TrainStep(BatchStep):
         device = self.mesh.devices.flat[0]
         is_there = device.platform == jax.default_backend()
         with contextlib.nullcontext() if is_there else jax.default_device(device):
+            self.decide(abstract_state, batch)
             return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
 
     def _compile_for(self, state: TrainState) -> Any:
@@ -321,31 +348,6 @@ class TrainStep(BatchStep):
             new = self._update(state, grads, found.is_finite, found.model_state, self._optimizer.given(found.value))
         more = {"num_skipped": new.num_skipped.astype(jnp.float32)} | learning_rate(new.opt_state)
         return new, more | found.metrics
-
-
-def reduces_once(layout: Layout, config: StepConfig, is_manual: bool = False) -> bool:
-    """Tell whether the microbatches of a step share one reduction.
-
-    Raises:
-      ValueError: if that is asked of a strategy whose parameters are split between microbatches.
-    """
-    is_once = layout.strategy.grad is Split.PARTIAL and config.accumulate > 1
-    if config.reduce is not None:
-        is_once = config.reduce == "once"
-    held = config.held_units(layout)
-    split = [leaf.path for leaf in layout.leaves if leaf.stage(leaf.source).axes and leaf.unit not in held]
-    is_whole = is_manual or len(held) == len(layout.units) or not (layout.strategy.axes("grad") or split)
-    if config.reduce is None:
-        return is_once and is_whole
-    if is_once and not is_whole:
-        able = ", ".join(name for name, strategy in STRATEGIES.items() if not strategy.axes("grad"))
-        what = f"{split[0]} is split at rest" if split else "its gradient accumulator is split"
-        raise ValueError(
-            f'reduce="once": strategy {layout.strategy.name!r}: {what}, and reducing once takes whole parameters and a '
-            f'whole gradient on every device; use {able}, reduce="every", or keep the parameters whole between '
-            "microbatches: reshard_after_backward=False"
-        )
-    return is_once
 
 
 def learning_rate(opt_state: Any) -> dict[str, jax.Array]:

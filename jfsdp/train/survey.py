@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.dataflow import depends_on, is_in_condition, passes_through, reads, stated_axes
-from jfsdp.engine.engine import SCOPE
+from jfsdp.engine.dataflow import (
+    depends_on,
+    is_in_condition,
+    keep_outputs,
+    num_readers,
+    passes_through,
+    reads,
+    stated_axes,
+)
+from jfsdp.engine.engine import SCOPE, is_key
 from jfsdp.engine.flat import unpack_all
-from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, model_axes
+from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.train.loss import Loss, as_loss
+
+LossFn = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,80 +36,123 @@ class Survey:
     """What a trace shows.
 
     Attributes:
-      is_sum: whether the loss is a sum by its type, and its weight follows the rows: one that is a constant, as in
-        `Loss(total, 512.0)`, would count once per device, so that such a loss is taken for a scalar.
-      is_constant: whether it is such a `Loss`.
+      no_sum: why the loss is no sum over rows by its type; None if it is. A weight that does not follow the rows, as in
+        `Loss(total, 512.0)`, would count once per device.
       draws: whether it depends on rng keys.
       problem: why the model cannot run on a device's own rows; None if it can.
+      shared: trained weights of the root unit that several operations read.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
       gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
     """
 
-    is_sum: bool
-    is_constant: bool
+    no_sum: str | None
     draws: bool
     problem: str | None
+    shared: tuple[str, ...]
     model_axes: tuple[str, ...]
     gathers_rows: bool
 
 
 def survey(
     apply: ShardedApply,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     source: Arrays,
     model_state: Arrays,
     rows: Any,
     held: Collection[str] = (),
 ) -> Survey:
-    """Trace a loss on the rows of a microbatch and read what it does; `held` units are whole. Moves no data."""
-    is_sum, is_constant, names, params = False, False, [], unpack_all(apply.layout, dict(source))
+    """Read what a loss does on the rows of a microbatch; `held` units are whole. Moves no data.
 
-    def as_sum(model: Any, rows: Any) -> Loss:
-        nonlocal is_sum
-        value = loss_fn(model, rows)
-        is_sum = hasattr(value, "total")
-        return as_loss(value)
-
-    def after(rows: Any, state: Arrays, params: Arrays) -> list[Any]:
-        nonlocal names
-        loss, named = apply(as_sum, params, state, rows)
-        names = list(named)
-        return [*named.values(), loss.weight, loss.total]
-
-    jaxpr = jax.make_jaxpr(after)(rows, model_state, params).jaxpr
-    has_rows, weights = [x.ndim > 0 for x in jax.tree.leaves(rows)], sorted(params)
-    inputs = [*[""] * len(has_rows), *sorted(model_state), *[""] * len(weights)]
+    Cost: one trace of the loss; two where its weight depends on no row.
+    """
+    layout = apply.layout
+    trace = _Trace(apply, loss_fn, source, model_state, rows)
+    jaxpr, states = trace.jaxpr, sorted(model_state)
     keys = {name for name, value in model_state.items() if is_key(value)}
     whole: list[Any] = []
-    by_rows = depends_on(jaxpr, has_rows + [False] * (len(inputs) - len(has_rows)), whole.append)
-    by_keys = depends_on(jaxpr, [name in keys for name in inputs])
+    by_rows = depends_on(jaxpr, trace.is_row, whole.append)
+    by_keys = depends_on(jaxpr, [name in keys for name in trace.states])
     stated = stated_axes(jaxpr, but=f"{SCOPE}.")
+    after = slice(len(by_rows) - len(states), None)
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
         or _condition_problem(jaxpr)
-        or _weight_problem(apply.layout, jaxpr, weights, held)
-        or _state_problem(names, inputs, keys, by_rows, by_keys, passes_through(jaxpr))
+        or _weight_problem(layout, trace.traced, held)
+        or _state_problem(states, trace.states, keys, by_rows[after], by_keys[after], passes_through(jaxpr)[after])
     )
-    num_shards = apply.layout.num_shards(apply.layout.data_axes)
-    if is_sum and not by_rows[-2] and num_shards > 1:
-        weight, fewer = weights_of(apply, loss_fn, params, model_state, rows, num_shards)
-        is_constant = weight is not None and weight == fewer
-        is_sum = weight is not None and not is_constant
+    no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
+    num_shards = layout.num_shards(layout.data_axes)
+    if trace.is_sum and not by_rows[1] and num_shards > 1:
+        weight = trace.weight()
+        if weight is None:
+            no_sum = "the weight of the loss depends on no row, and may count once for each device"
+        elif weight == _Trace(apply, loss_fn, source, model_state, first_rows(rows, num_shards)).weight():
+            no_sum = f"the weight of the loss is {weight:g} for any number of rows (count those at hand)"
+    readers = zip(trace.traced.names, num_readers(jaxpr), strict=True)
+    shared = [path for path, num in readers if num > 1 and path in layout.unit(ROOT).leaves]
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
-    return Survey(is_sum, is_constant, by_keys[-1], problem, own, any(map(_is_whole, whole)))
+    return Survey(
+        no_sum,
+        by_keys[0],
+        problem,
+        tuple(path for path in shared if layout.by_path[path].trainable),
+        own,
+        any(map(_is_whole, whole)),
+    )
+
+
+class _Trace:
+    """A loss as a program of rows, model state and weights.
+
+    Attributes:
+      is_sum: whether it is a sum over rows by its type.
+      traced: as `ShardedApply.trace` returns it; its outputs are total, weight, metrics, and the state afterwards.
+      is_row: which of its inputs are arrays of rows.
+      states: of each input, which of the model's state it is; "" for none.
+    """
+
+    def __init__(self, apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any):
+        self.is_sum = False
+
+        def as_sum(model: Any, rows: Any) -> Loss:
+            value = loss_fn(model, rows)
+            self.is_sum = hasattr(value, "total")
+            return as_loss(value)
+
+        self.traced, self._flat = apply.trace(as_sum, unpack_all(apply.layout, dict(source)), model_state, rows)
+        self.jaxpr = self.traced.jaxpr
+        given = [x.ndim > 0 for x in jax.tree.leaves(rows)]
+        num_root = len(self.jaxpr.invars) - self.traced.num_flat
+        num_inner = sum(map(bool, self.traced.names)) - num_root
+        self._num_consts = self.traced.num_flat - len(given) - num_inner - len(model_state)
+        self.is_row = [False] * self._num_consts + given
+        self.is_row += [False] * (len(self.jaxpr.invars) - len(self.is_row))
+        self.states = [""] * (self.traced.num_flat - len(model_state)) + sorted(model_state) + [""] * num_root
+
+    def weight(self) -> float | None:
+        """Return the weight of the loss if it depends on no array, else None."""
+        wanted = [place == 1 for place in range(len(self.jaxpr.outvars))]
+        # Inside calls and loops too: what computes the weight there may compute with arrays beside it.
+        jaxpr, is_read = dce_jaxpr(keep_outputs(self.jaxpr, wanted), [True])
+        consts = self._flat[: self._num_consts]
+        if any(is_read[self._num_consts :]) or any(isinstance(x, core.Tracer) for x in consts):
+            return None
+        # On a device that is here: a step may be lowered for others.
+        with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
+            used = [x for x, mark in zip(consts, is_read, strict=False) if mark]
+            return float(core.eval_jaxpr(jaxpr, (), *used)[0])
 
 
 def weights_of(
-    apply: ShardedApply, loss_fn: Callable[..., Any], params: Arrays, model_state: Arrays, rows: Any, parts: int
+    apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, parts: int
 ) -> list[float | None]:
     """Return the weight of a loss on rows, and on the first of so many parts of them; None: it depends on an array."""
-    weigh = lambda model, rows: as_loss(loss_fn(model, rows)).weight  # noqa: E731
-    return [apply.constant(weigh, params, model_state, some) for some in (rows, first_rows(rows, parts))]
+    return [_Trace(apply, loss_fn, source, model_state, some).weight() for some in (rows, first_rows(rows, parts))]
 
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
     """Inside a `shard_map` over the data axes a model may state shardings over its own axes alone."""
-    data = [axis for axes in stated for axis in sorted(axes) if axis.partition("_")[0] in DATA_AXES]
+    data = [axis for axes in stated for axis in sorted(axes) if is_data_axis(axis)]
     if data:
         return (
             f"the model states a sharding over mesh axis {data[0]!r}, which splits the batch (name its own axes alone: "
@@ -114,30 +168,30 @@ def _condition_problem(jaxpr: Any) -> str | None:
     return None
 
 
-def _weight_problem(layout: Layout, jaxpr: Any, weights: list[str], held: Collection[str]) -> str | None:
+def _weight_problem(layout: Layout, traced: Traced, held: Collection[str]) -> str | None:
     """A unit's weights are whole inside its calls; elsewhere a device that computes for itself has its shard."""
-    leaves = [layout.by_path[path] for path in weights]
-    marked = [leaf.unit not in (ROOT, *held) and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
-    first = len(jaxpr.invars) - len(weights)
-    for place, eqn in reads(jaxpr, [False] * first + marked):
+    names = [*traced.names[: traced.num_flat], *[""] * (len(traced.names) - traced.num_flat)]
+    leaves = [layout.by_path[name] if name else None for name in names]
+    marked = [leaf is not None and leaf.unit not in held and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
+    for place, eqn in reads(traced.jaxpr, marked):
         if f"{SCOPE}." not in str(eqn.source_info.name_stack):
-            leaf = leaves[place - first]
             return (
-                f"{leaf.path} is read outside the calls of its unit {leaf.unit!r}, where a device has its shard alone "
-                "(of a penalty on weights make weight decay, in the optimizer; or leave that module out of units=)"
+                f"{names[place]} is read outside the calls of its unit {leaves[place].unit!r}, where a device has its "  # type: ignore[union-attr]
+                "shard alone (of a penalty on weights make weight decay, in the optimizer; or leave that module out of "
+                "units=)"
             )
     return None
 
 
 def _state_problem(
-    names: list[str],
-    inputs: list[str],
-    keys: set[str],
-    by_rows: list[bool],
-    by_keys: list[bool],
-    origins: list[int | None],
+    names: Sequence[str],
+    inputs: Sequence[str],
+    keys: Collection[str],
+    by_rows: Sequence[bool],
+    by_keys: Sequence[bool],
+    origins: Sequence[int | None],
 ) -> str | None:
-    for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, origins, strict=False):
+    for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, origins, strict=True):
         if rows_reach:
             return f"the model's state {name} depends on the rows of the batch"
         if name in keys and (at is None or inputs[at] != name):
@@ -156,7 +210,7 @@ def _is_whole(eqn: Any) -> bool:
         return False
     entries = [*spec, *[None] * (eqn.invars[0].aval.ndim - len(spec))]
     names = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    if any(isinstance(axis, str) and axis.partition("_")[0] in DATA_AXES for axis in names):
+    if any(isinstance(axis, str) and is_data_axis(axis) for axis in names):
         return False
     return any(entry in (None, ()) and dim not in free for dim, entry in enumerate(entries[:1]))
 
@@ -164,8 +218,3 @@ def _is_whole(eqn: Any) -> bool:
 def first_rows(batch: Any, parts: int) -> Any:
     """Return the first of so many parts of a batch's rows; scalars are part of each."""
     return jax.tree.map(lambda x: x[: x.shape[0] // parts] if x.ndim else x, batch)
-
-
-def is_key(value: Any) -> bool:
-    """Tell whether an array holds rng keys. Moves no data."""
-    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))

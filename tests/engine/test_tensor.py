@@ -206,7 +206,7 @@ class Dropping(nnx.Module):
         return self.head(jax.numpy.where(keep, x / 0.7, 0.0))
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
+@pytest.mark.parametrize("engine", ["xla", "manual"])
 def test_devices_along_the_models_axis_draw_the_same_masks(engine):
     """So masks are those of the same data axes without it; and on other data axes they are others (manual)."""
     wide, narrow = (train(Dropping, sizes, engine=engine)[1] for sizes in (MESHES["4x2"], {"fsdp": 4}))
@@ -214,7 +214,7 @@ def test_devices_along_the_models_axis_draw_the_same_masks(engine):
     np.testing.assert_allclose([m["grad_norm"] for m in wide], [m["grad_norm"] for m in narrow], rtol=1e-4)
     other = train(Dropping, {"fsdp": 8}, engine=engine)[1]
     is_same = np.allclose([m["loss"] for m in other], [m["loss"] for m in narrow], rtol=1e-5)
-    assert is_same == (engine == "auto")
+    assert is_same == (engine == "xla")
 
 
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):

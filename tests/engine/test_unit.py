@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
 from jfsdp.engine.dataflow import depends_on
-from jfsdp.engine.unit import Movement, call_unit
+from jfsdp.engine.unit import Movement, call_traced, trace_unit
 
 DIM, ROWS = 32, 4
 POLICIES = {
@@ -47,7 +47,9 @@ def make_call(policy, reshard, trainable=("w",)):
     full = {"w": jax.ShapeDtypeStruct((DIM, DIM), jnp.float32)}
 
     def call(shards, x):
-        return call_unit(body, shards, {"x": x, "count": jnp.zeros((), jnp.int32)}, full, movement)[0]
+        rest = {"x": x, "count": jnp.zeros((), jnp.int32), "params": {}}
+        traced, flat = trace_unit(lambda full, rest: (*body(full, rest), {}), full, rest)
+        return call_traced(traced, shards, flat, movement)[0]
 
     return call
 

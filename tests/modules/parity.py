@@ -7,7 +7,7 @@ import optax
 from flax import nnx, traverse_util
 
 import jfsdp
-from jfsdp.engine.auto import AutoEngine
+from jfsdp.engine.xla import XlaEngine
 
 DIM, ROWS = 16, 16
 TX = optax.sgd(0.1)
@@ -152,13 +152,13 @@ def plain_variables(model):
 
 def count_calls(monkeypatch, model, loss, batch):
     """Trace a loss once; count the calls of each unit, that is, its gathers forward."""
-    counts, original = {}, AutoEngine.call_unit
+    counts, original = {}, XlaEngine.call_unit
 
     def counted(self, name, *args):
         counts[name] = counts.get(name, 0) + 1
         return original(self, name, *args)
 
-    monkeypatch.setattr(AutoEngine, "call_unit", counted)
+    monkeypatch.setattr(XlaEngine, "call_unit", counted)
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     state = model.abstract_state(TX)
     jax.eval_shape(lambda *args: model.apply(loss, *args), state.source, state.model_state, shape)

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import jfsdp
-from jfsdp.engine.auto import AutoEngine
 from jfsdp.engine.engine import Engine
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.audit import audit, read_module
 from jfsdp.testing import assert_collectives
@@ -131,7 +131,7 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter_is_named(monkeypatch):
         small = {path: grad / (1 + jax.numpy.sum(grad * grad)) for path, grad in whole.items()}
         return {leaf.path: self._constrain(small[leaf.path], leaf, "grad", gone) for leaf, gone in pairs}
 
-    monkeypatch.setattr(AutoEngine, "reduce", reduce)
+    monkeypatch.setattr(XlaEngine, "reduce", reduce)
     model = programs.build()
     report = audit(programs.compile_step(model), model.layout)
     assert {"all-reduce", "extra-bytes"} <= traps(report) <= {"all-reduce", "extra-bytes", "wire-dtype"}

@@ -244,16 +244,20 @@ def test_calls_of_an_unknown_unit_are_refused():
         expected_wire(layout(), calls={"layer": 2})
 
 
-def test_what_a_step_refuses_theory_refuses():
-    with pytest.raises(ValueError, match='reduce="once"'):
-        expected_wire(layout(), accumulate=2, reduce="once")
-
-
-def test_reducing_once_under_engine_manual_gathers_every_microbatch_and_reduces_the_last():
-    found = by_what(layout(), accumulate=MICROBATCHES, reduce="once", engine="manual")
-    once = by_what(layout(), engine="manual")
+def test_reducing_once_gathers_every_microbatch_and_reduces_the_last():
+    found = by_what(layout(), accumulate=MICROBATCHES, reduce="once")
+    once = by_what(layout())
     assert found["gather forward"] == pytest.approx(MICROBATCHES * once["gather forward"])
     assert found["reduce"] == pytest.approx(once["reduce"])
+
+
+def test_xla_sums_every_microbatch_over_every_axis():
+    grouped = layout("hybrid_shard", mesh=GROUPS)
+    found = wire(grouped, accumulate=4, program="xla")
+    last = wire(grouped, accumulate=4)
+    assert found["all-reduce", NUM // GROUP] == pytest.approx(4 * last["all-reduce", NUM // GROUP])
+    assert found["reduce-scatter", GROUP] == pytest.approx(last["reduce-scatter", GROUP])
+    assert wire(layout("zero1"), accumulate=4, program="xla") == pytest.approx(wire(layout("zero2"), accumulate=4))
 
 
 def test_one_device_sends_nothing():

@@ -229,9 +229,9 @@ def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
             np.testing.assert_array_equal(found[path], value)
 
 
-def test_auto_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
-    with pytest.raises(ValueError, match="storage='flat': engine 'auto' leaves collectives to XLA"):
-        jfsdp.fully_shard(Tower, storage="flat")
+def test_xla_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
+    with pytest.raises(ValueError, match="storage='flat': engine='xla' leaves the collectives to XLA"):
+        jfsdp.fully_shard(Tower, storage="flat", engine="xla")
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
         jfsdp.fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)

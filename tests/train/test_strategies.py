@@ -188,10 +188,10 @@ def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
     _, metrics = model.train_step(by_constant, TX)(model.init(TX), batch)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
     manual = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
-    with pytest.warns(UserWarning, match="return a jfsdp.Loss whose weight counts the rows at hand"):
+    with pytest.raises(ValueError, match=r"the weight of the loss is 100 for any number of rows.*use engine='xla'"):
         manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
     once = model.train_step(by_constant, TX, accumulate=2, reduce="once", reshard_after_backward=False)
-    with pytest.raises(ValueError, match=r'reduce="once": the weight of the loss is the same for any number of rows'):
+    with pytest.raises(ValueError, match=r"reduce='once': the weight of the loss is 100 for any number of rows"):
         once.lower(model.abstract_state(TX), batch)
 
 
@@ -261,7 +261,7 @@ class DrawsKey(Tower):
 def test_a_key_that_the_model_replaces_cannot_be_the_same_on_devices_with_other_keys():
     model = jfsdp.fully_shard(DrawsKey, units=[Block], strategy="zero1", min_size=20)
     step = model.train_step(token_loss, TX, accumulate=2, reduce="once")
-    with pytest.raises(ValueError, match='reduce="once": the model changes its rng key key'):
+    with pytest.raises(ValueError, match="reduce='once': the model changes its rng key key"):
         step(model.init(TX), make_batches(1)[0])
 
 

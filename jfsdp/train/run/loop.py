@@ -137,6 +137,9 @@ class Loop:
             self.throughput.count_step()
             return self.step(state, batch)
         begin = time.perf_counter()
+        batch = self.step.shard_batch(batch)
+        reason = self.step.decide(state, batch)
+        self.display.say(f"program {self.step.program}: {reason}")
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin

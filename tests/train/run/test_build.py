@@ -27,8 +27,11 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"warmup": 100}, "warmup=100 must be at least 0 and below decay_steps=100"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"frozen": ("head",)}, "frozen 'head' matches no parameter; parameters: embed.embedding"),
-        ({"reduce": "once"}, 'reduce="once": strategy .full_shard.: .* is split at rest'),
-        ({"reduce_dtype": "float32"}, "reduce_dtype 'float32' differs from param_dtype 'bfloat16'"),
+        ({"reduce": "once", "engine": "xla"}, "reduce='once': engine='xla' leaves"),
+        (
+            {"reduce_dtype": "float32", "engine": "xla"},
+            "reduce_dtype='float32' of unit .* travel in bfloat16",
+        ),
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
         ({"strategy": "ddp", "reshard_after_forward": "true"}, "contradicts strategy 'ddp'"),

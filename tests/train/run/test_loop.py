@@ -39,11 +39,20 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
     records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
     records.checkpoint_every = checkpoint_every
 
-    def step(state, batch):
-        if batch == stop_after:
-            stop.name = "SIGTERM"
-        names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
-        return State(state.step + 1), {name: loss_of(batch) for name in names} | {"num_skipped": jnp.float32(0)}
+    class Step:
+        program = "xla"
+
+        def shard_batch(self, batch):
+            return batch
+
+        def decide(self, state, batch):
+            return "no reason"
+
+        def __call__(self, state, batch):
+            if batch == stop_after:
+                stop.name = "SIGTERM"
+            names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
+            return State(state.step + 1), {name: loss_of(batch) for name in names} | {"num_skipped": jnp.float32(0)}
 
     def evaluate(state):
         records.evaluated.append(state)
@@ -51,7 +60,7 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
 
     loop = Loop(
         config=LoopConfig(**config),
-        step=step,  # type: ignore[arg-type]
+        step=Step(),  # type: ignore[arg-type]
         batches=position,
         throughput=Throughput(10, 1, None, "cpu"),
         learning_rate=lambda count: count / 100,

@@ -1,4 +1,4 @@
-"""The auto engine's movements: layouts are stated and XLA inserts the collectives.
+"""Program `xla`: layouts are stated on a mesh with `Auto` axes, and XLA inserts the collectives.
 
 [Note: low precision on the wire]
 The *sharded* layout of the cast value is stated first, then a barrier, then the whole one. Without both, XLA gathers
@@ -10,17 +10,43 @@ docs/log.md has the counts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.engine import Engine, Pairs
-from jfsdp.engine.unit import Arrays
+from jfsdp.engine.engine import Engine, Pairs, Pull
+from jfsdp.engine.flat import unpack_all
+from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.table import Leaf
+from jfsdp.layout.units import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoEngine(Engine):
-    """Gathers and reduces by stating layouts on a mesh with `Auto` axes."""
+class XlaEngine(Engine):
+    """Gathers and reduces by stating layouts; sees the rows of all devices together."""
+
+    def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
+        """Run the root unit by JAX's own rules around the units' derivatives; see `Engine.vjp`."""
+        params = unpack_all(self.layout, source)
+        trained = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
+
+        def scalar(trained: Arrays) -> tuple[Any, Any]:
+            now = params | trained
+            inputs = [now.get(name, x) for name, x in zip(traced.names, flat, strict=False)]
+            outs = self.call_unit(ROOT, traced, {path: now[path] for path in self.layout.unit(ROOT).leaves}, inputs)
+            return outs[0], outs
+
+        total, pull, outs = jax.vjp(scalar, trained, has_aux=True)
+        return outs, lambda cotangent: pull(cotangent.astype(total.dtype))[0]
+
+    def split_rows(self, batch: Any, num: int) -> Any:
+        """Cut a batch into microbatches, dim 1 split over the data axes; see `Engine.split_rows`."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, data_axes(self.mesh)))
+        state = lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.ndim > 1 else x  # noqa: E731
+        return jax.tree.map(state, super().split_rows(batch, num))
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves in their dtype in use; see [Note: low precision on the wire]."""

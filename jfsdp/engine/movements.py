@@ -1,0 +1,159 @@
+"""What each leaf moves in a step: which collective, over which axes, in which dtype, how often.
+
+[Note: one list]
+The manual program executes this list, and whoever counts bytes reads it: theory, ledger, audit. It is the only place
+that says how a gradient is summed: over every data axis, once. Of the two programs only `manual` can leave axes for
+after the last microbatch (`deferred_axes`); what `xla` is expected to move is the same list without that, each sum over
+all axes at once. Not in the list, since XLA makes them of what the user states: what an optimizer moves whose update
+mixes the elements of a leaf, and activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+
+from jfsdp.layout.table import Layout, Leaf
+
+XLA, MANUAL = "xla", "manual"
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+# When a leaf moves: before the first microbatch; around each call of its unit; after the last one; in the update.
+STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One movement of one leaf.
+
+    Attributes:
+      leaf: the leaf, or buffer.
+      when: STEP, FORWARD and BACKWARD (gathers), CALL and LAST (sums of gradients), UPDATE (of new shards).
+      kind: the collective.
+      axes: the axes of the layout that it runs over, major to minor.
+      dtype: on the wire.
+      group_size: devices of a group; fewer than the axes have where only neighbours take part (hpZ).
+      pieces: the gathered (or not yet summed) array is one of this many pieces of the leaf.
+      times: how often it runs per step.
+      stage: of a gather, what is gathered.
+    """
+
+    leaf: Leaf
+    when: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    group_size: int
+    pieces: int = 1
+    times: int = 1
+    stage: str = ""
+
+
+def movements(
+    layout: Layout,
+    *,
+    program: str = MANUAL,
+    accumulate: int = 1,
+    once: bool = False,
+    held: Collection[str] = (),
+    calls: Mapping[str, int] | None = None,
+) -> tuple[Move, ...]:
+    """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
+
+    Args:
+      program: XLA or MANUAL.
+      accumulate: the number of microbatches.
+      once: whether they share one reduction, where the program can.
+      held: units that are gathered before the first microbatch and kept to the last.
+      calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
+    """
+    deferred = deferred_axes(layout, accumulate=accumulate, once=once) if program == MANUAL else ()
+    running, found = layout.gathered(held), []
+    for leaf in layout.stored:
+        now, times = running.by_path[leaf.path], accumulate * (calls or {}).get(leaf.unit, 1)
+        if leaf.unit in held:
+            found += _gather(layout, leaf, leaf.source, STEP)
+        for move in of_leaf(running, now, deferred, in_one=program == XLA):
+            found.append(move if move.when == LAST else dataclasses.replace(move, times=times))
+        found += _updates(layout, leaf) if leaf.trainable else ()
+    return tuple(found)
+
+
+def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:
+    """Yield what a leaf moves in one microbatch with one call of its unit, and after the last. Moves no data.
+
+    Args:
+      deferred: the axes that wait for the last microbatch.
+      in_one: sum over all axes at once; else first within the group that shares a copy, so that between groups only
+        shards travel.
+    """
+    reshard = layout.policy(leaf.unit).reshard_after_forward
+    yield from _gather(layout, leaf, leaf.source, FORWARD)
+    yield from _gather(layout, leaf, leaf.source if reshard is True else "kept", BACKWARD)
+    if not leaf.trainable:
+        return
+    held = accumulator_axes(leaf, deferred)
+    now = [axis for axis in layout.data_axes if axis not in deferred]
+    inner = [axis for axis in _axes(leaf, leaf.source) if axis in held and not in_one]
+    outer, split = ([axis for axis in axes if axis not in inner] for axes in (now, held))
+    yield from _sum(layout, leaf, CALL, inner, inner, 1)
+    yield from _sum(layout, leaf, CALL, outer, split, layout.num_shards(inner))
+    yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(held))
+
+
+def deferred_axes(layout: Layout, *, accumulate: int, once: bool) -> tuple[str, ...]:
+    """Return the data axes over which the manual program sums after the last microbatch only. Moves no data.
+
+    Those are all where the microbatches share one reduction; else those over which parameters and accumulators are all
+    repeated while another axis splits some: between the groups of a hybrid strategy.
+    """
+    if once and accumulate > 1:
+        return layout.data_axes
+    used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
+    return tuple(axis for axis in layout.data_axes if axis not in used) if used else ()
+
+
+def accumulator_axes(leaf: Leaf, deferred: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes that split a leaf's accumulator until the deferred ones are summed over. Moves no data."""
+    return tuple(axis for axis in _axes(leaf, "grad") if axis not in deferred)
+
+
+def last_axes(leaf: Leaf, deferred: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the deferred axes over which the last sum is scattered: those by which `opt` is split further."""
+    opt, done = _axes(leaf, "opt"), accumulator_axes(leaf, deferred)
+    further = tuple(axis for axis in opt if axis not in done)
+    return further if opt == (*done, *further) and set(further) <= set(deferred) else ()
+
+
+def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
+    stage = dict(leaf.stages)[name]
+    return () if stage is None or leaf.dim is None else stage.axes
+
+
+def _gather(layout: Layout, leaf: Leaf, stage: str, when: str) -> Iterator[Move]:
+    size = layout.num_parts(leaf.stage(stage)) if _axes(leaf, stage) else 1
+    if size > 1:
+        yield Move(leaf, when, GATHER, _axes(leaf, stage), leaf.stage("use").dtype, size, stage=stage)
+
+
+def _sum(
+    layout: Layout, leaf: Leaf, when: str, axes: Collection[str], split: Collection[str], pieces: int
+) -> Iterator[Move]:
+    """Yield a sum over `axes`: a reduce-scatter over those of `split`, which are among them; an all-reduce over the
+    others."""
+    assert set(split) <= set(axes), f"{split} of {axes}"
+    dtype, parts = layout.reduce_dtype(leaf), layout.num_shards(split)
+    rest = tuple(axis for axis in axes if axis not in split)
+    if parts > 1:
+        yield Move(leaf, when, SCATTER, tuple(split), dtype, parts, pieces)
+    if layout.num_shards(rest) > 1:
+        yield Move(leaf, when, REDUCE, rest, dtype, layout.num_shards(rest), pieces * parts)
+
+
+def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:
+    """Yield the gather of updated shards, where what is at rest is split less than the optimizer."""
+    source = _axes(leaf, leaf.source)
+    rest = tuple(axis for axis in _axes(leaf, "opt") if axis not in source)
+    if layout.num_shards(rest) > 1:
+        dtype = leaf.stage(leaf.source).dtype
+        yield Move(leaf, UPDATE, GATHER, rest, dtype, layout.num_shards(rest), layout.num_shards(source))

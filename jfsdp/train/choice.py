@@ -1,0 +1,141 @@
+"""Which of the two programs a step is, and why: the one place that asks.
+
+[Note: two programs]
+`xla`: the rows of all devices stand in one array, layouts are stated, and XLA inserts the collectives. The loss may be
+anything. Every microbatch is reduced over every axis.
+`manual`: everything runs in one `shard_map` over the data axes, where a device sees its own rows, and every gather and
+reduction is written out. So the loss has to be a sum over rows (`jfsdp.Loss`), a model whose state depends on the rows
+(batch statistics) cannot run there, nor one that states shardings over the data axes; rng keys are folded with the
+device's index. Over axes of its own (`tensor`) a model may state what it likes: the `shard_map` is over all others.
+
+`auto` takes `manual` where XLA would send more than is needed. It makes a reduce-scatter of an all-reduce that one
+slice reads: a pad between them (padded leaves), an accumulator that is split further than its parameter, or several
+gradients that are added afterwards (a weight with several uses, such as tied embeddings) keep it from that and cost up
+to twice the bytes. And it cannot leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone
+would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
+from jfsdp.engine.schedule import Prefetch
+from jfsdp.layout.precision import is_float
+from jfsdp.layout.table import Layout, Leaf
+from jfsdp.train.survey import Survey
+
+AUTO = "auto"
+ENGINES = (AUTO, XLA, MANUAL)
+OPEN = "depends on the loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the user asked for.
+
+    Attributes:
+      engine: one of ENGINES.
+      prefetch: how far gathers run ahead under `manual`.
+      needs: the options given that only `manual` has, in words.
+    """
+
+    engine: str = AUTO
+    prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
+    needs: tuple[str, ...] = ()
+
+
+class Choice(NamedTuple):
+    """A program, or None where it is open, and the reason in words."""
+
+    program: str | None
+    reason: str
+
+
+def choose(
+    layout: Layout, asked: Asked, *, accumulate: int = 1, once: bool = False, found: Survey | None = None
+) -> Choice:
+    """Choose the program of a step; see [Note: two programs]. Moves no data.
+
+    Args:
+      accumulate, once: the number of microbatches, and whether they share one reduction where the program can.
+      found: what the loss and the model do; None: not known yet.
+
+    Raises:
+      ValueError: for what cannot run in the program asked for, naming what asked for it.
+    """
+    if asked.engine == XLA and asked.needs:
+        raise ValueError(
+            f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA, which reduces every microbatch, array by "
+            "array, in the dtype of the gradient; leave one of them out, or use engine='manual'"
+        )
+    if not layout.data_axes:
+        return Choice(XLA, "one device has all rows: nothing moves")
+    if asked.engine == XLA:
+        return Choice(XLA, "engine='xla'" + falls_short(layout, accumulate=accumulate, once=once))
+    forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")
+    if found is None:
+        return Choice(MANUAL, forced) if forced else Choice(None, OPEN)
+    obstacle = found.problem or found.no_sum
+    if forced:
+        if obstacle:
+            raise ValueError(f"{forced}: {obstacle}, and each device sees its own rows only; {_remedy(asked, found)}")
+        return Choice(MANUAL, forced)
+    gain = _gain(layout, found, accumulate=accumulate, once=once)
+    if not gain:
+        return Choice(XLA, "XLA sends no more than it must")
+    if obstacle:
+        return Choice(XLA, obstacle + falls_short(layout, accumulate=accumulate, once=once))
+    masks = "; dropout masks differ from one device's; engine='xla' keeps them" if found.draws else ""
+    return Choice(MANUAL, gain + masks)
+
+
+def _remedy(asked: Asked, found: Survey) -> str:
+    """Say what to do about a loss or a model that cannot see its device's rows only."""
+    if found.problem:
+        return way_to_xla(asked)
+    count = "return jfsdp.Loss(total, weight): a sum over the rows at hand, and how much it counts"
+    return f"of a mean over rows {count}; if rows depend on each other, {way_to_xla(asked)}"
+
+
+def way_to_xla(asked: Asked) -> str:
+    """Say what to ask for instead, for all rows to be seen together; "": nothing else. Moves no data."""
+    use = ["use engine='xla'"] if asked.engine == MANUAL else []
+    return ", ".join(use + [f"leave out {need}" for need in asked.needs])
+
+
+def falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
+    """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing. Moves no data."""
+    later = deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
+    return f": every microbatch is reduced over {', '.join(later)}, and not the last one only" if later else ""
+
+
+def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
+    """Say what XLA, left to itself, sends more than it must; "": nothing."""
+    later = deferred_axes(layout, accumulate=accumulate, once=once)
+    if later:
+        often = "once per step and not per microbatch" if accumulate > 1 else "of shards alone"
+        return f"sums over {', '.join(later)} {often}"
+    if any(leaf.trainable and leaf.padding for leaf in layout.leaves):
+        return "padded leaves: XLA would all-reduce their gradients"
+    if any(map(_is_split_further, layout.leaves)):
+        return "gradients are split further than parameters: XLA would all-reduce them"
+    if found.shared:
+        return f"{found.shared[0]} has several uses: XLA would all-reduce each use's gradient"
+    return ""
+
+
+def _is_split_further(leaf: Leaf) -> bool:
+    split = leaf.stage(leaf.source).axes
+    return leaf.trainable and bool(split) and leaf.stage("grad").axes != split
+
+
+def sums_apart(layout: Layout) -> list[str]:
+    """Say of units whose gradients are to be summed in another dtype than they have: XLA could not. Moves no data."""
+    found = []
+    for leaf in layout.leaves:
+        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
+        if leaf.trainable and is_float(use) and wanted not in (None, use):
+            found.append(f"reduce_dtype={wanted!r} of unit {leaf.unit or '(root)'}, whose weights travel in {use}")
+    return found[:1]
