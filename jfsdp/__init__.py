@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
-    from jfsdp.train.job import Job, find_job
     from jfsdp.train.loss import Loss, Max, Mean
     from jfsdp.train.loss_scale import LossScale
     from jfsdp.train.low_precision import low_precision_state
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from jfsdp.train.sharded import ShardedModel
     from jfsdp.train.state import TrainState
     from jfsdp.train.step import TrainStep
+    from jfsdp.trainer.job import Job, find_job
 
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
@@ -46,7 +46,6 @@ _HOMES = {
     "plan.audit": ("audit",),
     "train.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
-    "train.job": ("Job", "find_job"),
     "train.loss": ("Loss", "Max", "Mean"),
     "train.loss_scale": ("LossScale",),
     "train.low_precision": ("low_precision_state",),
@@ -56,6 +55,7 @@ _HOMES = {
     "train.sharded": ("ShardedModel",),
     "train.state": ("TrainState",),
     "train.step": ("TrainStep",),
+    "trainer.job": ("Job", "find_job"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

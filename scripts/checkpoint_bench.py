@@ -114,7 +114,7 @@ def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
     from jfsdp.checkpoint.convert import write_source
     from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
     from jfsdp.modules.model import as_model
-    from jfsdp.train.job import load_job, parse_config
+    from jfsdp.trainer.job import load_job, parse_config
 
     job = load_job(model, None).with_config(**parse_config(fields))
     leaves = as_model(job.model).params
@@ -189,8 +189,8 @@ def time_saves(root: Path, options: CheckpointBenchOptions) -> tuple[int, list[f
 
     import jfsdp
     from jfsdp.checkpoint.store import bytes_of
-    from jfsdp.train.job import load_job, parse_config
-    from jfsdp.train.options import StepOptions, shard_job
+    from jfsdp.trainer.job import load_job, parse_config
+    from jfsdp.trainer.options import StepOptions, shard_job
 
     job = load_job(options.model, None).with_config(**parse_config(options.state_config))
     state = jax.block_until_ready(shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3)))

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from jfsdp.launch.runtime import (
     initialize_processes,
     without_plugin_chatter,
 )
-from jfsdp.train.options import CHANGEABLE, as_options
-from jfsdp.train.recipes import recipe_defaults, recipe_names
-from jfsdp.train.run import directory as runs
-from jfsdp.train.run.config import TrainConfig
+from jfsdp.trainer.options import CHANGEABLE, as_options
+from jfsdp.trainer.recipes import recipe_defaults, recipe_names
+from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.run.config import TrainConfig
 
 INTERRUPTED = 130
 
@@ -116,76 +115,6 @@ def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str
     return again
 
 
-def checkpoints_of(config: TrainConfig) -> Callable[[Path], Any]:
-    """Return what opens the checkpoints of a run with its policies.
-
-    Raises:
-      ValueError: for policies that make no sense.
-    """
-    from jfsdp.checkpoint.manager import Checkpointer
-    from jfsdp.checkpoint.policy import Keep, Period, parse_best
-
-    best = parse_best(config.keep_best) if config.keep_best else None
-    keep = Keep(config.keep or None, config.keep_every, best)
-    Period(config.checkpoint_every, config.checkpoint_minutes)
-    return functools.partial(
-        Checkpointer,
-        keep=keep.last,
-        keep_every=keep.every,
-        keep_best=best,
-        every_steps=config.checkpoint_every,
-        every_minutes=config.checkpoint_minutes,
-    )
-
-
-def fields_of_weights(config: TrainConfig) -> Callable[[Any], dict[str, Any]]:
-    """Return what reads the fields of a job's configuration from the `config.json` beside weights, if any."""
-    from jfsdp.checkpoint.foreign.pretrained import has_config, pretrained_fields
-
-    def fields(job: Any) -> dict[str, Any]:
-        if config.init_from is None or not job.pretrained:
-            return {}
-        path = Path(config.init_from).expanduser()
-        return pretrained_fields(path, job.pretrained) if has_config(path) else {}
-
-    return fields
-
-
-def loader_of(config: TrainConfig) -> Callable[[Any], Any] | None:
-    """Return what makes the first state from the weights that were given; None where none were."""
-    if config.init_from is None:
-        return None
-    from jfsdp.checkpoint.foreign.pretrained import load_pretrained
-
-    path = Path(config.init_from).expanduser()
-
-    def load(parts: Any) -> Any:
-        job = parts.job
-        how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
-        how["allow_nonfinite"] = config.allow_nonfinite
-        return load_pretrained(path, parts.model, parts.tx, job.pretrained, **how)
-
-    return load
-
-
-def describer_of(config: TrainConfig, stored: Mapping[str, Any]) -> Callable[[Any, int], dict[str, Any] | None]:
-    """Return what says of a run's model how others call it, as the weights that the run began with said."""
-    from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
-
-    path = Path(config.init_from).expanduser() if config.init_from else None
-    theirs = stored.get("pretrained") or (stated_config(path) if path else {})
-
-    def describe(job: Any, seq_len: int) -> dict[str, Any] | None:
-        if not (job.pretrained or {}).get("to_config"):
-            return None
-        try:
-            return config_json(job.pretrained, job.config, seq_len, theirs)
-        except ValueError:  # no architecture of theirs computes that
-            return None
-
-    return describe
-
-
 def train(config: TrainConfig, argv: Sequence[str]) -> None:
     """Do everything that the configuration, read from a command line, says."""
     begin = time.perf_counter()
@@ -193,21 +122,22 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
         start_jax()
-        from jfsdp.train.run.build import build
+        from jfsdp.trainer.run.build import build
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
         config = as_before(config, stored.get("config", {}), argv) if stored else config
-        open_checkpoints = checkpoints_of(config)
-        describe = describer_of(config, stored)
-        parts = build(config, stored, fields_of_weights(config))
+        parts = build(config, stored)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if enable_compilation_cache(config.cache_dir) is None and config.cache_dir is not None:
         print("note: --cache-dir is not used: XLA loses the order of collectives in programs for several CPU devices")
-    from jfsdp.train.run.training import Run
+    from jfsdp.trainer.run.training import Run
 
-    run = Run(config, parts, run_dir, open_checkpoints, loader_of(config), describe, begin)
+    try:
+        run = Run(config, parts, run_dir, stored, begin)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     try:
         run.run()
     except ValueError as error:

@@ -21,8 +21,9 @@ ALLOWED = {
     "modules": ("layout",),
     "engine": ("layout", "modules"),
     "train": ("layout", "modules", "engine", "launch.hosts"),
-    "checkpoint": ("layout", "train.state", "train.roles", "train.run.lock", "launch.hosts"),
-    "plan": ("layout", "engine", "train"),
+    "checkpoint": ("layout", "train.state", "train.roles", "launch.hosts"),
+    "trainer": ("layout", "engine", "train", "checkpoint", "launch"),
+    "plan": ("layout", "engine", "train", "trainer.job", "trainer.options"),
     "launch": (),
     "testing": ("layout", "plan"),
     "cli": ("",),  # everything

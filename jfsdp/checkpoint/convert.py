@@ -14,12 +14,12 @@ from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
+from jfsdp.checkpoint.lock import Lock
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
 from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.select import select_leaves
-from jfsdp.train.run.lock import Lock
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
 """What writing from a source takes on the host at most: 8 pieces at once, each as it is stored, read, cast, encoded and

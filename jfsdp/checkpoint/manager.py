@@ -14,11 +14,11 @@ import jax
 
 from jfsdp.checkpoint.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.files import UNFINISHED, DamagedError, read_manifest, step_paths
+from jfsdp.checkpoint.lock import InUseError, Lock
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
 from jfsdp.checkpoint.processes import only_first
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
-from jfsdp.train.run.lock import InUseError, Lock
 from jfsdp.train.state import TrainState
 
 _DELETED, _LOCK = "to-delete", "lock"

@@ -15,6 +15,7 @@ from jfsdp.checkpoint.contents import Logical, Stored, contents, logical_arrays,
 from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
 from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.lock import InUseError, Lock
 from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.places import local_path
 from jfsdp.checkpoint.processes import in_all, only_first, together
@@ -23,7 +24,6 @@ from jfsdp.checkpoint.source import Only, Source
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.table import close_names
-from jfsdp.train.run.lock import InUseError, Lock
 from jfsdp.train.state import TrainState, with_work
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 if TYPE_CHECKING:
     pass

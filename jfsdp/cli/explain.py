@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.train.options import ShardingOptions, make_optimizer, shard_job, step_arguments
+from jfsdp.trainer.options import ShardingOptions, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
     from jfsdp.layout.policy import UnitPolicy
@@ -45,7 +45,7 @@ class Explain(ShardingOptions):
         """Return the shapes of the state, and the program of the step with the reason."""
         from jfsdp.layout.advice import LayoutWarning
         from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards, parse_mesh
-        from jfsdp.train.job import load_job, parse_config
+        from jfsdp.trainer.job import load_job, parse_config
 
         job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
         with warnings.catch_warnings():

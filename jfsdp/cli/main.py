@@ -20,9 +20,9 @@ from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import without_plugin_chatter
-from jfsdp.train.options import as_options
-from jfsdp.train.recipes import recipe_defaults
-from jfsdp.train.run.config import TrainConfig
+from jfsdp.trainer.options import as_options
+from jfsdp.trainer.recipes import recipe_defaults
+from jfsdp.trainer.run.config import TrainConfig
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 

@@ -10,7 +10,7 @@ class Models:
     """List the models that installed packages offer by name (entry-point group jfsdp.jobs)."""
 
     def run(self) -> int:
-        from jfsdp.train.job import job_names
+        from jfsdp.trainer.job import job_names
 
         names = job_names()
         print("\n".join(names) if names else "no installed package offers a model; use --factory module:function")

@@ -15,7 +15,7 @@ import tyro
 
 from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
 from jfsdp.plan.memory import RESERVE_BYTES
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 if TYPE_CHECKING:
     from jfsdp.plan.hardware import Cluster
@@ -122,7 +122,7 @@ class PlanJob(StepOptions):
     def _search(self, cluster: Cluster) -> int:
         from jfsdp.plan.pareto import plot_front
         from jfsdp.plan.search import search_job
-        from jfsdp.train.recipes import read_recipe
+        from jfsdp.trainer.recipes import read_recipe
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:

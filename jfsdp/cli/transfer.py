@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.train.options import Dtype, optional
+from jfsdp.trainer.options import Dtype, optional
 
 if TYPE_CHECKING:
-    from jfsdp.train.job import Job
+    from jfsdp.trainer.job import Job
 
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH")]
 _Target = Annotated[str, tyro.conf.arg(metavar="TARGET")]
@@ -196,7 +196,7 @@ class Import(_ModelOptions):
 def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
     """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
     from jfsdp.checkpoint.foreign.pretrained import has_config, pretrained_fields
-    from jfsdp.train.job import parse_config
+    from jfsdp.trainer.job import parse_config
 
     if not has_config(path) or not job.pretrained:
         return job
@@ -207,7 +207,7 @@ def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
 def _find_job(options: _ModelOptions, config: Any) -> Job:
     """Load the job that the options name, else the one that a run was configured with."""
     from jfsdp.checkpoint.foreign.mapping import as_name_map
-    from jfsdp.train.job import load_job, parse_config
+    from jfsdp.trainer.job import load_job, parse_config
 
     given, stored = config or {}, (config or {}).get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config

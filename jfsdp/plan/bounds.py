@@ -15,7 +15,7 @@ from jfsdp.plan.jobs import Planned, find_planned_job, matmul_elements, shard_pl
 from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.theory import expected_wire
 from jfsdp.train.account import StateBytes, account
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 _LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives
 

@@ -15,10 +15,10 @@ from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.memory import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.plan.target import topology_devices
-from jfsdp.train.job import Job, load_job, parse_config
-from jfsdp.train.options import StepOptions, make_optimizer, shard_job, train_arguments
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step import TrainStep
+from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ from jfsdp.plan.space import (
     xla_choices,
 )
 from jfsdp.plan.target import PlanUnavailable
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 __all__ = ["Candidate", "Outcome", "Search", "SearchSpace", "search_job"]
 

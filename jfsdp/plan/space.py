@@ -15,7 +15,7 @@ from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import parse_mesh
 from jfsdp.plan.hardware import Cluster
 from jfsdp.plan.jobs import find_planned_job, shard_planned
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 __all__ = [
     "SearchSpace",

@@ -17,8 +17,8 @@ from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.cli import main
-from jfsdp.train.job import load_job, parse_config
-from jfsdp.train.options import StepOptions, shard_job
+from jfsdp.trainer.job import load_job, parse_config
+from jfsdp.trainer.options import StepOptions, shard_job
 from tests.checkpoint.arrays import Arrays
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32", "vocab_size=40")
@@ -241,7 +241,7 @@ def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):
 
 def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    from jfsdp.train.run.lock import Lock
+    from jfsdp.checkpoint.lock import Lock
 
     lock = Lock(tmp_path / "run" / "checkpoints" / "lock")
     try:

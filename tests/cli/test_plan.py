@@ -12,7 +12,7 @@ from jfsdp.plan.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.plan import EagerComputation
 from jfsdp.plan.search import Candidate, Outcome, Search
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
@@ -111,7 +111,7 @@ def test_a_failing_factory_shows_its_own_traceback(workdir, capsys):
     error = capsys.readouterr().err
     assert "RuntimeError: the user's own mistake" in error
     assert 'broken_jobs.py", line 3' in error
-    assert "jfsdp/train/job.py" not in error
+    assert "jfsdp/trainer/job.py" not in error
 
 
 EAGER_JOB = """

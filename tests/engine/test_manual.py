@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.engine.test_wire import compiled_wire, lower
 from tests.models_small import Block, Tower, make_batches, token_loss

@@ -6,7 +6,7 @@ import pytest
 
 import jfsdp
 from jfsdp.engine.options import COMBINE_BYTES, compiler_options, unit_bytes
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 
 LAYER_PARAMETERS = (8_030_261_248 - 1_050_677_248) // 32

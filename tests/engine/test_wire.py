@@ -7,7 +7,7 @@ import pytest
 
 import jfsdp
 from jfsdp.layout.table import num_parameters
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 
 NUM_DEVICES = 64

@@ -15,7 +15,7 @@ from jfsdp.launch.runtime import (
     merge_flags,
     without_plugin_chatter,
 )
-from jfsdp.train.run.stop import StopSignal
+from jfsdp.trainer.run.stop import StopSignal
 
 ROOT = Path(__file__).parents[2]
 

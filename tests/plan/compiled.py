@@ -4,7 +4,7 @@ import functools
 
 import jfsdp
 from jfsdp.plan import hlo as plan_hlo
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 
 NUM_DEVICES, SEQ_LEN = 64, 1024

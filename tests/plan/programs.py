@@ -3,7 +3,7 @@
 import functools
 
 import jfsdp
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 
 SEQ_LEN = 512

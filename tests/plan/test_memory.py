@@ -13,7 +13,7 @@ from jfsdp.plan import buffers, memory
 from jfsdp.plan.flow import Flow
 from jfsdp.plan.hlo import parse_module
 from jfsdp.train.account import account
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 
 LIVE_RANGES = """HloLiveRange (max 4):

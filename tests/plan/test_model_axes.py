@@ -13,7 +13,7 @@ from jfsdp.plan.axes import is_own
 from jfsdp.plan.collectives import find_collectives
 from jfsdp.plan.hlo import parse_module
 from jfsdp.plan.ledger import OWN, make_ledger
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.thin import thin
 

@@ -8,7 +8,7 @@ from jfsdp.plan.compile import compile_step, without_cache
 from jfsdp.plan.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import find_planned_job, plan_job, shard_planned
 from jfsdp.plan.target import topology_devices
-from jfsdp.train.options import StepOptions
+from jfsdp.trainer.options import StepOptions
 
 pytestmark = pytest.mark.proof
 

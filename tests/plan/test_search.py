@@ -14,9 +14,9 @@ from jfsdp.plan.pareto import pareto_front, plot_front
 from jfsdp.plan.search import Outcome, SearchSpace, search_job
 from jfsdp.plan.space import placements, value_names, xla_choices
 from jfsdp.plan.target import PlanUnavailable, topology_devices
-from jfsdp.train.options import StepOptions, parse_xla
-from jfsdp.train.recipes import load_recipe
-from jfsdp.train.run.config import TrainConfig
+from jfsdp.trainer.options import StepOptions, parse_xla
+from jfsdp.trainer.recipes import load_recipe
+from jfsdp.trainer.run.config import TrainConfig
 
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = StepOptions(model="llama-tiny", seq_len=64)

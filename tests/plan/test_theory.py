@@ -15,7 +15,7 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.layout.table import num_parameters
 from jfsdp.plan.hlo import Shape
 from jfsdp.plan.theory import expected_wire, hlo_dtype
-from jfsdp.train.job import find_job
+from jfsdp.trainer.job import find_job
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
 SHARE, GROUP_SHARE = (NUM - 1) / NUM, (GROUP - 1) / GROUP

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp.checkpoint.digest import find_damage, list_files, read_digests
-from jfsdp.train.run.directory import checkpoint_steps
+from jfsdp.trainer.run.directory import checkpoint_steps
 from tests.scripts.test_train import TINY, command, environment, read_losses, train, write_corpus
 
 EVERY = 2  # steps between checkpoints

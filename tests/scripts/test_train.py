@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jfsdp.train.job import load_job
+from jfsdp.trainer.job import load_job
 
 ROOT = Path(__file__).parents[2]
 TINY = ["dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32"]

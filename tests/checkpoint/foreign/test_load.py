@@ -20,8 +20,8 @@ from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.model import as_model
 from jfsdp.train.ema import with_ema
-from jfsdp.train.job import load_job, parse_config
 from jfsdp.train.storage import by_leaf
+from jfsdp.trainer.job import load_job, parse_config
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
 TX = optax.chain(optax.adamw(1e-3), jfsdp.track_ema(0.9))

@@ -18,7 +18,7 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, pretrained_source
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
-from jfsdp.train.job import as_job
+from jfsdp.trainer.job import as_job
 from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
     gpt2,
     gpt2_hf,

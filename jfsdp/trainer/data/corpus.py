@@ -1,0 +1,334 @@
+"""Documents on disk, known by (file, offset): an index in memory, contents read when asked for."""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jfsdp.trainer.data.files import find_files
+from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
+
+_MIN_DOCUMENT_BYTES = 16
+MAX_LINE_BYTES = 1 << 28
+"""Of a JSONL file: a line is held whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusStats:
+    """What `open_corpus` found; printing it gives one line.
+
+    Attributes:
+      num_files_seen: files looked at.
+      num_files: files that hold documents of the corpus.
+      num_documents: documents; a file longer than `max_document_bytes` gives several.
+      num_bytes: bytes in those documents (of a JSONL file: with its JSON).
+      skipped: files (or whole directories) left out, counted by reason.
+    """
+
+    num_files_seen: int
+    num_files: int
+    num_documents: int
+    num_bytes: int
+    skipped: dict[str, int]
+
+    def __str__(self) -> str:
+        skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
+        return (
+            f"{self.num_documents} documents, {self.num_bytes} bytes in {self.num_files} of "
+            f"{self.num_files_seen} files; skipped: {skipped or 'none'}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One document, or one piece of a file too long to be one.
+
+    Attributes:
+      content: the text; for a token file the ids int64 [n + 1], the last of them only as a target.
+      starts: whether it begins where a document begins.
+      ends: whether it ends where a document ends.
+    """
+
+    content: str | np.ndarray
+    starts: bool = True
+    ends: bool = True
+
+
+class Corpus:
+    """A sequence of documents read on access.
+
+    Memory: 20 bytes per document and the path of each file; contents are not kept. Safe to read from several threads.
+
+    Attributes:
+      stats: what was found and what was skipped.
+      digest: hash over names, offsets and contents; two corpora with the same digest hold the same documents.
+      token_format: dtype and end-of-document id of token files; None for text.
+    """
+
+    def __init__(self, root: Path, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str):
+        self._root, self._files, self._text_field = root, files, text_field
+        self._file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.offsets) for f in files])
+        self._offsets = np.concatenate([f.offsets for f in files])
+        self._lengths = np.concatenate([f.lengths for f in files])
+        self.token_format = files[0].token_format
+        itemsize = np.dtype(self.token_format.dtype).itemsize if self.token_format else 1
+        num_bytes = int(self._lengths.sum()) * itemsize
+        self.stats = CorpusStats(num_seen, len(files), len(self), num_bytes, skipped)
+        self.digest = _digest(files, text_field)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def name(self, index: int) -> str:
+        """Return "path@offset", the path relative to the corpus: the identity of the document."""
+        return f"{self._files[self._file_of[index]].name}@{self._offsets[index]}"
+
+    def order_keys(self, seed: int) -> np.ndarray:
+        """Return one pseudo-random uint64 per document [len(self)], from its identity and `seed` alone."""
+        file_keys = np.array([_hash64(f"{seed}:{file.name}") for file in self._files], np.uint64)
+        return _mix64(file_keys[self._file_of] ^ _mix64(self._offsets.astype(np.uint64)))
+
+    def read(self, index: int) -> Document:
+        """Read one document.
+
+        Raises:
+          ValueError: if the file changed since it was opened, or a JSONL line is not an object with the text field.
+        """
+        file = self._files[self._file_of[index]]
+        offset, length = int(self._offsets[index]), int(self._lengths[index])
+        path = self._root / file.name
+        if file.token_format:
+            return Document(read_tokens(path, file.token_format, offset, length), starts=offset == 0, ends=False)
+        data = _read_bytes(path, offset, length)
+        if _is_jsonl(path):
+            return Document(_json_text(data, path, offset, self._text_field))
+        return Document(_decode(data, path, offset), starts=offset == 0, ends=offset + length == file.num_bytes)
+
+    def check_first_lines(self):
+        """Read the first document of each JSONL file, so that a wrong text field shows now and not hours into a run."""
+        firsts = np.cumsum([0] + [len(file.offsets) for file in self._files[:-1]])
+        for first, file in zip(firsts, self._files):
+            if _is_jsonl(Path(file.name)):
+                self.read(int(first))
+
+
+def open_corpus(
+    data: str,
+    *,
+    extensions: tuple[str, ...] = (),
+    text_field: str = "text",
+    max_document_bytes: int = 65536,
+    token_dtype: str | None = None,
+    eod_id: int | None = None,
+) -> Corpus:
+    """Index the documents that `data` names.
+
+    What a file holds is known by its name: `*.jsonl` and `*.ndjson` one JSON object per line, `*.bin` raw little-endian
+    token ids, anything else UTF-8 text. A file with a NUL byte or invalid UTF-8 is skipped and counted. A text or token
+    file longer than `max_document_bytes` is cut into pieces (text after a newline where there is one), each shuffled,
+    split and packed by itself; the transition over a cut of a text file is the only one that is not trained on. Lines
+    of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate becomes "?".
+
+    Cost: reads every text and JSONL file once, whole, to check and to hash it; of a token file its ends only.
+    Memory: see `Corpus`; a JSONL line is held whole, up to `MAX_LINE_BYTES`.
+
+    Args:
+      data: see `find_files`.
+      extensions: keep only these files of a directory or glob; (".bin",) to read the token files of a directory.
+      text_field: field of a JSONL object that holds the text.
+      max_document_bytes: length at which a file is cut.
+      token_dtype: "uint16" or "uint32" for token files; default: the "dtype" of the sidecar `FILE.bin.json`.
+      eod_id: end-of-document id in token files; default: the sidecar's "eod_id"; without one, no boundaries are known.
+
+    Raises:
+      ValueError: if nothing usable is there, a file cannot be read, or token files are malformed.
+    """
+    if max_document_bytes < _MIN_DOCUMENT_BYTES:
+        raise ValueError(f"max_document_bytes={max_document_bytes}: must be at least {_MIN_DOCUMENT_BYTES}")
+    found = find_files(data, extensions)
+    skipped = collections.Counter(found.skipped)
+    files = []
+    for name in found.names:
+        file = _index_or_raise(found.root, name, max_document_bytes, token_dtype, eod_id)
+        if isinstance(file, _File):
+            files.append(file)
+        else:
+            skipped[file] += 1
+    if not files:
+        raise ValueError(_nothing_found(data, extensions, found.num_seen, skipped))
+    _check_one_format(data, files)
+    corpus = Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
+    corpus.check_first_lines()
+    return corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    name: str
+    num_bytes: int
+    checksum: int
+    offsets: np.ndarray
+    lengths: np.ndarray
+    token_format: TokenFormat | None = None
+
+
+def _index_or_raise(root: Path, name: str, limit: int, token_dtype: str | None, eod_id: int | None) -> _File | str:
+    try:
+        return _index(root / name, name, limit, token_dtype, eod_id)
+    except OSError as error:
+        raise ValueError(
+            f"{root / name}: cannot be read ({error.strerror}); make it readable for every process, or leave it out"
+        ) from error
+
+
+def _index(path: Path, name: str, limit: int, token_dtype: str | None, eod_id: int | None) -> _File | str:
+    num_bytes = path.stat().st_size
+    if num_bytes == 0:
+        return "empty"
+    if path.suffix == ".bin":
+        token_format = read_token_format(path, token_dtype, eod_id)
+        offsets, lengths, checksum = index_token_file(path, token_format, limit)
+        return _File(name, num_bytes, checksum, offsets, lengths, token_format)
+    indexed = _index_lines(path) if _is_jsonl(path) else _index_text(path, limit)
+    if indexed is None:
+        return "not UTF-8 text"
+    offsets, lengths, checksum = indexed
+    return _File(name, num_bytes, checksum, offsets, lengths) if len(offsets) else "blank"
+
+
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".ndjson")
+
+
+def _index_lines(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    offsets, lengths, checksum, offset = array.array("q"), array.array("q"), 0, 0
+    with path.open("rb") as file:
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path}: the line at byte {offset} has over {MAX_LINE_BYTES:,} bytes; cut it")
+            if line.strip():
+                offsets.append(offset)
+                lengths.append(len(line))
+            checksum = zlib.crc32(line, checksum)
+            offset += len(line)
+    return np.array(offsets, np.int64), np.array(lengths, np.int64), checksum
+
+
+def _index_text(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, int] | None:
+    """Cut a text file into pieces of at most `limit` bytes; None if it is not UTF-8 text."""
+    lengths, checksum, rest = [], 0, b""
+    with path.open("rb") as file:
+        while piece := rest + file.read(limit - len(rest)):
+            cut = len(piece) if len(piece) < limit else _find_cut(piece)
+            piece, rest = piece[:cut], piece[cut:]
+            try:
+                piece.decode("utf-8")
+            except UnicodeDecodeError:
+                return None
+            if b"\0" in piece:
+                return None
+            lengths.append(len(piece))
+            checksum = zlib.crc32(piece, checksum)
+    lengths = np.array(lengths, np.int64)
+    return np.cumsum(lengths) - lengths, lengths, checksum
+
+
+def _find_cut(piece: bytes) -> int:
+    """Return where to cut a full piece: after the last newline of its second half, else between two characters."""
+    newline = piece.rfind(b"\n", len(piece) // 2)
+    if newline >= 0:
+        return newline + 1
+    cut = len(piece) - 1
+    while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def _read_bytes(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(length)
+    if len(data) != length:
+        raise ValueError(
+            f"{path}: only {len(data)} of {length} bytes left at offset {offset}; the file changed since the corpus "
+            "was opened: restore it, or open the corpus again"
+        )
+    return data
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: no longer UTF-8 at offset {offset + error.start}; the file changed since the corpus was opened: "
+            "restore it, or open the corpus again"
+        ) from error
+
+
+def _json_text(line: bytes, path: Path, offset: int, text_field: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}, line {_line_number(path, offset)}: not JSON ({error}); write one JSON object per line"
+        ) from error
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if isinstance(text, str):
+        # Not every JSON string is text: "\ud800" alone has no UTF-8, and becomes "?".
+        return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+    fields = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+    raise ValueError(
+        f"{path}, line {_line_number(path, offset)}: no string field {text_field!r} (found: {fields or 'no fields'}); "
+        "name the field that holds the text with text_field="
+    )
+
+
+def _line_number(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        number = 1
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return number
+
+
+def _nothing_found(data: str, extensions: tuple[str, ...], num_seen: int, skipped: collections.Counter) -> str:
+    wanted = f"UTF-8 text files with extension {', '.join(extensions)}" if extensions else "UTF-8 text or JSONL files"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    return (
+        f"{data!r}: looked for {wanted}, saw {num_seen} files, none usable (skipped: {reasons or 'none'}); "
+        "pass another path or other extensions, or unpack compressed files first"
+    )
+
+
+def _check_one_format(data: str, files: list[_File]):
+    formats = {file.token_format: file.name for file in files}
+    if len(formats) > 1:
+        examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
+        raise ValueError(f"{data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
+
+
+def _digest(files: list[_File], text_field: str) -> str:
+    digest = hashlib.blake2b(text_field.encode(), digest_size=12)
+    for file in files:
+        digest.update(f"{file.name}\0{file.num_bytes}\0{file.checksum}\0{file.token_format}\0".encode())
+    return digest.hexdigest()
+
+
+def _hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """Return the splitmix64 finalizer of each element; wraps around by intention."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

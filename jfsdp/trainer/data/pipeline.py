@@ -1,0 +1,150 @@
+"""Documents to batches: shuffle, share out, pack, batch, prefetch; with a state that can be saved and restored.
+
+[Note: batches of tokens] Arrays [B T]:
+
+    tokens       int32    inputs; 0 in padding
+    targets      int32    the next token of the same document (see [Note: pairs]); 0 in padding
+    segment_ids  int32    1, 2, .. in each row; 0 in padding: attend only within equal ids
+    positions    int32    from 0 in every segment of a row
+    weights      float32  1 where the target counts, 0 in padding
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from jfsdp.trainer.data.documents import INPUT, START, TARGET, DataConfig, TokenData
+from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
+
+
+def make_train_iterator(
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
+) -> DataIterator:
+    """Return an endless iterator over this process's share of the training documents.
+
+    Each epoch has its own order, drawn from `seed`; every document goes to exactly one process in it. Shares hold
+    unequal numbers of tokens, so processes may be in different epochs at the same step.
+
+    Rows cut from one document would otherwise follow each other, so that a batch is one topic: the rows of a window are
+    shuffled again.
+
+    Memory: the batches read ahead, one document and `shuffle_rows` rows as pairs, 12 bytes per token.
+
+    Args:
+      data: from `open_data`.
+      batch_size: rows per batch of *this process*.
+      process_index: which share; processes that hold the same rows of the batch (tensor parallelism) pass the same one.
+      process_count: number of shares.
+      prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
+
+    Raises:
+      ValueError: if there are fewer training documents than processes, or numbers that make no sense.
+    """
+    check_share(batch_size, process_index, process_count)
+    if len(data.train) < process_count:
+        raise ValueError(
+            f"{data.config.data!r}: {len(data.train)} training documents cannot be shared by {process_count} "
+            f"processes; cut files smaller with max_document_bytes (now {data.config.max_document_bytes}), or use more "
+            "data"
+        )
+    import grain
+
+    documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
+    share = documents[process_index::process_count].repeat()
+    rows = _shuffle_rows(_pack(share, data.config.seq_len), data.config)
+    batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
+    stream = _describe(data, "train", batch_size, process_index, process_count)
+    return DataIterator(prefetch(batches, prefetch_batches), stream)
+
+
+def make_eval_iterator(
+    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
+) -> DataIterator:
+    """Return an iterator that passes once over the held-out documents, in the order of the corpus.
+
+    Every process packs the same rows and takes its part of each global batch: so all have equally many batches
+    (processes that run a step together must), and the rows do not depend on the number of processes. The last batch is
+    filled with rows of weight 0. The price is that every process reads the whole held-out set.
+
+    Args: as for `make_train_iterator`.
+
+    Raises:
+      ValueError: if no documents are held out, or numbers that make no sense.
+    """
+    check_share(batch_size, process_index, process_count)
+    if not len(data.eval):
+        raise ValueError(f"{data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
+    import grain
+
+    global_size = batch_size * process_count
+    rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len)
+    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=global_size)
+    mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
+    to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
+    stream = _describe(data, "eval", batch_size, process_index, process_count)
+    return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
+
+
+def _pack(documents: Any, seq_len: int) -> Any:
+    """Lay documents end to end and cut the stream into rows of `seq_len` pairs.
+
+    grain's concat-then-split does exactly this for one feature, padding only the last row of a finite stream, and its
+    state is a document number and a place in it. Its own positions and segment ids (one per element) would do for text,
+    but a piece of a token file holds many documents: `_to_batch` takes both from the START column instead. First-fit
+    packing was not taken: it pads rows, and leaves the cutting of long documents to others.
+    """
+    import grain
+
+    elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
+    return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
+
+
+def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
+    if config.shuffle_rows < 2:
+        return rows
+    import grain
+
+    return grain.experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
+
+
+def _named_pairs(pairs: np.ndarray) -> Batch:
+    return {"pairs": pairs}
+
+
+def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
+    """Split pairs [B T 3] into the arrays of [Note: batches of tokens]."""
+    pairs, is_real = packed["pairs"][rows], packed["pairs_segment_ids"][rows] > 0
+    is_start = np.zeros_like(is_real) if cross_documents else pairs[:, :, START] > 0
+    is_start[:, 0] = True
+    column = np.arange(pairs.shape[1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(is_start, column, 0), axis=1)
+    return {
+        "tokens": np.ascontiguousarray(pairs[:, :, INPUT]),
+        "targets": np.ascontiguousarray(pairs[:, :, TARGET]),
+        "segment_ids": np.cumsum(is_start, axis=1, dtype=np.int32) * is_real,
+        "positions": (column - first) * is_real,
+        "weights": is_real.astype(np.float32),
+    }
+
+
+def _describe(data: TokenData, split: str, batch_size: int, process_index: int, process_count: int) -> dict[str, Any]:
+    """Return all that the order and content of the batches depend on."""
+    config = data.config
+    return {
+        "split": split,
+        "data": data.digest,
+        "tokenizer": data.encoding,
+        "seq_len": config.seq_len,
+        "max_document_bytes": config.max_document_bytes,
+        "cross_documents": config.cross_documents,
+        "eval_fraction": config.eval_fraction,
+        "split_seed": config.split_seed,
+        "seed": config.seed,
+        "shuffle_rows": config.shuffle_rows,
+        "batch_size": batch_size,
+        "process_index": process_index,
+        "process_count": process_count,
+    }

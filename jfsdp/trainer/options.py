@@ -1,0 +1,333 @@
+"""The options that `scripts/train.py` and `jfsdp explain` share, and what they mean to `fully_shard` and `train_step`.
+
+One word, one meaning: both commands inherit `ShardingOptions`, and only this module turns its texts into arguments.
+Importing it imports neither JAX nor the rest of jfsdp, since a training script has to set XLA's flags before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    import optax
+
+    from jfsdp.train.sharded import ShardedModel
+    from jfsdp.trainer.job import Job
+
+Globs = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB,...")]
+Stages = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WHAT,...")]
+
+
+def optional(kind: type, metavar: str) -> Any:
+    """Describe an option that is a value or the word none: for `Annotated`."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{metavar}|none",
+        instance_from_str=lambda texts: None if word_or_none(texts[0]) is None else kind(texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    )
+
+
+Number = Annotated[int | None, optional(int, "N")]
+Decimal = Annotated[float | None, optional(float, "X")]
+Name = Annotated[str | None, optional(str, "NAME")]
+Location = Annotated[str | None, optional(str, "PATH")]
+Dtype = Annotated[str | None, optional(str, "DTYPE")]
+OFFLOADABLE = ("params", "grads", "opt_state")
+REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingOptions:
+    """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
+
+    model: Name = None
+    """A model that an installed package offers, such as llama-8b; `jfsdp models` lists them."""
+    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
+    """Instead of --model: a function, importable from here, that returns a jfsdp.Job or a dict of its fields."""
+    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
+
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
+    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies; -1 takes the rest.
+    tensor splits what a model computes, if the model says so (the Llamas do), and no weights."""
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
+    """ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
+    Or a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
+    sharding_factor: Number = None
+    """Split parameters over groups of N neighbouring devices, each group a copy, whatever --mesh says.
+    1 is ddp, all devices is full_shard, between is hybrid_shard."""
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|N|none")] = "none"
+    """true: free a unit's gathered parameters after its forward. false: keep them until its backward.
+    N: keep them split N ways, say over the devices of a host, so that the second gather is cheap.
+    none: as the strategy says; hpz asks for N where hosts are unknown."""
+    remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = "full"
+    """What a unit recomputes in its backward. none: nothing. full: everything. dots: all but matrix products.
+    names:A,B: all but values that the model named so (jax.ad_checkpoint.checkpoint_name).
+    offload:C: all but these, which wait in host memory. Both are joined by +."""
+    offload: Stages = ()
+    """What waits in the host's pinned memory while unused: params, grads, opt_state, or several with commas."""
+    engine: str = "auto"
+    """xla: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says.
+    auto: manual where XLA would send more bytes than it must, else xla; the run's first line says which, and why."""
+    prefetch: Number = None
+    """For program manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
+    storage: str = "per_parameter"
+    """per_parameter: each parameter in its own shape. flat (program manual): those of a unit in one array."""
+    min_size: Number = None
+    """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
+
+    param_dtype: Dtype = "bfloat16"
+    """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
+    With float16 (GPUs only, with the models here) the loss is scaled dynamically; metrics show loss_scale."""
+    reduce_dtype: Dtype = None
+    """Of gradients on the wire; none: param_dtype. Another than that is program manual."""
+    output_dtype: Dtype = None
+    """Of what the model's loss returns; none: as it comes."""
+    frozen: Globs = ()
+    """Parameters or modules, by path, that are not trained, such as embed or 'layers.attn.*'; several with commas.
+    They have no gradient and no optimizer state."""
+
+    accumulate: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Cut the batch into so many microbatches, one after the other."""
+    reduce: Annotated[str | None, optional(str, "every|once")] = None
+    """every: sum gradients over devices after each microbatch. once: after the last, for the memory of a whole one.
+    once is program manual. none: as the strategy says."""
+    reshard_after_backward: bool = True
+    """--no-reshard-after-backward gathers all parameters once per step, and keeps them over all microbatches."""
+    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None
+    """bfloat16: keep the optimizer's moments so, rounded stochastically, in half the bytes. none: as they come."""
+    ema: Annotated[float | None, optional(float, "DECAY")] = None
+    """Keep moving averages of the parameters: 0.999 averages over about 1000 steps.
+    Held-out losses and the sample are then those of the averages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions(ShardingOptions):
+    """All that decides the program of a training step."""
+
+    batch_per_device: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Sequences or images per device and step."""
+    seq_len: Number = None
+    """Tokens per sequence. none: the model's."""
+    max_grad_norm: Decimal = 1.0
+    """Clip gradients to this global norm; none does not clip."""
+    skip_nonfinite: bool = False
+    """Skip steps whose loss or gradient is not finite, and count them."""
+    xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """An option of XLA's compiler, over those that jfsdp computes from the layout; NAME=none takes one away.
+    May be given several times. `jfsdp plan` shows what is used."""
+
+
+def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
+    """Shard a job's model on a mesh as the options say. Moves no data.
+
+    Raises:
+      ValueError: for values and combinations that cannot be.
+    """
+    from jfsdp.train.fully_shard import fully_shard
+
+    return fully_shard(job.model, mesh=mesh, units=job.units, **sharding_arguments(options))
+
+
+def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
+    """Return the options as arguments of `fully_shard`, but for model, mesh and units.
+
+    Raises:
+      ValueError: naming the option that cannot be read, and what it takes.
+    """
+    from jfsdp.layout.policy import OffloadPolicy
+    from jfsdp.layout.precision import MixedPrecisionPolicy
+
+    dtypes = (word_or_none(options.param_dtype), word_or_none(options.reduce_dtype), word_or_none(options.output_dtype))
+    return {
+        "strategy": int(options.strategy) if options.strategy.isdecimal() else options.strategy,
+        "sharding_factor": options.sharding_factor,
+        "mp_policy": MixedPrecisionPolicy(*dtypes),
+        "offload_policy": OffloadPolicy(**dict.fromkeys(parse_offload(options.offload), True)),
+        "reshard_after_forward": parse_reshard(options.reshard_after_forward),
+        "remat": parse_remat(options.remat),
+        "engine": options.engine,
+        "prefetch": options.prefetch,
+        "storage": options.storage,
+        "min_size": options.min_size,
+        "frozen": split_commas(options.frozen) or None,
+    }
+
+
+def step_arguments(options: ShardingOptions) -> dict[str, Any]:
+    """Return the options as arguments of `train_step`.
+
+    Raises:
+      ValueError: for a reduction that is neither every nor once.
+    """
+    reduce = word_or_none(options.reduce)
+    if reduce not in (None, "every", "once"):
+        raise ValueError(f"--reduce {reduce!r} is unknown; use every, once, or none (as the strategy says)")
+    return {
+        "accumulate": options.accumulate,
+        "reduce": reduce,
+        "reshard_after_backward": options.reshard_after_backward,
+    }
+
+
+def train_arguments(options: StepOptions) -> dict[str, Any]:
+    """Return the options as keyword arguments of `train_step`.
+
+    Raises:
+      ValueError: as `step_arguments`, and for an option of XLA that is not NAME=VALUE.
+    """
+    return step_arguments(options) | {
+        "max_grad_norm": options.max_grad_norm,
+        "skip_nonfinite": options.skip_nonfinite,
+        "compiler_options": parse_xla(options.xla),
+    }
+
+
+def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
+
+    Raises:
+      ValueError: if a pair has no `=`.
+    """
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--xla {pair!r} is not NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true")
+        found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
+    return found
+
+
+def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> optax.GradientTransformation:
+    """Return the job's optimizer with moments and averages as the options say; averages stay in float32.
+
+    Raises:
+      ValueError: for another dtype than bfloat16, or a decay out of range.
+    """
+    import optax
+
+    from jfsdp.train.ema import track_ema
+    from jfsdp.train.low_precision import low_precision_state
+
+    tx, dtype, decay = job.optimizer(learning_rate), word_or_none(options.opt_state_dtype), options.ema
+    if dtype not in (None, "bfloat16"):
+        raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or leave it out")
+    if decay is not None and not 0 <= decay < 1:
+        raise ValueError(f"--ema {decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
+    tx = tx if dtype is None else low_precision_state(tx, dtype)
+    return tx if decay is None else optax.chain(tx, track_ema(decay))
+
+
+def what_decides(options: ShardingOptions) -> dict[str, Any]:
+    """Return those options that change losses by more than rounding, each in one spelling only."""
+    dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype")
+    return {
+        **{name: word_or_none(getattr(options, name)) for name in dtypes},
+        "accumulate": options.accumulate,
+        "frozen": sorted(set(split_commas(options.frozen))) or None,
+        "ema": options.ema,
+    }
+
+
+# What decides, and a run may go on with another value of all the same: it says so, and writes it down. No optimizer
+# keeps any of these in its state; a schedule goes by the count of updates, which goes on.
+CHANGEABLE = ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite")
+
+# What changes them by rounding only: a run may go on with other values.
+ROUNDING = (
+    "mesh",
+    "strategy",
+    "sharding_factor",
+    "reshard_after_forward",
+    "remat",
+    "offload",
+    "engine",
+    "prefetch",
+    "storage",
+    "min_size",
+)
+ROUNDING += ("reduce", "reshard_after_backward")
+
+
+def as_options(message: str) -> str:
+    """Say a message of the library in the words of the command line: `--reduce once` for `reduce="once"`."""
+    names = "|".join(["check_loss", *(field.name for field in dataclasses.fields(ShardingOptions))])
+
+    def spell(found: re.Match[str]) -> str:
+        option, value = found[1].replace("_", "-"), found[2].strip("\"'")
+        is_no = found[1] in ("reshard_after_backward", "check_loss") and value == "False"
+        return f"--no-{option}" if is_no else f"--{option} {value}"
+
+    return re.sub(rf"\b({names})=(\"\w+\"|'\w+'|\w+)", spell, message)
+
+
+def word_or_none(text: str | None) -> str | None:
+    """Read `none` as None."""
+    return None if text is None or text.lower() == "none" else text
+
+
+def split_commas(texts: Sequence[str]) -> list[str]:
+    """Read `a,b c` as three words."""
+    return [word for text in texts for word in text.split(",") if word]
+
+
+def parse_offload(texts: Sequence[str]) -> list[str]:
+    """Read what is to be offloaded.
+
+    Raises:
+      ValueError: for anything that cannot be.
+    """
+    words = split_commas(texts)
+    unknown = [word for word in words if word not in OFFLOADABLE]
+    if unknown:
+        raise ValueError(
+            f"--offload {unknown[0]!r} is unknown; use any of {', '.join(OFFLOADABLE)}, separated by commas "
+            "(activations: --remat offload:NAME)"
+        )
+    return words
+
+
+def parse_reshard(text: str) -> bool | int | None:
+    """Read none, true, false or a number of devices.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false or a number of devices")
+    return int(text)
+
+
+def parse_remat(text: str) -> Any:
+    """Read none, full, dots, or names to save and to offload: `names:a,b+offload:c`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    from jfsdp.layout.policy import REMATS as PLAIN
+    from jfsdp.layout.policy import SaveNames
+
+    if text in PLAIN:
+        return text
+    fields: dict[str, tuple[str, ...]] = {}
+    for part in text.split("+"):
+        kind, _, names = part.partition(":")
+        field = {"names": "save", "offload": "offload"}.get(kind)
+        if field is None or field in fields or not split_commas([names]):
+            raise ValueError(f"--remat {text!r} is unknown; use {REMATS}")
+        fields[field] = tuple(split_commas([names]))
+    try:
+        return SaveNames(**fields)
+    except ValueError as error:
+        raise ValueError(f"--remat {text!r}: {error}") from error

@@ -1,0 +1,131 @@
+"""From a configuration to the parts of a run: job, sharded model, optimizer, step. Allocates nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.step import TrainStep
+from jfsdp.trainer import options
+from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.run.config import TrainConfig, parse_profile
+from jfsdp.trainer.run.loop import LoopConfig
+from jfsdp.trainer.run.pretrained import check_policies, fields_of_weights
+from jfsdp.trainer.run.source import check_source
+
+
+@dataclasses.dataclass
+class Parts:
+    """What the configuration decides without data and devices' memory.
+
+    Attributes:
+      job, model, tx, step: the job, its model sharded, its optimizer and its training step.
+      schedule: the learning rate by number of updates made before.
+      loop: when things happen.
+      row_items, global_batch: items per row (tokens; 1 where a row is an image), and rows per step of all devices
+        together.
+      decides: all that the losses depend on, but for the data: a run is not resumed under another.
+    """
+
+    job: Job
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    step: TrainStep
+    schedule: Callable[[int], Any]
+    loop: LoopConfig
+    row_items: int
+    global_batch: int
+    decides: dict[str, Any]
+
+
+def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
+    """Build everything that needs neither data nor memory of the devices.
+
+    Args:
+      stored: the `config.json` of the run to resume, or empty. Without `decay_steps` the schedule stays what it was, so
+        that a run can be prolonged.
+
+    Raises:
+      ValueError: for names, values and combinations that cannot be.
+    """
+    check_policies(config)
+    job = load_job(config.model, config.factory)
+    job = job.with_config(**fields_of_weights(config, job) | parse_config(config.model_config))
+    row_items = check_source(config, job)
+    model = options.shard_job(config, job, make_run_mesh(config))
+    loop = make_loop(config, model.loss_scale is not None)
+    decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
+    warmup = decay_steps // 20 if config.warmup is None else config.warmup
+    schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
+    tx = options.make_optimizer(config, job, schedule)
+    step = model.train_step(job.loss, tx, **options.train_arguments(config), check_loss=config.check_loss)
+    global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
+    check_rows(config, model)
+    decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
+    return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
+
+
+def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
+    """Say when things happen. A step whose loss is scaled skips what is not finite by itself."""
+    return LoopConfig(
+        steps=config.steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        profile=parse_profile(config.profile),
+        skips_nonfinite=config.skip_nonfinite or is_scaled,
+    )
+
+
+def make_run_mesh(config: TrainConfig) -> Any:
+    """Arrange all devices of all processes into the mesh."""
+    try:
+        sizes = {"fsdp": 1, **parse_mesh(config.mesh)}
+        return make_mesh(**sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
+        raise ValueError(f"{error}{simulated}") from error
+
+
+def check_rows(config: TrainConfig, model: ShardedModel) -> None:
+    """Refuse a batch that cannot be cut into its microbatches, in the words of the step."""
+    if config.batch_per_device < 1 or config.batch_per_device % max(1, config.accumulate):
+        shards = num_data_shards(dict(model.layout.mesh_sizes))
+        raise ValueError(
+            f"batch_per_device={config.batch_per_device} ({config.batch_per_device * shards} rows on {shards} data "
+            f"shards) cannot be cut into accumulate={config.accumulate} microbatches; make it a multiple of that"
+        )
+
+
+def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
+    """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
+
+    Raises:
+      ValueError: if the numbers make no schedule.
+    """
+    if not peak > 0 or not 0 <= floor <= 1:
+        raise ValueError(f"learning_rate={peak} must be positive, and min_learning_rate={floor} a fraction 0..1 of it")
+    if not 0 <= warmup < decay_steps:
+        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
+    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
+
+
+_DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
+
+
+def what_decides(config: TrainConfig, job: Job, row_items: int, global_batch: int) -> dict[str, Any]:
+    """Return all that the losses depend on but data and schedule; see `options.ROUNDING` for the rest."""
+    is_data = dataclasses.is_dataclass(job.config) and not isinstance(job.config, type)
+    fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
+    return {
+        "model": config.model or config.factory,
+        **{f"model_config.{name}": value for name, value in fields.items()},
+        "seq_len": row_items,
+        "global_batch": global_batch,
+        **options.what_decides(config),
+        **{name: getattr(config, name) for name in _DECIDING},
+    }

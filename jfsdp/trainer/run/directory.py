@@ -1,0 +1,210 @@
+"""The directory of a run: never overwritten, and resumed only by the configuration that began it.
+
+config.json      the configuration, under "decides" all that the numbers depend on, and under "changes" what a resumed
+                 run went on with another value of, and after which step
+checkpoints/     one directory per kept step
+metrics.jsonl    one line per logged step
+tensorboard/     the same for TensorBoard
+summary.json     how the run ended
+loss.png         the loss curve
+sample.txt       text generated from the model
+profile/         traces
+replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metrics.jsonl as it was
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jfsdp.checkpoint.lock import InUseError, Lock
+from jfsdp.trainer.options import CHANGEABLE
+
+
+def new_run_dir(name: str, root: str = "runs") -> Path:
+    """Return `runs/NAME-DATE-TIME`, a directory that does not exist yet."""
+    return Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def newest_run_dir(name: str, root: str = "runs") -> Path:
+    """Return the latest of `runs/NAME-DATE-TIME` that holds checkpoints.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = sorted(path for path in Path(root).glob(f"{name}-*-*") if checkpoint_steps(path))
+    if not found:
+        raise ValueError(f"no run to resume: {root}/{name}-* holds no checkpoints; name the run with --run-dir")
+    return found[-1]
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """List the complete checkpoints of a run without opening them."""
+    directory = run_dir / "checkpoints"
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal()) if directory.is_dir() else []
+
+
+def check_writable(run_dir: Path) -> None:
+    """Make the directory, and write into it.
+
+    Raises:
+      ValueError: if either fails; names the directory and the reason.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} cannot be written ({error.strerror}); name another with --run-dir"
+        ) from error
+
+
+def check_new(run_dir: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+      ValueError: if it has checkpoints or metrics.
+    """
+    steps = checkpoint_steps(run_dir)
+    if steps:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds a run with checkpoints up to step {steps[-1]}; continue it with "
+            "--resume, or name another directory with --run-dir"
+        )
+    if (run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; begin it again with --resume, "
+            "or name another directory with --run-dir"
+        )
+
+
+def resume_step(run_dir: Path, resume: str) -> int:
+    """Return the step that `--resume` means: the one given; for "auto" the latest, or 0 where there is none yet.
+
+    Raises:
+      ValueError: if it is neither "auto" nor a number, or there is no such checkpoint; lists those there are.
+    """
+    steps = checkpoint_steps(run_dir)
+    if resume == "auto":
+        return steps[-1] if steps else 0
+    if not resume.isdecimal():
+        raise ValueError(f"--resume {resume!r} is neither auto nor a step")
+    if int(resume) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{str(run_dir)!r} has no checkpoint of step {resume}; the steps are {there}")
+    return int(resume)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
+    os.replace(partial, path)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Read `config.json`; empty if there is none.
+
+    Raises:
+      ValueError: if the file is not what `write_json` wrote.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+        return {**config, "decides": dict(config["decides"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a run ({error}); restore it, or remove it") from error
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
+    ours = json.loads(json.dumps(dict(ours), default=str))
+    names = {**theirs, **ours} if theirs else ()
+    return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
+
+
+def describe(differing: Mapping[str, Sequence[Any]]) -> str:
+    """Say differences in words."""
+    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items())
+
+
+def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
+    """Refuse to continue a run under another configuration, but for what a run may change (`CHANGEABLE`).
+
+    Raises:
+      ValueError: naming each setting that differs, what it was and what it is.
+    """
+    found = differences(read_config(run_dir).get("decides", {}), ours)
+    if refused := {name: pair for name, pair in found.items() if name not in CHANGEABLE}:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} holds another run: {describe(refused)}. Resume with the settings that "
+            f"began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
+        )
+
+
+def rewind(run_dir: Path, step: int) -> Path | None:
+    """Make `step` the last of a run: later checkpoints are put aside, later lines leave metrics.jsonl.
+
+    Nothing is lost: both go to `replaced-N`, if a checkpoint is concerned. Lines alone, which a run wrote after its
+    last checkpoint and before it was killed, are dropped: they are about to be written again.
+
+    Returns:
+      Where things were put aside; None if nothing was.
+    """
+    aside = None
+    later = [other for other in checkpoint_steps(run_dir) if other > step]
+    metrics = run_dir / "metrics.jsonl"
+    if later:
+        aside = next(path for n in range(1, 10**6) if not (path := run_dir / f"replaced-{n}").exists())
+        aside.mkdir()
+        if metrics.exists():
+            shutil.copy2(metrics, aside)
+        for other in later:
+            os.replace(run_dir / "checkpoints" / str(other), aside / str(other))
+    if metrics.exists():
+        _truncate(metrics, step)
+    return aside
+
+
+def _truncate(metrics: Path, step: int) -> None:
+    kept = [line for line in metrics.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+    partial = metrics.with_name(f".{metrics.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(partial, metrics)
+
+
+def _step_of(line: str) -> int | None:
+    """Return the step of a line; None for one that a killed process left half written."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Hold the directory for this process, as long as it lives: two runs in one directory would destroy each other.
+
+    Raises:
+      ValueError: if another process holds it; names it.
+    """
+    try:
+        lock = Lock(run_dir / "lock")
+    except InUseError as error:
+        raise ValueError(
+            f"run directory {str(run_dir)!r} is in use by {error}; wait for it, stop it, or name another --run-dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

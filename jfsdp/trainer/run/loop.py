@@ -1,0 +1,242 @@
+"""The training loop: step, log, evaluate, save, stop; everything it needs is handed to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jfsdp.train.state import TrainState
+from jfsdp.train.step import Metrics, TrainStep
+from jfsdp.trainer.run.display import Display
+from jfsdp.trainer.run.evaluate import Evaluation
+from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
+from jfsdp.trainer.run.stop import StopSignal
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopConfig:
+    """When things happen; 0 means never. All steps count from 1, and the last step does everything.
+
+    Attributes:
+      steps: the total of the run, whatever was done before a resume.
+      log_every, eval_every: periods in steps.
+      profile: first and last step of a trace; None takes none.
+      skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
+    """
+
+    steps: int
+    log_every: int = 10
+    eval_every: int = 0
+    profile: tuple[int, int] | None = None
+    skips_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+        for field in ("log_every", "eval_every"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError(f"profile={self.profile[0]}:{self.profile[1]} is not START:STOP with 1 <= START <= STOP")
+
+
+class Saver(Protocol):
+    """What the loop asks of a `Checkpointer`."""
+
+    def is_due(self, step: int, *, may_gather: bool) -> bool: ...
+
+    def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
+
+
+class Writer(Protocol):
+    """What the loop asks of a log."""
+
+    def write(self, record: Record) -> None: ...
+
+
+@dataclasses.dataclass
+class Loop:
+    """The parts of a run, and how they work together.
+
+    Attributes:
+      config: when things happen.
+      step: the training step.
+      batches: this process's share of each batch, endless.
+      throughput: counts steps and time.
+      learning_rate: the schedule, by number of updates made before.
+      evaluate: `f(state) -> Evaluation`; None evaluates nothing.
+      checkpoints: where states go.
+      get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
+      described: the configuration of the run, which goes beside the state too, to be read.
+      stop: asked after every step.
+      display, writers: where records go.
+      run_dir: where traces go.
+      max_in_flight: steps that may be dispatched and not finished. On simulated devices only 1 is safe: collectives of
+        two steps would compete for the threads that both need.
+    """
+
+    config: LoopConfig
+    step: TrainStep
+    batches: Iterator[Any]
+    throughput: Throughput
+    learning_rate: Callable[[int], Any]
+    evaluate: Callable[[TrainState], Evaluation] | None
+    checkpoints: Saver
+    get_extra: Callable[[], dict[str, Any]]
+    stop: StopSignal
+    display: Display
+    writers: Sequence[Writer]
+    run_dir: Path
+    max_in_flight: int = 2
+    described: Any = None
+    first_step_s: float | None = None
+    last_record: Record | None = None
+    last_saved: int | None = None
+    blocked_s: float = 0.0
+
+    def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
+        """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
+
+        Cost: the host waits for the devices only where it must: at logged steps, and to stay `max_in_flight` ahead.
+
+        Returns:
+          The last state, and how many steps were taken in all.
+        """
+        in_flight: list[jax.Array] = []
+        metrics: Metrics = {}
+        step = self.last_saved = first
+        try:
+            while step < self.config.steps:
+                step += 1
+                self._start_trace(step, first)
+                state, metrics = self._take_step(state, metrics, step == first + 1)
+                in_flight.append(metrics["loss"])
+                while len(in_flight) >= self.max_in_flight:
+                    in_flight.pop(0).block_until_ready()
+                self._stop_trace(step, metrics)
+                self.display.advance(step)
+                may_gather = self._is_due(self.config.log_every or 1, step)
+                is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
+                is_save = is_last or self.checkpoints.is_due(step, may_gather=may_gather)
+                self._after_step(state, metrics, step, is_last, is_save)
+                if is_last:
+                    break
+        finally:
+            self._stop_trace(None, None)
+        return state, step
+
+    def _take_step(self, state: TrainState, before: Metrics, is_first: bool) -> tuple[TrainState, Metrics]:
+        batch = self._next_batch(state, before)
+        if not is_first:
+            self.throughput.count_step()
+            return self.step(state, batch)
+        begin = time.perf_counter()
+        batch = self.step.shard_batch(batch)
+        reason = self.step.decide(state, batch)
+        self.display.say(f"program {self.step.program}: {reason}")
+        state, metrics = self.step(state, batch)
+        metrics["loss"].block_until_ready()
+        self.first_step_s = time.perf_counter() - begin
+        self.display.say(f"first step: {self.first_step_s:.1f} s, compiling included")
+        self.throughput.restart()
+        return state, metrics
+
+    def _next_batch(self, state: TrainState, before: Metrics) -> Any:
+        """Take the next batch; where the data cannot be read on, save what was trained before the error goes on.
+
+        One of several processes saves nothing: it would wait for the others, and they for it in their next step.
+        """
+        try:
+            return next(self.batches)
+        except (ValueError, OSError):
+            step = int(state.step)
+            if jax.process_count() == 1 and self.last_saved != step and before:
+                self._check_finite(before, step)
+                self._save(state, step)
+                self.display.say(f"the data cannot be read on; step {step} is saved")
+            raise
+
+    def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
+        config = self.config
+        interrupted = is_last and step < config.steps
+        is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
+        if is_last or is_eval or self._is_due(config.log_every, step):
+            self._log(state, metrics, step, is_eval)
+        if is_save:
+            self._check_finite(metrics, step)
+            with self.throughput.paused():
+                self._save(state, step)
+
+    def _save(self, state: TrainState, step: int) -> None:
+        """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
+        record = self.last_record if self.last_record and self.last_record["step"] == step else {}
+        metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
+        blocked_s = self.checkpoints.save(step, state, self.get_extra(), config=self.described, metrics=metrics)
+        self.last_saved, self.blocked_s = step, self.blocked_s + blocked_s
+
+    def _check_finite(self, metrics: Metrics, step: int) -> None:
+        """Never let a diverged state push a good one out of the checkpoints that are kept."""
+        values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        if not self.config.skips_nonfinite and not all(map(math.isfinite, values.values())):
+            raise ValueError(
+                f"step {step}: the run has diverged (loss {values['loss']}, gradient norm {values['grad_norm']}); its "
+                "state is not saved, and earlier checkpoints stand. Go on from them by the same command with --resume "
+                "and a lower --learning-rate, or with --resume --skip-nonfinite"
+            )
+
+    def _is_due(self, period: int, step: int) -> bool:
+        return period > 0 and step % period == 0
+
+    def _log(self, state: TrainState, metrics: Metrics, step: int, is_eval: bool) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        rates = self.throughput.take()
+        with self.throughput.paused():
+            evaluation = self.evaluate(state) if is_eval and self.evaluate else None
+            num_skipped = int(values.pop("num_skipped"))
+            values.pop("weight", None)
+            record = {
+                "step": step,
+                "loss": values.pop("loss"),
+                "grad_norm": values.pop("grad_norm"),
+                "learning_rate": float(self.learning_rate(step - 1 - num_skipped)),
+                **rates,
+                "memory_bytes": memory_bytes(),
+                "num_skipped": num_skipped,
+                **self.throughput.seen(step),
+                **describe_evaluation(evaluation, self.throughput.item),
+                **values,
+            }
+            self.last_record = record
+            for writer in self.writers:
+                writer.write(record)
+            self.display.show(record)
+
+    def _start_trace(self, step: int, first: int) -> None:
+        if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:
+            jax.profiler.start_trace(str(self.run_dir / "profile"))
+            self._is_tracing = True
+
+    def _stop_trace(self, step: int | None, metrics: Metrics | None) -> None:
+        if not self._is_tracing or (step is not None and self.config.profile and step < self.config.profile[1]):
+            return
+        if metrics is not None:
+            metrics["loss"].block_until_ready()
+        jax.profiler.stop_trace()
+        self._is_tracing = False
+        self.display.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
+
+    _is_tracing: bool = dataclasses.field(default=False, init=False)
+
+
+def describe_evaluation(evaluation: Evaluation | None, item: str) -> Record:
+    """Return what a line of metrics.jsonl says of an evaluation, or of none."""
+    if evaluation is None:
+        return {"eval_loss": None, f"eval_{item}s": None}
+    found = {"eval_loss": evaluation.loss, f"eval_{item}s": evaluation.weight}
+    return {f"eval_{name}": value for name, value in evaluation.aux.items()} | found

@@ -1,0 +1,83 @@
+"""What a run asks of its data, whatever they are: which kind a job takes, and what each kind is good for."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jfsdp.trainer.data import DataIterator
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.image_source import ImageSource
+from jfsdp.trainer.run.token_source import TokenSource
+
+
+class Source(Protocol):
+    """The data of a run: opened once, in every process.
+
+    Attributes:
+      item: what losses and rates are per: "token" or "image".
+      levels: losses worth a line in the curve, by name: known after `measure`.
+      makes_text: whether `sample` can be asked for.
+    """
+
+    item: str
+    levels: dict[str, float]
+    makes_text: bool
+
+    @property
+    def num_eval(self) -> int:
+        """Return how many documents or images are held out."""
+        ...
+
+    def describe(self) -> str:
+        """Say what was found, in a line."""
+        ...
+
+    def describe_batch(self, rows: int) -> str:
+        """Say what a step of so many rows takes."""
+        ...
+
+    def measure(self) -> str | None:
+        """Fill `levels`, where there is something to measure, and say it in a line. Reads data."""
+        ...
+
+    def decides(self) -> dict[str, Any]:
+        """Return all of the data that losses depend on, as `config.json` is to say it."""
+        ...
+
+    def train_batches(self, **share: int) -> DataIterator:
+        """Start the endless training batches of this process; see `make_train_iterator`."""
+        ...
+
+    def eval_batches(self, **share: int) -> DataIterator:
+        """Start a pass over the held-out batches of this process; see `make_eval_iterator`."""
+        ...
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Bring a batch into the form that the model is given."""
+        ...
+
+    def sample(self, model: Any, state: Any) -> list[str]:
+        """Generate texts. Raises: ValueError, if this model or these data cannot."""
+        ...
+
+
+KINDS = {"tokens": TokenSource, "images": ImageSource}
+
+
+def check_source(config: TrainConfig, job: Job) -> int:
+    """Refuse a configuration whose data are not what the job takes; return how many items a row holds. Reads no data.
+
+    Raises:
+      ValueError: says what does not fit together.
+    """
+    return KINDS[job.data].check(config, job)
+
+
+def open_source(config: TrainConfig, job: Job, row_items: int) -> Source:
+    """Open the data that a run trains on.
+
+    Raises:
+      ValueError: for data that cannot be had, or do not fit the model.
+    """
+    return KINDS[job.data](config, job, row_items)

@@ -1,0 +1,104 @@
+"""Text and tokens as the data of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jfsdp.trainer.data import (
+    DataConfig,
+    DataIterator,
+    make_eval_iterator,
+    make_train_iterator,
+    ngram_entropies,
+    open_data,
+)
+from jfsdp.trainer.data.images import is_images
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.run.config import TrainConfig
+
+_ENTROPY_TOKENS = 20_000_000
+
+
+class TokenSource:
+    """Documents as rows of `seq_len` tokens; see `jfsdp.trainer.run.source.Source`."""
+
+    item, makes_text = "token", True
+
+    def __init__(self, config: TrainConfig, job: Job, seq_len: int):
+        names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
+        options = {name: getattr(config, name) for name in (*names, "cross_documents", "shuffle_rows", "seed")}
+        self.data = open_data(DataConfig(seq_len=seq_len, **options), vocab_size=job.vocab_size)
+        self.config, self.seq_len = config, seq_len
+        self.levels: dict[str, float] = {}
+
+    @classmethod
+    def check(cls, config: TrainConfig, job: Job) -> int:
+        """Refuse a job that is not trained on tokens, and data that are none; return the tokens of a row."""
+        seq_len = job.seq_len if config.seq_len is None else config.seq_len
+        if seq_len < 1:
+            raise ValueError(f"seq_len={seq_len} must be at least 1")
+        batch = job.batch(1, seq_len)
+        if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
+            raise ValueError(
+                f"job {job.name!r} does not take batches of tokens and targets (with a vocab_size), which is what "
+                "data='tokens' gives; a job for images says data='images'"
+            )
+        if is_images(config.data) and not Path(config.data).is_dir():
+            raise ValueError(f"data {config.data!r} are images, and job {job.name!r} takes tokens; choose other --data")
+        return seq_len
+
+    @property
+    def num_eval(self) -> int:
+        return len(self.data.eval)
+
+    def describe(self) -> str:
+        return str(self.data.stats)
+
+    def describe_batch(self, rows: int) -> str:
+        return f"{rows} rows of {self.seq_len} tokens"
+
+    def measure(self) -> str | None:
+        """Compute what tables of frequencies would lose; of bytes only, whose tables are small."""
+        if self.data.encoding != "byte":
+            return None
+        entropies = ngram_entropies(self.data.train, max_tokens=_ENTROPY_TOKENS)
+        self.levels = {name: getattr(entropies, name) for name in ("unigram", "bigram", "trigram")}
+        return f"entropies: {entropies}"
+
+    def decides(self) -> dict[str, Any]:
+        names = ("eval_fraction", "cross_documents", "shuffle_rows")
+        data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
+        return data | {name: getattr(self.config, name) for name in names}
+
+    def train_batches(self, **share: int) -> DataIterator:
+        return make_train_iterator(self.data, **share)
+
+    def eval_batches(self, **share: int) -> DataIterator:
+        return make_eval_iterator(self.data, **share)
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Drop what only says that a row is one document: without a mask attention is cheaper."""
+        if not self.config.cross_documents:
+            return batch
+        return {name: array for name, array in batch.items() if name not in ("segment_ids", "positions")}
+
+    def sample(self, model: Any, state: Any) -> list[str]:
+        from jfsdp.trainer.run.sample import sample_texts
+
+        if self.data.tokenizer is None:
+            raise ValueError("token files come without a tokenizer")
+        config = self.config
+        options = {name: getattr(config, name) for name in ("prompt", "temperature", "seed")}
+        return sample_texts(
+            model, state, self.data.tokenizer, num_tokens=config.sample_tokens, max_len=self.seq_len, **options
+        )
+
+
+def token_options(config: TrainConfig) -> list[str]:
+    """List the options given that mean something for tokens only."""
+    names = ("tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "cross_documents", "seq_len", "prompt")
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != defaults[name]]

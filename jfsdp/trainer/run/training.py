@@ -1,0 +1,304 @@
+"""One run from its data to its summary: opens, restores or initializes, loops, and leaves the results in `run_dir`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jfsdp.launch.hosts import wait_for_all
+from jfsdp.layout.advice import advise
+from jfsdp.layout.table import num_parameters
+from jfsdp.train.ema import with_ema
+from jfsdp.train.state import TrainState
+from jfsdp.trainer.options import ROUNDING
+from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.run.build import Parts
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.display import Display, accuracy, make_display
+from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
+from jfsdp.trainer.run.loop import Loop
+from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.trainer.run.pretrained import describe_model, load_weights, open_checkpoints, stated_by_weights
+from jfsdp.trainer.run.source import Source, open_source
+from jfsdp.trainer.run.stop import StopSignal
+
+# What changes losses by rounding only: a run may be resumed with other values.
+_ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
+
+
+class Run:
+    """A run of the training script; every process makes one, and process 0 alone writes what is not a checkpoint.
+
+    Args:
+      stored: the `config.json` of the run to resume, or empty.
+      begin: `time.perf_counter()` at the start of the program, for the summary.
+
+    Attributes:
+      has_begun: everything that was asked for is there, and the first step is next.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        run_dir: Path,
+        stored: Mapping[str, Any],
+        begin: float,
+    ):
+        self.config, self.parts, self.run_dir, self.begin = config, parts, run_dir, begin
+        self.theirs = stated_by_weights(config, stored)
+        self.is_writer = jax.process_index() == 0
+        self.has_begun = False
+        self.changes: list[dict[str, Any]] = []
+        self.source: Source
+        self.display: Display
+
+    def run(self) -> None:
+        """Train, and leave the results.
+
+        Raises:
+          ValueError: for data, checkpoints or directories that cannot be used; before anything is written over.
+          OSError: if the disk is full or not writable.
+        """
+        runs.check_writable(self.run_dir)
+        try:
+            with contextlib.ExitStack() as held:
+                if self.is_writer:
+                    held.enter_context(runs.only_writer(self.run_dir))
+                self._run()
+        finally:
+            with contextlib.suppress(OSError):
+                self.run_dir.rmdir()  # only if nothing was written
+
+    def _run(self) -> None:
+        self.first = self._check_directory()
+        self.source = open_source(self.config, self.parts.job, self.parts.row_items)
+        decides = self._check_decides()
+        self.display = make_display(self.config.steps, self.first, self.is_writer)
+        with contextlib.closing(self.display):
+            self._greet()
+            if self.first >= self.config.steps:
+                self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
+            else:
+                self._train(decides)
+
+    def _check_directory(self) -> int:
+        """Check the directory before any work is done; return how many steps are done already."""
+        if self.config.resume is None:
+            runs.check_new(self.run_dir)
+        first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
+        wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
+        return first
+
+    def _check_decides(self) -> dict[str, Any]:
+        """Refuse to resume under another configuration; return what `config.json` is to say."""
+        decides = self.parts.decides | self.source.decides()
+        if self.config.resume is not None:
+            runs.check_same(self.run_dir, decides)
+        return decides
+
+    def _greet(self) -> None:
+        layout, source, config = self.parts.model.layout, self.source, self.config
+        mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
+        say = self.display.say
+        say(f"run directory: {self.run_dir}")
+        say(f"data {config.data!r}: {source.describe()}; {source.num_eval} held out")
+        if self.is_writer and (measured := source.measure()):
+            say(measured)
+        say(
+            f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters, {layout.strategy.name} on "
+            f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
+            f"{source.describe_batch(self.parts.global_batch)} per step"
+        )
+        for warning in advise(layout):
+            say(f"note: {warning}")
+        if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
+            say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
+
+    def _train(self, decides: dict[str, Any]) -> None:
+        iterator = self.source.train_batches(**self._share(1))
+        state = self._start_state(iterator, decides)
+        if self.is_writer:
+            runs.write_json(self.run_dir / "config.json", self._describe(decides))
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopSignal())
+            checkpoints = open_checkpoints(self.config, self.run_dir)
+            stack.callback(iterator.close)
+            loop = self._make_loop(stack, iterator, checkpoints, stop)
+            loop.described = json.loads(json.dumps(self._describe(decides), default=str))
+            self.has_begun = True
+            try:
+                state, steps = loop.run(state, self.first)
+            except Exception:
+                with contextlib.suppress(Exception):
+                    checkpoints.close(alone=True)  # what is being saved is worth waiting for
+                raise
+            checkpoints.close()
+            self._finish(loop, state, steps, stop)
+
+    def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
+        described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
+        theirs = describe_model(self.parts.job, self.parts.row_items, self.theirs)
+        return described if theirs is None else described | {"pretrained": theirs}
+
+    def _share(self, accumulate: int) -> dict[str, int]:
+        """Return this process's part of each batch, as the data iterators take it."""
+        count = jax.process_count()
+        if self.parts.global_batch % count:
+            raise ValueError(f"{self.parts.global_batch} rows per step cannot be shared by {count} processes")
+        size = self.parts.global_batch // count // accumulate
+        return {"batch_size": size, "process_index": jax.process_index(), "process_count": count}
+
+    def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
+        """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
+        parts = self.parts
+        if not self.first:
+            if self.config.resume is not None:
+                self.display.say("no checkpoint to resume from yet: starting with step 1")
+                self._rewind()
+            if self.config.init_from is None:
+                return parts.model.init(parts.tx, self.config.seed)
+            self.display.say(f"starting from the weights of {self.config.init_from}")
+            return load_weights(self.config, parts.job, parts.model, parts.tx)
+        checkpoints = open_checkpoints(self.config, self.run_dir)
+        like = parts.model.abstract_state(parts.tx)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, extra = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
+        checkpoints.close()
+        self.first = int(state.step)
+        for warning in caught:
+            self.display.say(f"note: {warning.message}")
+        iterator.set_state(extra["data"])
+        self._rewind()
+        self.display.say(f"resumed after step {self.first}")
+        self._say_changes(decides)
+        return state
+
+    def _say_changes(self, decides: dict[str, Any]) -> None:
+        """Say, and write down, what goes on with another value than the run had when it saved this step."""
+        theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
+        before, now = theirs.get("config", {}), dataclasses.asdict(self.config)
+        rounding = {name: before[name] for name in _ROUNDING if name in before}
+        changed = runs.differences(theirs.get("decides", {}), decides)
+        changed |= runs.differences(rounding, {name: now[name] for name in rounding})
+        self.changes = theirs.get("changes", [])
+        if changed:
+            self.changes = [*self.changes, {"after_step": self.first, **changed}]
+            self.display.say(f"note: {runs.describe(changed)}: the run goes on, but no longer bit for bit")
+
+    def _rewind(self) -> None:
+        wait_for_all("restored")  # waits until all processes are here, as below
+        if self.is_writer:
+            aside = runs.rewind(self.run_dir, self.first)
+            if aside is not None:
+                self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
+        wait_for_all("rewound")
+
+    def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
+        parts, mesh = self.parts, self.parts.step.mesh
+        device = mesh.devices.flat[0]
+        writers = []
+        if self.is_writer:
+            writers = [
+                JsonLines(self.run_dir / "metrics.jsonl"),
+                TensorBoard(self.run_dir / "tensorboard", self.first + 1),
+            ]
+        for writer in writers:
+            stack.callback(writer.close)
+        return Loop(
+            config=parts.loop,
+            step=parts.step,
+            batches=map(self.source.prepare, iterator),
+            throughput=self._make_throughput(mesh.devices.size, device.device_kind),
+            learning_rate=parts.schedule,
+            evaluate=self._make_evaluator(),
+            checkpoints=checkpoints,
+            get_extra=lambda: {"data": iterator.get_state()},
+            stop=stop,
+            display=self.display,
+            writers=writers,
+            run_dir=self.run_dir,
+            max_in_flight=1 if device.platform == "cpu" else 2,
+        )
+
+    def _make_throughput(self, num_devices: int, device_kind: str) -> Throughput:
+        parts, job = self.parts, self.parts.job
+        flops = job.flops_per_token(parts.row_items) if job.flops_per_token else None
+        return Throughput(parts.global_batch * parts.row_items, num_devices, flops, device_kind, self.source.item)
+
+    def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
+        if not self.source.num_eval:
+            return None
+
+        def batches() -> Iterator[Any]:
+            with contextlib.closing(self.source.eval_batches(**self._share(self.config.accumulate))) as iterator:
+                yield from map(self.source.prepare, iterator)
+
+        job = self.parts.job
+        num_batches = self.config.eval_batches * self.config.accumulate
+        evaluate = Evaluator(self.parts.model, job.eval_loss or job.loss, batches, num_batches)
+        return lambda state: evaluate(self._evaluated(state))
+
+    def _evaluated(self, state: TrainState) -> TrainState:
+        """Return the state that evaluation and sample see: with `--ema` that of the averages."""
+        return state if self.config.ema is None else with_ema(state)
+
+    def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
+        is_done = steps == self.config.steps
+        samples = self.source.makes_text and self.config.sample_tokens
+        if is_done and samples and not stop.is_agreed(may_gather=True):
+            self._sample(state)
+        if not self.is_writer:
+            return
+        self._save_curve()
+        record = loop.last_record or {}
+        summary = {
+            "steps": steps,
+            "is_done": is_done,
+            "stopped_by": None if is_done else stop.name,
+            "loss": record.get("loss"),
+            "eval_loss": record.get("eval_loss"),
+            "eval_correct": record.get("eval_correct"),
+            "entropies": self.source.levels or None,
+            "first_step_s": loop.first_step_s,
+            "blocked_by_saves_s": loop.blocked_s,
+            "total_s": time.perf_counter() - self.begin,
+        }
+        runs.write_json(self.run_dir / "summary.json", finite(summary))
+        self._say_goodbye(summary)
+
+    def _say_goodbye(self, summary: dict[str, Any]) -> None:
+        say, loss = self.display.say, summary["eval_loss"]
+        if not summary["is_done"]:
+            say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
+        if loss is not None:
+            levels = ", ".join(f"{name} {value:.4f}" for name, value in self.source.levels.items())
+            beside = f" (corpus: {levels})" if levels else ""
+            say(f"held-out loss {loss:.4f} nats per {self.source.item}{accuracy(summary)}{beside}")
+        say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
+
+    def _save_curve(self) -> None:
+        from jfsdp.trainer.run.curves import save_loss_curve
+
+        records = read_jsonl(self.run_dir / "metrics.jsonl")
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.item)
+
+    def _sample(self, state: TrainState) -> None:
+        try:
+            texts = self.source.sample(self.parts.model, self._evaluated(state))
+        except ValueError as error:
+            self.display.say(f"no sample: {error}")
+            return
+        if self.is_writer:
+            (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
+        harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts[0])
+        self.display.say(f"sample (more in sample.txt):\n{harmless}")

@@ -1,0 +1,155 @@
+import dataclasses
+
+import pytest
+
+from jfsdp.trainer.run.build import build, make_schedule
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.source import open_source
+
+CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
+VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "llama-9b"}, "model 'llama-9b' is unknown; the models are .*llama-tiny"),
+        ({"model": None}, "exactly one of --model NAME and --factory"),
+        ({"strategy": "zero9"}, "strategy 'zero9' is unknown .*; the strategies are ddp, .*full_shard"),
+        ({"param_dtype": "int4"}, "param_dtype 'int4' is not one of float32, bfloat16"),
+        ({"mesh": "fdsp=8"}, "mesh axis 'fdsp' is unknown; the axes are .*fsdp"),
+        ({"mesh": "fsdp=3", "simulate_devices": 8}, "there are 8.*--simulate-devices 8"),
+        ({"engine": "magic"}, "engine 'magic' is unknown"),
+        ({"remat": "some"}, "remat 'some' is unknown; use none, full"),
+        ({"model_config": ("width=3",)}, "unexpected keyword argument 'width'; its fields are .*dim"),
+        ({"model_config": ("dim",)}, "model-config 'dim' is not KEY=VALUE"),
+        ({"batch_per_device": 3, "accumulate": 2}, r"batch_per_device=3 \(24 rows on 8 data shards\) cannot be cut"),
+        ({"warmup": 100}, "warmup=100 must be at least 0 and below decay_steps=100"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
+        ({"frozen": ("head",)}, "frozen 'head' matches no parameter; parameters: embed.embedding"),
+        ({"reduce": "once", "engine": "xla"}, "reduce='once': engine='xla' leaves"),
+        (
+            {"reduce_dtype": "float32", "engine": "xla"},
+            "reduce_dtype='float32' of unit .* travel in bfloat16",
+        ),
+        ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
+        ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
+        ({"strategy": "ddp", "reshard_after_forward": "true"}, "contradicts strategy 'ddp'"),
+        ({"steps": 0}, "must be at least 1"),
+        ({"profile": "3"}, "--profile '3' is not START:STOP"),
+        (
+            {"model": None, "factory": "tests.trainer.run.test_build:image_job", "model_config": ()},
+            "tokens and targets",
+        ),
+        (
+            {"model": None, "factory": "tests.trainer.run.test_build:classless_job", "model_config": ()},
+            r"does not take batches of images and labels \(with num_classes\), which is what its data='images' gives",
+        ),
+        ({"data": "digits"}, "data 'digits' are images, and job 'llama-tiny' takes tokens; choose other --data"),
+        ({**VIT, "data": "stdlib"}, "job 'vit-tiny' takes images, and data 'stdlib' are none; pass --data digits"),
+        (
+            {**VIT, "tokenizer": "t.json", "seq_len": 8, "prompt": "x"},
+            "takes images: --tokenizer, --seq-len, --prompt mean nothing for it; leave them out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_memory_is_used(changes, words):
+    with pytest.raises(ValueError, match=words):
+        build(dataclasses.replace(CONFIG, **changes), {})
+
+
+def image_job():
+    import optax
+
+    return {"model": None, "loss": None, "batch": lambda b, t: {"image": b}, "units": [], "optimizer": optax.sgd}
+
+
+def classless_job():
+    batch = lambda b, t: {"images": b, "labels": b}  # noqa: E731
+    return {**image_job(), "batch": batch, "data": "images"}
+
+
+def test_a_prolonged_run_keeps_the_schedule_that_it_began_with():
+    parts = build(dataclasses.replace(CONFIG, steps=200), {"decides": {"decay_steps": 100}})
+    assert parts.decides["decay_steps"] == 100 and parts.decides["warmup"] == 5
+
+
+def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
+    schedule = make_schedule(1.0, 4, 20, 0.1)
+    assert [round(float(schedule(n)), 6) for n in (0, 1, 4, 20, 99)] == [0.2, 0.4, 1.0, 0.1, 0.1]
+
+
+def test_a_false_field_of_the_model_is_false():
+    parts = build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=false")), {})
+    assert "layers.0.attn.q_proj.kernel" in parts.model.layout.by_path
+    with pytest.raises(ValueError, match=r"LlamaConfig.stacked='no' must be True or False"):
+        build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=no")), {})
+
+
+def test_a_row_of_an_image_job_is_one_image():
+    parts = build(dataclasses.replace(CONFIG, **VIT, batch_per_device=2), {})
+    assert (parts.row_items, parts.global_batch, parts.decides["seq_len"]) == (1, 16, 1)
+    assert build(CONFIG, {}).row_items == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_config": (*VIT["model_config"], "channels=3")},
+            r"images are \[8, 8, 1\] \(H W C\), and the model takes",
+        ),
+        ({"model_config": (*VIT["model_config"], "num_classes=9")}, "labels go up to 9, and the model has 9 classes"),
+        ({"data": "nothing.npz"}, "nothing.npz: No such file or directory"),
+        ({"eval_fraction": 1.0}, "eval_fraction=1.0: must be at least 0 and below 1"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused_when_they_are_opened(changes, words):
+    config = dataclasses.replace(CONFIG, **VIT | changes)
+    parts = build(config, {})
+    with pytest.raises(ValueError, match=words):
+        open_source(config, parts.job, parts.row_items)
+
+
+def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 400)
+    (tmp_path / "b.txt").write_text("bcd " * 400)
+    text = dataclasses.replace(CONFIG, data=str(tmp_path), eval_fraction=0.5)
+    image = dataclasses.replace(CONFIG, **VIT)
+    asked = {}
+    for config in (text, image):
+        parts = build(config, {})
+        source = open_source(config, parts.job, parts.row_items)
+        batch = source.prepare(next(source.train_batches(batch_size=2, process_index=0, process_count=1)))
+        assert {name: x.shape for name, x in batch.items()}.items() >= {
+            name: x.shape for name, x in parts.job.batch(2, parts.row_items).items()
+        }.items()
+        measured = source.measure()
+        assert (measured is not None) == bool(source.levels) == source.makes_text
+        asked[source.item] = source.describe_batch(8)
+    assert asked == {"token": "8 rows of 256 tokens", "image": "8 images"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"frozen": ("norm,embed",)}, "frozen", ["embed", "norm"]),
+        ({"opt_state_dtype": "bfloat16"}, "opt_state_dtype", "bfloat16"),
+        ({"ema": 0.9}, "ema", 0.9),
+        ({"param_dtype": "none"}, "param_dtype", None),
+        ({"output_dtype": "float32"}, "output_dtype", "float32"),
+    ],
+)
+def test_what_changes_losses_is_written_down(changes, name, value):
+    assert build(dataclasses.replace(CONFIG, **changes), {}).decides[name] == value
+
+
+def test_what_changes_rounding_only_is_not():
+    changes = {"offload": ("opt_state",), "remat": "none", "reshard_after_backward": False, "reduce": "once"}
+    other = dataclasses.replace(CONFIG, **changes, sharding_factor=2)
+    assert build(other, {}).decides == build(CONFIG, {}).decides
+
+
+def test_a_run_whose_loss_is_scaled_skips_what_is_not_finite():
+    assert not build(CONFIG, {}).loop.skips_nonfinite
+    assert build(dataclasses.replace(CONFIG, param_dtype="float16"), {}).loop.skips_nonfinite

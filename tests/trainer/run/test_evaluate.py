@@ -1,0 +1,168 @@
+"""Evaluation and sampling of sharded models, of both Flax APIs, against the same done plainly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.trainer.data import ByteTokenizer
+from jfsdp.trainer.job import find_job
+from jfsdp.trainer.run.evaluate import Evaluator
+from jfsdp.trainer.run.sample import sample_texts
+
+TINY = {
+    "llama-tiny": {"dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32},
+    "gpt2-tiny": {"dim": 16, "num_layers": 2, "num_heads": 2, "dropout": 0.2, "attention_dropout": 0.2},
+}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def sharded(request):
+    job = find_job(request.param).with_config(**TINY[request.param])
+    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    return job, model, model.init(job.optimizer(1e-3), seed=0)
+
+
+def make_plain(job):
+    """The same model with the same weights, as a function of its inputs, on one device."""
+    if not isinstance(job.model, tuple):
+        model = job.model(nnx.Rngs(jax.random.key(0)))
+        forward = nnx.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
+        return lambda *args, **kwargs: forward(model, *args, **kwargs)
+    module, _ = job.model
+    variables = module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return jax.jit(lambda *args, **kwargs: module.apply(variables, *args, **kwargs))
+
+
+def _batches():
+    rng = np.random.default_rng(0)
+    for keep in (0.9, 0.1, 0.0):
+        tokens = rng.integers(0, 257, (8, 12), dtype=np.int32)
+        weights = (rng.random((8, 12)) < keep).astype(np.float32)
+        yield {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+
+
+def test_evaluation_is_the_mean_over_tokens_and_not_over_batches(sharded):
+    job, model, state = sharded
+    loss_fn, plain = job.eval_loss or job.loss, make_plain(job)
+    loss, weight, aux = Evaluator(model, loss_fn, _batches)(state)
+    sums = [loss_fn(plain, batch) for batch in _batches()]
+    assert weight == sum(float(s.weight) for s in sums)
+    assert loss == pytest.approx(sum(float(s.total) for s in sums) / weight, rel=1e-5)
+    assert aux == {"correct": pytest.approx(sum(float(s.aux["correct"]) for s in sums) / weight)}
+    means = [float(s.total / s.weight) for s in sums[:2]]
+    assert abs(np.mean(means) - loss) > 1e-3, "the test must tell the two means apart"
+
+
+def test_evaluation_takes_the_same_batches_every_time(sharded):
+    job, model, state = sharded
+    evaluator = Evaluator(model, job.loss, _batches, num_batches=2)
+    assert evaluator(state) == evaluator(state)
+    assert evaluator(state)[1] == sum(float(batch["weights"].sum()) for batch in list(_batches())[:2])
+
+
+def test_nothing_held_out_is_an_error(sharded):
+    job, model, state = sharded
+    with pytest.raises(ValueError, match="nothing counts in the held-out batches"):
+        Evaluator(model, job.loss, lambda: list(_batches())[2:])(state)
+
+
+def test_a_greedy_sample_is_what_the_unsharded_model_says(sharded):
+    job, model, state = sharded
+    texts = sample_texts(model, state, ByteTokenizer(), num_tokens=5, max_len=64, prompt="def ", temperature=0.0)
+    plain, ids = make_plain(job), [256, *b"def "]
+    for end in range(5, 10):
+        padded = jnp.asarray([ids + [0] * (10 - end)])
+        ids.append(int(jnp.argmax(plain(padded)[0, end - 1, :257])))
+    expected = ids[1 : ids.index(256, 1)] if 256 in ids[1:] else ids[1:]
+    assert texts == [ByteTokenizer().decode(expected)] * 8
+
+
+def test_samples_repeat_with_their_seed_and_differ_between_rows(sharded):
+    _, model, state = sharded
+
+    def sample(seed):
+        return sample_texts(model, state, ByteTokenizer(), num_tokens=6, max_len=64, seed=seed)
+
+    assert sample(1) == sample(1) != sample(2)
+    assert len(set(sample(1))) > 1
+
+
+def test_a_prompt_that_fills_the_window_is_refused(sharded):
+    _, model, state = sharded
+    with pytest.raises(ValueError, match="nothing is left to generate"):
+        sample_texts(model, state, ByteTokenizer(), num_tokens=6, max_len=4, prompt="def ")
+
+
+# ---- a loss of its own for evaluation ----
+
+
+@pytest.fixture(scope="module")
+def images():
+    """A Vision Transformer with dropout and batch statistics, after a few steps of training."""
+    job = find_job("vit-tiny").with_config(dim=16, num_layers=2, num_heads=2, ffn_dim=32, norm="batch", dropout=0.3)
+    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    tx = job.optimizer(1e-2)
+    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx)
+    for seed in range(3):
+        state, _ = step(state, _image_batch(seed))
+    return job, model, state
+
+
+def _image_batch(seed):
+    rng = np.random.default_rng(seed)
+    weights = (rng.random(16) < 0.7).astype(np.float32)
+    labels = rng.integers(0, 10, 16, dtype=np.int32)
+    return {"images": rng.random((16, 8, 8, 1), np.float32) * 3, "labels": labels, "weights": weights}
+
+
+def _logits_of_stored_statistics(job, state, images):
+    """The model rebuilt on one device from the names in the state, in evaluation mode."""
+    model = job.model(nnx.Rngs(0))
+    flat = nnx.to_flat_state(nnx.state(model))
+    named = {**state.params, **state.model_state}
+    for path, variable in flat:
+        stored = jax.device_get(named[".".join(map(str, path))])
+        variable[...] = stored[tuple(map(slice, variable.shape))]  # without the padding that sharding may have added
+    model.eval()
+    return model(images)
+
+
+def test_evaluation_drops_nothing_and_uses_the_stored_statistics(images):
+    job, model, state = images
+    batch = _image_batch(9)
+    loss, weight, aux = Evaluator(model, job.eval_loss, lambda: [batch])(state)
+    logits = np.asarray(_logits_of_stored_statistics(job, state, batch["images"]), np.float64)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = log_probabilities[np.arange(16), batch["labels"]]
+    assert weight == batch["weights"].sum()
+    assert loss == pytest.approx(-(chosen * batch["weights"]).sum() / weight, rel=1e-4)
+    correct = (logits.argmax(-1) == batch["labels"]) * batch["weights"]
+    assert aux == {"correct": pytest.approx(correct.sum() / weight)}
+    trained = Evaluator(model, job.loss, lambda: [batch])(state)
+    assert abs(trained.loss - loss) > 1e-3, "the training loss must be another"
+
+
+def test_evaluation_does_not_depend_on_what_else_is_in_the_batch(images):
+    """With batch statistics of the batch itself it would."""
+    job, model, state = images
+    batch = _image_batch(9)
+    other = {**batch, "images": np.where(batch["weights"][:, None, None, None] > 0, batch["images"], 7.0)}
+    first, second = (Evaluator(model, job.eval_loss, lambda batch=batch: [batch])(state) for batch in (batch, other))
+    assert first.loss == pytest.approx(second.loss, rel=1e-6)
+
+
+def test_the_training_loss_of_gpt2_draws_masks_and_its_evaluation_loss_none():
+    job = find_job("gpt2-tiny").with_config(**TINY["gpt2-tiny"])
+    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    tx = job.optimizer(1e-3)
+    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx)
+    batch = {name: x for name, x in next(iter(_batches())).items() if name != "weights"}
+    assert job.eval_loss is not None
+    evaluator = Evaluator(model, job.eval_loss, lambda: [batch])
+    first = evaluator(state).loss
+    assert first == evaluator(state).loss
+    _, metrics = step(state, batch)
+    assert abs(float(metrics["loss"]) - first) > 1e-4

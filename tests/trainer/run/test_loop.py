@@ -1,0 +1,183 @@
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jfsdp.trainer.run.display import Silent
+from jfsdp.trainer.run.evaluate import Evaluation
+from jfsdp.trainer.run.loop import Loop, LoopConfig
+from jfsdp.trainer.run.metrics import Throughput
+from jfsdp.trainer.run.stop import StopSignal
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: int
+
+
+class Records:
+    """Stands for every part of a loop that is told something, and notes it."""
+
+    def __init__(self, checkpoint_every=0):
+        self.lines, self.saved, self.evaluated = [], [], []
+        self.checkpoint_every = checkpoint_every
+
+    def write(self, record):
+        self.lines.append(record)
+
+    def is_due(self, step, *, may_gather):
+        return bool(self.checkpoint_every) and step % self.checkpoint_every == 0
+
+    def save(self, step, state, extra, *, config, metrics):
+        self.saved.append((step, state, extra))
+        return 0.5
+
+
+def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, records=None, checkpoint_every=0, **config):
+    records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
+    records.checkpoint_every = checkpoint_every
+
+    class Step:
+        program = "xla"
+
+        def shard_batch(self, batch):
+            return batch
+
+        def decide(self, state, batch):
+            return "no reason"
+
+        def __call__(self, state, batch):
+            if batch == stop_after:
+                stop.name = "SIGTERM"
+            names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
+            return State(state.step + 1), {name: loss_of(batch) for name in names} | {"num_skipped": jnp.float32(0)}
+
+    def evaluate(state):
+        records.evaluated.append(state)
+        return Evaluation(0.5, 7.0, {"correct": 0.25})
+
+    loop = Loop(
+        config=LoopConfig(**config),
+        step=Step(),  # type: ignore[arg-type]
+        batches=position,
+        throughput=Throughput(10, 1, None, "cpu"),
+        learning_rate=lambda count: count / 100,
+        evaluate=evaluate,
+        checkpoints=records,
+        get_extra=dict,
+        stop=stop,
+        display=Silent(),
+        writers=[records],
+        run_dir=None,  # type: ignore[arg-type]
+    )
+    state, steps = loop.run(State(first), first)  # type: ignore[arg-type]
+    return records, state, steps
+
+
+def test_a_diverged_state_is_not_saved_and_earlier_ones_stand():
+    records = Records()
+    with pytest.raises(ValueError, match=r"step 6: the run has diverged \(loss nan"):
+        run_loop(
+            steps=9,
+            checkpoint_every=2,
+            records=records,
+            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
+        )
+    assert [step for step, *_ in records.saved] == [2, 4]
+
+
+def test_a_diverged_step_that_was_skipped_may_be_saved():
+    records, *_ = run_loop(steps=4, checkpoint_every=2, skips_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
+    assert [step for step, *_ in records.saved] == [2, 4]
+
+
+def test_what_was_trained_is_saved_when_the_data_cannot_be_read_on():
+    def batches():
+        yield from range(1, 6)
+        raise ValueError("line 7 is not JSON")
+
+    records = Records()
+    with pytest.raises(ValueError, match="line 7"):
+        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
+    assert [step for step, *_ in records.saved] == [4, 5]
+
+
+def test_a_diverged_state_is_not_saved_either_when_the_data_cannot_be_read_on():
+    def batches():
+        yield from range(1, 6)
+        raise ValueError("line 7 is not JSON")
+
+    records = Records()
+    with pytest.raises(ValueError, match=r"step 5: the run has diverged \(loss nan"):
+        run_loop(
+            steps=9,
+            checkpoint_every=4,
+            batches=batches(),
+            records=records,
+            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
+        )
+    assert [step for step, *_ in records.saved] == [4]
+
+
+def test_a_process_whose_data_cannot_be_read_on_does_not_wait_for_others_to_save(monkeypatch):
+    def batches():
+        yield from range(1, 6)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise OSError("stale file handle")
+
+    records = Records()
+    with pytest.raises(OSError, match="stale"):
+        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
+    assert [step for step, *_ in records.saved] == [4]
+
+
+def steps_of(records):
+    return [line["step"] for line in records.lines]
+
+
+def test_logged_are_multiples_evaluations_and_the_last_step_each_once():
+    records, _, steps = run_loop(steps=11, log_every=4, eval_every=6, checkpoint_every=4)
+    assert steps == 11
+    assert steps_of(records) == [4, 6, 8, 11]
+    assert [line["eval_loss"] for line in records.lines] == [None, 0.5, None, 0.5]
+    assert [line["eval_tokens"] for line in records.lines] == [None, 7.0, None, 7.0]
+    assert [line.get("eval_correct") for line in records.lines] == [None, 0.25, None, 0.25]
+    assert [step for step, *_ in records.saved] == [4, 8, 11]
+    assert [state.step for state in records.evaluated] == [6, 11]
+
+
+def test_a_line_tells_of_its_own_step():
+    records, _, _ = run_loop(steps=3, log_every=1)
+    assert [line["loss"] for line in records.lines] == [1, 2, 3]
+    assert [line["learning_rate"] for line in records.lines] == [0.0, 0.01, 0.02]
+    assert [line["tokens_seen"] for line in records.lines] == [10, 20, 30]
+    assert records.lines[0]["step_s"] is None, "the step that compiles has no rate"
+    assert records.lines[1]["step_s"] is not None
+    assert records.lines[0]["correct"] == 1, "what the loss returns as aux is kept"
+
+
+def test_a_resumed_loop_counts_on():
+    records, state, steps = run_loop(first=6, steps=9, log_every=1)
+    assert steps_of(records) == [7, 8, 9] and (state.step, steps) == (9, 9)
+
+
+def test_a_stop_saves_the_step_at_once_and_evaluates_nothing():
+    records, _, steps = run_loop(steps=100, stop_after=3, log_every=50, eval_every=3)
+    assert steps == 3 and steps_of(records) == [3]
+    assert [step for step, *_ in records.saved] == [3]
+    assert records.evaluated == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 1, "eval_every": -1}, "eval_every=-1 must be 0"),
+        ({"steps": 9, "profile": (5, 3)}, "profile=5:3 is not START:STOP"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        LoopConfig(**config)

@@ -1,0 +1,94 @@
+import contextlib
+import json
+import re
+import time
+
+import pytest
+
+from jfsdp.trainer.run import metrics
+from jfsdp.trainer.run.display import describe
+from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops, read_jsonl
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+    ],
+)
+def test_peak_flops_knows_the_usual_gpus(kind, tera):
+    assert peak_flops(kind) == tera * 1e12
+
+
+def test_peak_flops_of_a_cpu_is_not_known():
+    assert peak_flops("cpu") is None
+
+
+def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
+    clock = iter([0.0, 10.0, 10.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    throughput = Throughput(1000, num_devices=4, flops_per_item=989e9, device_kind="NVIDIA H100")
+    for _ in range(5):
+        throughput.count_step()
+    rates = throughput.take()
+    assert rates["step_s"] == 2.0 and rates["tokens_per_s"] == 500.0
+    assert rates["tokens_per_s_per_device"] == 125.0
+    assert rates["mfu"] == pytest.approx(125 * 989e9 / 989e12)
+
+
+def test_what_is_done_while_paused_is_no_step_time():
+    throughput = Throughput(1, num_devices=1, flops_per_item=None, device_kind="cpu")
+    with throughput.paused():
+        time.sleep(0.2)
+    throughput.count_step()
+    assert throughput.take()["step_s"] < 0.1
+
+
+def test_rates_without_a_step_are_null():
+    throughput = Throughput(1, num_devices=1, flops_per_item=1.0, device_kind="NVIDIA H100")
+    assert set(throughput.take().values()) == {None}
+
+
+def test_json_lines_append_and_write_nan_as_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step, loss in ((1, 2.5), (2, float("nan"))):
+        lines = JsonLines(path)
+        lines.write({"step": step, "loss": loss})
+        assert len(path.read_text().splitlines()) == step, "a line must not wait in a buffer"
+        lines.close()
+    assert read_jsonl(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    assert "NaN" not in path.read_text()
+
+
+def test_a_full_disk_is_named():
+    lines = JsonLines(metrics.Path("/dev/full"))
+    with (
+        contextlib.closing(lines),
+        pytest.raises(OSError, match=re.escape("/dev/full cannot be written (No space left on device)")),
+    ):
+        lines.write(json.loads('{"step": 1}'))
+
+
+def test_rates_carry_the_name_of_what_is_counted():
+    throughput = Throughput(10, num_devices=1, flops_per_item=None, device_kind="cpu", item="image")
+    assert throughput.take().keys() == {"images_per_s", "images_per_s_per_device", "mfu", "step_s"}
+    assert throughput.seen(3) == {"images_seen": 30}
+
+
+def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
+    record = {"loss": 1.5, "mfu": None, "memory_bytes": 2**30, "eval_loss": None, "images_per_s": 1234.0}
+    record |= {"learning_rate": 2.99871e-4}
+    assert describe(record) == "loss 1.5000  lr 0.0003  1,234 images/s  MFU -  1.00 GiB"
+    evaluated = record | {"eval_loss": 0.25, "eval_correct": 0.9721}
+    assert "held-out loss 0.2500, accuracy 97.21 %  lr 0.0003  1,234 images/s" in describe(evaluated)
+    tokens = {**record, "images_per_s": None}
+    tokens["tokens_per_s"] = tokens.pop("images_per_s")
+    assert describe(tokens) == "loss 1.5000  lr 0.0003  - tokens/s  MFU -  1.00 GiB"

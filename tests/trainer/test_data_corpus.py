@@ -1,0 +1,302 @@
+"""Sources: which files become which documents, and what bad input says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jfsdp.trainer.data.corpus as corpus
+from jfsdp.trainer.data import DataConfig, open_corpus, open_data, standard_library_path
+
+
+def _read_all(corpus):
+    return [corpus.read(i) for i in range(len(corpus))]
+
+
+def _texts(corpus):
+    return {corpus.name(i).rpartition("@")[0]: corpus.read(i).content for i in range(len(corpus))}
+
+
+def test_importing_the_package_imports_neither_grain_nor_tokenizers():
+    code = "import sys, jfsdp.trainer.data; print([m for m in ('grain', 'tokenizers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_directory_is_read_in_sorted_order_and_what_is_skipped_is_counted(tmp_path):
+    (tmp_path / "b.txt").write_text("bee")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.md").write_text("zed é")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / "zeros.dat").write_bytes(b"ab\0cd")
+    (tmp_path / "tokens.bin").write_bytes(b"abcd")
+    (tmp_path / ".hidden").write_text("no")
+    for directory in (".git", "__pycache__", "site-packages"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "x.txt").write_text("no")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    corpus = open_corpus(str(tmp_path))
+    assert list(_texts(corpus).items()) == [("a/z.md", "zed é"), ("b.txt", "bee")]
+    stats = corpus.stats
+    assert (stats.num_files_seen, stats.num_files, stats.num_documents, stats.num_bytes) == (7, 2, 2, 9)
+    assert {reason.split(" (")[0]: count for reason, count in stats.skipped.items()} == {
+        "empty": 1,
+        "not UTF-8 text": 2,
+        "hidden": 1,
+        "excluded directory": 3,
+        "linked directory": 1,
+        "token file": 1,
+    }
+    assert "2 not UTF-8 text" in str(stats)
+
+
+def test_extensions_keep_only_those_files(tmp_path):
+    for name in ("a.py", "b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    corpus = open_corpus(str(tmp_path), extensions=("py", ".md"))
+    assert set(_texts(corpus)) == {"a.py", "c.md"}
+    assert corpus.stats.skipped == {"extension": 1}
+
+
+def test_glob_crosses_directories_and_names_do_not_hold_the_root(tmp_path):
+    for name in ("x/1.txt", "x/y/2.txt", "x/y/3.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert set(_texts(open_corpus(f"{tmp_path}/**/*.txt"))) == {"x/1.txt", "x/y/2.txt"}
+
+
+@pytest.mark.parametrize("limit", [16, 17, 64, 1000])
+def test_pieces_of_a_long_file_concatenate_to_the_file(tmp_path, limit):
+    text = "naïve — 日本語 🎉\n" * 40 + "ü" * 300
+    (tmp_path / "long.txt").write_text(text)
+    documents = _read_all(open_corpus(str(tmp_path), max_document_bytes=limit))
+    assert "".join(str(d.content) for d in documents) == text
+    assert max(len(str(d.content).encode()) for d in documents) <= limit
+    assert [d.starts for d in documents] == [True] + [False] * (len(documents) - 1)
+    assert [d.ends for d in documents] == [False] * (len(documents) - 1) + [True]
+
+
+def test_long_file_is_cut_after_a_newline(tmp_path):
+    (tmp_path / "long.txt").write_text("0123456789\n" * 10)
+    documents = _read_all(open_corpus(str(tmp_path), max_document_bytes=40))
+    assert all(str(d.content).endswith("\n") for d in documents)
+
+
+def test_invalid_utf8_late_in_a_long_file_is_found_at_opening(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "late.txt").write_bytes(b"x" * 1000 + b"\xe9 latin")
+    assert open_corpus(str(tmp_path), max_document_bytes=64).stats.skipped == {"not UTF-8 text": 1}
+
+
+def test_jsonl_gives_one_document_per_line_and_skips_blank_lines(tmp_path):
+    lines = [json.dumps({"body": text, "n": 1}) for text in ("one", "zwei ü", "")]
+    (tmp_path / "d.jsonl").write_text(lines[0] + "\n\n" + lines[1] + "\r\n  \n" + lines[2])
+    documents = _read_all(open_corpus(str(tmp_path / "d.jsonl"), text_field="body"))
+    assert [d.content for d in documents] == ["one", "zwei ü", ""]
+    assert all(d.starts and d.ends for d in documents)
+
+
+def test_lone_surrogate_in_json_becomes_a_question_mark(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"text": "a\\ud800b\\u00e9"}')
+    assert open_corpus(str(tmp_path / "d.jsonl")).read(0).content == "a?bé"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_file_pieces_hold_every_token_with_one_of_lookahead(tmp_path, dtype):
+    tokens = np.arange(100, dtype=dtype)
+    tokens.tofile(tmp_path / "t.bin")
+    corpus = open_corpus(str(tmp_path / "t.bin"), token_dtype=dtype, max_document_bytes=64)
+    pieces = [d.content for d in _read_all(corpus)]
+    np.testing.assert_array_equal(np.concatenate([p[:-1] for p in pieces]), tokens[:-1])
+    np.testing.assert_array_equal(np.concatenate([p[1:] for p in pieces]), tokens[1:])
+    assert corpus.stats.num_bytes == tokens.nbytes - tokens.itemsize
+
+
+def test_sidecar_says_dtype_end_of_document_and_vocabulary(tmp_path):
+    np.arange(8, dtype="<u4").tofile(tmp_path / "t.bin")
+    (tmp_path / "t.bin.json").write_text('{"dtype": "uint32", "eod_id": 7, "vocab_size": 8}')
+    token_format = open_corpus(str(tmp_path), extensions=(".bin",)).token_format
+    assert token_format is not None
+    assert (token_format.dtype, token_format.eod_id, token_format.vocab_size) == ("<u4", 7, 8)
+
+
+def test_digest_depends_on_contents_and_not_on_the_place(tmp_path):
+    for place, text in (("p", "abc"), ("q", "abc"), ("r", "abd")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "f.txt").write_text(text)
+    digests = [open_corpus(str(tmp_path / place)).digest for place in "pqr"]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_standard_library_is_a_corpus_of_python_sources_only():
+    corpus = open_corpus("stdlib")
+    stats = corpus.stats
+    assert stats.num_files > 300 and stats.num_bytes > 5_000_000
+    names = {corpus.name(i).rpartition("@")[0] for i in range(stats.num_documents)}
+    assert all(name.endswith(".py") for name in names)
+    assert not any(part in ("test", "tests", "site-packages") for name in names for part in name.split("/"))
+    assert (standard_library_path() / "dataclasses.py").exists() and "dataclasses.py" in names
+
+
+# Bad input. Every message names the place and the remedy.
+
+
+def _write(path, content):
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (lambda d: str(d / "nowhere"), {}, ["nowhere", "no such file", "pass a directory"]),
+        (lambda d: str(d), {}, ["saw 0 files", "none usable", "pass another path"]),
+        (lambda d: str(d / "*.txt"), {}, ["*.txt", "saw 0 files"]),
+        (
+            lambda d: os.path.dirname(_write(d / "a.gz", b"\x1f\x8b\xff\0")),
+            {},
+            ["saw 1 files", "1 not UTF-8 text", "unpack"],
+        ),
+        (lambda d: _write(d / "a.gz", b"\x1f\x8b\xff\0"), {}, ["a.gz", "1 not UTF-8 text"]),
+        (lambda d: os.path.dirname(_write(d / "a.txt", b"x")), {"extensions": (".py",)}, [".py", "1 extension"]),
+        (lambda d: _write(d / "a.jsonl", b"\n\n"), {}, ["1 blank"]),
+        (lambda d: _write(d / "a.txt", b"x"), {"max_document_bytes": 8}, ["max_document_bytes=8", "at least 16"]),
+        (lambda d: _write(d / "a.jsonl", b"\nnot json"), {}, ["a.jsonl, line 2", "not JSON"]),
+        (lambda d: _write(d / "a.jsonl", b'{"body": "x"}'), {}, ["a.jsonl, line 1", "'text'", "body", "text_field="]),
+        (lambda d: _write(d / "a.jsonl", b'{"text": 3}'), {}, ["line 1", "no string field 'text'"]),
+        (lambda d: _write(d / "a.jsonl", b'["text"]'), {}, ["line 1", "list"]),
+        (lambda d: _write(d / "a.bin", b"abcd"), {}, ["a.bin", "not known", "token_dtype='uint16'", "a.bin.json"]),
+        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "int8"}, ["int8", "uint16"]),
+        (
+            lambda d: _write(d / "a.bin", b"abc"),
+            {"token_dtype": "uint16"},
+            ["3 bytes", "multiple of the 2", "cut short"],
+        ),
+        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "uint32"}, ["holds 1 token", "two"]),
+    ],
+)
+def test_bad_source_raises_naming_place_and_remedy(tmp_path, make, options, expected):
+    with pytest.raises(ValueError) as error:
+        open_corpus(make(tmp_path), **options)
+    for part in expected:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("sidecar", ["{", "[1]", '{"dtype": "uint16", "eod_id": "x"}'])
+def test_malformed_sidecar_is_named(tmp_path, sidecar):
+    _write(tmp_path / "a.bin", b"abcd")
+    (tmp_path / "a.bin.json").write_text(sidecar)
+    with pytest.raises(ValueError, match=r"a\.bin\.json"):
+        open_corpus(str(tmp_path / "a.bin"))
+
+
+def test_text_and_token_files_are_not_mixed(tmp_path):
+    _write(tmp_path / "a.bin", b"abcd")
+    _write(tmp_path / "b.txt", b"abcd")
+    with pytest.raises(ValueError, match=r"different kinds.*a\.bin.*b\.txt"):
+        open_corpus(str(tmp_path), extensions=(".bin", ".txt"), token_dtype="uint16")
+
+
+def test_bad_line_beyond_the_first_is_named_when_read(tmp_path):
+    path = _write(tmp_path / "a.jsonl", b'{"text": "x"}\n\n{"text": "y"}\n{"text": ')
+    corpus = open_corpus(path)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 4: not JSON"):
+        corpus.read(2)
+
+
+@pytest.mark.parametrize("content", [b"ab", b"\xff" * 10])
+def test_file_that_changed_after_opening_is_named(tmp_path, content):
+    path = _write(tmp_path / "a.txt", b"0123456789")
+    corpus = open_corpus(path)
+    _write(tmp_path / "a.txt", content)
+    with pytest.raises(ValueError, match=r"a\.txt.*changed since"):
+        corpus.read(0)
+
+
+def test_token_file_that_shrank_after_opening_is_named(tmp_path):
+    corpus = open_corpus(_write(tmp_path / "a.bin", b"01234567"), token_dtype="uint16")
+    _write(tmp_path / "a.bin", b"0123")
+    with pytest.raises(ValueError, match=r"a\.bin.*changed since"):
+        corpus.read(0)
+
+
+def test_unreadable_file_is_an_error_and_not_a_smaller_corpus(tmp_path, monkeypatch):
+    # Root reads every file, so the refusal is played: what is tested is that it is not swallowed.
+    import pathlib
+
+    _write(tmp_path / "a.txt", b"x")
+    path_open = pathlib.Path.open
+
+    def refuse(self, *args, **kwargs):
+        if self.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return path_open(self, *args, **kwargs)
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"a\.txt: cannot be read \(Permission denied\); make it readable"):
+        open_corpus(str(tmp_path))
+
+
+# The split.
+
+
+def _corpus_of(tmp_path, count):
+    for i in range(count):
+        (tmp_path / f"{i:03}.txt").write_text(f"document {i}")
+    return str(tmp_path)
+
+
+def _names(documents):
+    return {documents.name(i) for i in range(len(documents))}
+
+
+def test_split_is_a_partition_of_the_asked_size_that_the_order_seed_does_not_move(tmp_path):
+    data = _corpus_of(tmp_path, 200)
+    opened = open_data(DataConfig(data, eval_fraction=0.1, seed=0))
+    again = open_data(DataConfig(data, eval_fraction=0.1, seed=1))
+    other = open_data(DataConfig(data, eval_fraction=0.1, split_seed=1))
+    train, held_out = _names(opened.train), _names(opened.eval)
+    assert len(held_out) == 20 and not train & held_out and len(train | held_out) == 200
+    assert _names(again.eval) == held_out != _names(other.eval)
+
+
+def test_a_larger_fraction_holds_out_what_a_smaller_one_did(tmp_path):
+    data = _corpus_of(tmp_path, 100)
+    small, large = (_names(open_data(DataConfig(data, eval_fraction=f)).eval) for f in (0.1, 0.3))
+    assert small < large
+
+
+def test_a_line_without_end_is_refused_by_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 100)
+    line = json.dumps({"text": "x" * 80}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line)
+    assert len(open_corpus(str(tmp_path))) == 1
+    (tmp_path / "a.jsonl").write_text(line + "x" * 200)
+    with pytest.raises(ValueError, match=rf"a\.jsonl: .*byte {len(line)} .* 100 bytes"):
+        open_corpus(str(tmp_path))
+
+
+def test_split_of_too_few_documents_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"leaves none to train on.*set it to 0"):
+        open_data(DataConfig(_corpus_of(tmp_path, 1)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seq_len": 0},
+        {"eval_fraction": 1.0},
+        {"eval_fraction": -0.1},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"shuffle_rows": 10**12},
+    ],
+)
+def test_config_names_the_value_out_of_range(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        DataConfig("stdlib", **options)

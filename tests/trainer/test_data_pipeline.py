@@ -1,0 +1,261 @@
+"""The pipeline: order, shares, and a state that restores the stream bit for bit."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfsdp.trainer.data import DataConfig, make_eval_iterator, make_train_iterator, open_data
+from tests.thin import thin
+
+NUM_DOCUMENTS = 12
+
+
+@pytest.fixture(scope="module")
+def one_row_documents(tmp_path_factory):
+    """Twelve documents of 7 bytes: with the separator, each is exactly one row of 8."""
+    path = tmp_path_factory.mktemp("rows") / "d.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {i:02}"}) + "\n" for i in range(NUM_DOCUMENTS)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def uneven_documents(tmp_path_factory):
+    """Forty documents of 0 to 400 bytes; a row holds several, or a part of one."""
+    path = tmp_path_factory.mktemp("uneven") / "d.jsonl"
+    lengths = np.random.default_rng(0).integers(0, 400, 40)
+    path.write_text("".join(json.dumps({"text": f"{i:02} " * (n // 3)}) + "\n" for i, n in enumerate(lengths)))
+    return str(path)
+
+
+def _take(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def _assert_batches_equal(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def _number(batch):
+    return int(bytes(batch["tokens"][0, 6:8].astype(np.uint8)))
+
+
+def _epochs(data, process_count, num_epochs):
+    """Return the document of each row, [epochs, processes, documents per process]."""
+    per_process = NUM_DOCUMENTS // process_count
+    rows = []
+    for i in range(process_count):
+        iterator = make_train_iterator(data, batch_size=1, process_index=i, process_count=process_count)
+        rows += [_number(batch) for batch in _take(iterator, per_process * num_epochs)]
+    return np.array(rows).reshape(process_count, num_epochs, per_process).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("process_count", [1, 2, 3])
+def test_each_epoch_gives_every_document_to_exactly_one_process(one_row_documents, process_count):
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    for epoch in _epochs(data, process_count, num_epochs=3):
+        assert sorted(epoch.ravel()) == list(range(NUM_DOCUMENTS))
+
+
+def test_processes_that_do_not_divide_the_documents_still_share_them_all(one_row_documents):
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    seen = []
+    for i, share in enumerate((3, 3, 2, 2, 2)):
+        batches = _take(make_train_iterator(data, batch_size=1, process_index=i, process_count=5), share)
+        seen += [_number(batch) for batch in batches]
+    assert len(set(seen)) == NUM_DOCUMENTS
+
+
+def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_documents):
+    first, again, other = (
+        _epochs(open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, seed=seed)), 1, 2)
+        for seed in (0, 0, 9)
+    )
+    assert (first == again).all()
+    assert (first[0] != first[1]).any() and (first[0] != other[0]).any()
+
+
+def test_rows_of_a_window_are_the_same_rows_in_another_order(uneven_documents):
+    def rows(shuffle_rows):
+        data = open_data(DataConfig(uneven_documents, seq_len=16, eval_fraction=0, shuffle_rows=shuffle_rows))
+        return [batch["tokens"].tobytes() for batch in _take(make_train_iterator(data, batch_size=1), 40)]
+
+    in_order, shuffled = rows(0), rows(8)
+    assert in_order != shuffled
+    for start in range(0, 40, 8):
+        assert sorted(in_order[start : start + 8]) == sorted(shuffled[start : start + 8])
+
+
+@pytest.mark.parametrize("shuffle_rows", [0, 5, 1024])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("num_consumed", thin([7, 0, 60, 1]))
+def test_restored_state_continues_bit_for_bit_in_a_fresh_pipeline(
+    uneven_documents, prefetch, num_consumed, shuffle_rows
+):
+    config = DataConfig(uneven_documents, seq_len=64, eval_fraction=0.1, shuffle_rows=shuffle_rows)
+    options = {"batch_size": 2, "process_index": 1, "process_count": 2, "prefetch_batches": prefetch}
+    original = make_train_iterator(open_data(config), **options)
+    _take(original, num_consumed)
+    state = json.dumps(original.get_state())
+    expected = _take(original, 40)
+    restored = make_train_iterator(open_data(config), **options)
+    restored.set_state(json.loads(state))
+    _assert_batches_equal(_take(restored, 40), expected)
+    assert restored.get_state() == original.get_state()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 50), st.integers(1, 3), st.integers(0, 30), st.booleans())
+def test_restoring_works_at_every_place_of_the_stream(uneven_documents, seq_len, batch_size, num_consumed, cross):
+    data = open_data(DataConfig(uneven_documents, seq_len=seq_len, eval_fraction=0, cross_documents=cross))
+    original = make_train_iterator(data, batch_size=batch_size, prefetch_batches=0)
+    _take(original, num_consumed)
+    restored = make_train_iterator(data, batch_size=batch_size, prefetch_batches=0)
+    restored.set_state(json.loads(json.dumps(original.get_state())))
+    _assert_batches_equal(_take(restored, 4), _take(original, 4))
+
+
+def test_restoring_rewinds_the_iterator_that_gave_the_state(uneven_documents):
+    iterator = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), batch_size=2)
+    _take(iterator, 3)
+    state = iterator.get_state()
+    expected = _take(iterator, 5)
+    iterator.set_state(state)
+    _assert_batches_equal(_take(iterator, 5), expected)
+
+
+def test_taking_a_state_does_not_disturb_the_stream(uneven_documents):
+    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    asked, left_alone = (make_train_iterator(data, batch_size=2) for _ in range(2))
+    batches = []
+    for _ in range(10):
+        asked.get_state()
+        batches += _take(asked, 1)
+    _assert_batches_equal(batches, _take(left_alone, 10))
+
+
+def test_prefetching_does_not_change_the_batches(uneven_documents):
+    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    alone, threads = (make_train_iterator(data, batch_size=2, prefetch_batches=n) for n in (0, 3))
+    _assert_batches_equal(_take(threads, 50), _take(alone, 50))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "options"),
+    [
+        ("seed", {"seed": 5}, {}),
+        ("seq_len", {"seq_len": 32}, {}),
+        ("split_seed", {"split_seed": 5}, {}),
+        ("eval_fraction", {"eval_fraction": 0.5}, {}),
+        ("cross_documents", {"cross_documents": True}, {}),
+        ("max_document_bytes", {"max_document_bytes": 100}, {}),
+        ("batch_size", {}, {"batch_size": 3}),
+        ("process_index", {}, {"process_index": 1}),
+        ("process_count", {}, {"process_count": 3}),
+    ],
+)
+def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, name, config, options):
+    shared = {"batch_size": 2, "process_index": 0, "process_count": 2}
+    state = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), **shared).get_state()
+    other_config = DataConfig(uneven_documents, **{"seq_len": 64} | config)
+    other = make_train_iterator(open_data(other_config), **shared | options)
+    with pytest.raises(ValueError, match=f"another stream: {name} was [^,]*, is [^,]*; resume"):
+        other.set_state(state)
+
+
+def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, uneven_documents):
+    train = make_train_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
+    other = make_train_iterator(open_data(DataConfig(uneven_documents)), batch_size=1)
+    held_out = make_eval_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
+    with pytest.raises(ValueError, match="another stream: data was"):
+        other.set_state(train.get_state())
+    with pytest.raises(ValueError, match="another stream: split was 'train', is 'eval'"):
+        held_out.set_state(train.get_state())
+    with pytest.raises(ValueError, match="version 0"):
+        train.set_state(train.get_state() | {"version": 0})
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_evaluation_is_one_pass_and_its_state_restores(uneven_documents, prefetch):
+    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0.3))
+    whole = list(make_eval_iterator(data, batch_size=2, prefetch_batches=prefetch))
+    assert sum(batch["weights"].sum() for batch in whole) == sum(len(data.eval[i]) for i in range(len(data.eval)))
+    iterator = make_eval_iterator(data, batch_size=2, prefetch_batches=prefetch)
+    _take(iterator, 3)
+    restored = make_eval_iterator(data, batch_size=2, prefetch_batches=prefetch)
+    restored.set_state(iterator.get_state())
+    _assert_batches_equal(list(restored), whole[3:])
+
+
+@pytest.mark.parametrize("process_count", [2, 3, 50])
+def test_evaluation_rows_do_not_depend_on_the_number_of_processes(uneven_documents, process_count):
+    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0.3))
+    one = np.concatenate([batch["tokens"] for batch in make_eval_iterator(data, batch_size=1)])
+    shares = [
+        list(make_eval_iterator(data, batch_size=1, process_index=i, process_count=process_count))
+        for i in range(process_count)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    together = np.concatenate([batch["tokens"] for step in zip(*shares, strict=True) for batch in step])
+    np.testing.assert_array_equal(together[: len(one)], one)
+    assert not together[len(one) :].any()
+
+
+def test_more_processes_than_documents_raises_with_remedy(one_row_documents):
+    data = open_data(DataConfig(one_row_documents, eval_fraction=0))
+    with pytest.raises(ValueError, match="12 training documents cannot be shared by 13 processes; cut files smaller"):
+        make_train_iterator(data, batch_size=1, process_count=13)
+
+
+def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_documents):
+    data = open_data(DataConfig(one_row_documents, eval_fraction=0))
+    with pytest.raises(ValueError, match="no documents are held out; set eval_fraction above 0"):
+        make_eval_iterator(data, batch_size=1)
+
+
+@pytest.mark.parametrize("make", [make_train_iterator, make_eval_iterator])
+def test_senseless_share_raises(one_row_documents, make):
+    data = open_data(DataConfig(one_row_documents))
+    with pytest.raises(ValueError, match="batch_size=0"):
+        make(data, batch_size=0)
+    with pytest.raises(ValueError, match=r"process_index=2: must be in 0\.\.1"):
+        make(data, batch_size=1, process_index=2, process_count=2)
+
+
+def test_closing_ends_the_thread_and_says_so_afterwards(uneven_documents):
+    before = set(threading.enumerate())
+    iterator = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), batch_size=2)
+    next(iterator)
+    ours = set(threading.enumerate()) - before
+    iterator.close()
+    for thread in ours:
+        thread.join(timeout=10)
+    assert ours and not any(thread.is_alive() for thread in ours)
+    with pytest.raises(ValueError, match="was closed"):
+        next(iterator)
+
+
+def test_exit_with_an_open_iterator_is_silent_and_the_stream_is_the_same_in_every_process(uneven_documents):
+    code = (
+        "import sys, zlib\n"
+        "from jfsdp.trainer.data import *\n"
+        "it = make_train_iterator(open_data(DataConfig(sys.argv[1], seq_len=64)), batch_size=2)\n"
+        "print(zlib.crc32(b''.join(next(it)['tokens'].tobytes() for _ in range(20))))\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code, uneven_documents], capture_output=True, text=True, check=True, timeout=60
+        )
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert all("Traceback" not in run.stderr and "Exception" not in run.stderr for run in runs)

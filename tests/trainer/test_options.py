@@ -1,0 +1,191 @@
+"""The options that both commands share: what they mean, what they refuse, and what a resumed run may change."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.cli.explain import Explain
+from jfsdp.train.ema import TrackEmaState
+from jfsdp.train.low_precision import LowPrecisionState
+from jfsdp.trainer import options
+from jfsdp.trainer.options import ShardingOptions
+from jfsdp.trainer.recipes import option_value
+from jfsdp.trainer.run.config import TrainConfig
+
+
+def arguments(**changes):
+    return options.sharding_arguments(ShardingOptions(**changes))
+
+
+def test_every_argument_is_one_of_fully_shard_and_of_train_step():
+    assert arguments().keys() <= inspect.signature(jfsdp.fully_shard).parameters.keys()
+    step = inspect.signature(jfsdp.ShardedModel.train_step).parameters
+    assert options.step_arguments(ShardingOptions()).keys() <= step.keys()
+
+
+def test_defaults_are_those_of_the_library_but_for_bfloat16():
+    ours = arguments() | {"mp_policy": None, "offload_policy": None}
+    defaults = {name: x.default for name, x in inspect.signature(jfsdp.fully_shard).parameters.items()}
+    assert ours == {name: defaults[name] for name in ours}
+    assert arguments()["mp_policy"] == jfsdp.MixedPrecisionPolicy("bfloat16")
+    assert arguments()["offload_policy"] == jfsdp.OffloadPolicy()
+
+
+def test_both_commands_take_all_options():
+    names = {field.name for field in dataclasses.fields(ShardingOptions)}
+    for config in (TrainConfig, Explain):
+        assert names <= {field.name for field in dataclasses.fields(config)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"strategy": "3"}, "strategy", 3),
+        ({"strategy": "hsdp"}, "strategy", "hsdp"),
+        ({"sharding_factor": 4}, "sharding_factor", 4),
+        ({"reshard_after_forward": "none"}, "reshard_after_forward", None),
+        ({"reshard_after_forward": "True"}, "reshard_after_forward", True),
+        ({"reshard_after_forward": "false"}, "reshard_after_forward", False),
+        ({"reshard_after_forward": "8"}, "reshard_after_forward", 8),
+        ({"remat": "dots"}, "remat", "dots"),
+        ({"remat": "names:a,b"}, "remat", jfsdp.SaveNames(save=("a", "b"))),
+        ({"remat": "offload:c"}, "remat", jfsdp.SaveNames(offload=("c",))),
+        ({"remat": "names:a,b+offload:c"}, "remat", jfsdp.SaveNames(("a", "b"), ("c",))),
+        ({"remat": "offload:c+names:a"}, "remat", jfsdp.SaveNames(("a",), ("c",))),
+        ({"offload": ("params,opt_state",)}, "offload_policy", jfsdp.OffloadPolicy(params=True, opt_state=True)),
+        ({"offload": ("grads", "params")}, "offload_policy", jfsdp.OffloadPolicy(params=True, grads=True)),
+        ({"frozen": ("embed,norm", "layers.*")}, "frozen", ["embed", "norm", "layers.*"]),
+        ({"min_size": 0}, "min_size", 0),
+        ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
+        (
+            {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
+            "mp_policy",
+            jfsdp.MixedPrecisionPolicy("float16", "float32", "float32"),
+        ),
+    ],
+)
+def test_an_option_becomes_its_argument(changes, name, value):
+    got = arguments(**changes)[name]
+    assert got == value
+    assert type(got) is type(value), "1 is not True"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false or a number"),
+        ({"reshard_after_forward": "0"}, "--reshard-after-forward '0' is not"),
+        ({"remat": "some"}, "--remat 'some' is unknown; use none, full, dots, names:a,b"),
+        ({"remat": "names:"}, "--remat 'names:' is unknown"),
+        ({"remat": "names:a+names:b"}, r"--remat 'names:a\+names:b' is unknown"),
+        ({"remat": "names:a+offload:a"}, r"--remat 'names:a\+offload:a': SaveNames: a cannot be both"),
+        ({"offload": ("params,state",)}, "--offload 'state' is unknown; use any of params, grads, opt_state"),
+    ],
+)
+def test_what_cannot_be_read_names_the_option_and_what_it_takes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        arguments(**changes)
+
+
+def test_a_reduction_is_every_once_or_none():
+    assert options.step_arguments(ShardingOptions(reduce="none"))["reduce"] is None
+    with pytest.raises(ValueError, match="--reduce 'never' is unknown; use every, once, or none"):
+        options.step_arguments(ShardingOptions(reduce="never"))
+
+
+def job(learning_rate=optax.adam):
+    return jfsdp.Job(model=None, loss=divmod, batch=lambda b, t: None, units=[], optimizer=learning_rate)
+
+
+def test_moments_are_rounded_and_averages_are_not():
+    tx = options.make_optimizer(ShardingOptions(opt_state_dtype="bfloat16", ema=0.9), job(), 1e-3)
+    state = jax.eval_shape(tx.init, {"w": jnp.ones((4, 4))})
+    low, ema = state
+    assert isinstance(low, LowPrecisionState) and low.inner[0].mu["w"].dtype == jnp.bfloat16
+    assert isinstance(ema, TrackEmaState) and ema.ema["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ema": 1.0}, "--ema 1.0 must be at least 0 and below 1; 0.999"),
+        ({"opt_state_dtype": "int8"}, "--opt-state-dtype 'int8' is not available; use bfloat16"),
+    ],
+)
+def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, words):
+    with pytest.raises(ValueError, match=words):
+        options.make_optimizer(ShardingOptions(**changes), job(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"param_dtype": "float32"},
+        {"reduce_dtype": "float32"},
+        {"output_dtype": "float32"},
+        {"frozen": ("embed",)},
+        {"opt_state_dtype": "bfloat16"},
+        {"ema": 0.9},
+        {"accumulate": 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_changes_losses_decides(changes):
+    assert options.what_decides(ShardingOptions(**changes)) != options.what_decides(ShardingOptions())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "ddp"},
+        {"sharding_factor": 2},
+        {"offload": ("params",)},
+        {"reduce": "once"},
+        {"reshard_after_backward": False},
+        {"reshard_after_forward": "2"},
+        {"remat": "none"},
+        {"mesh": "fsdp=2"},
+        {"min_size": 0},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_changes_rounding_only_does_not_decide_and_is_told(changes):
+    assert options.what_decides(ShardingOptions(**changes)) == options.what_decides(ShardingOptions())
+    assert next(iter(changes)) in options.ROUNDING
+
+
+def test_every_option_decides_or_rounds_or_names_the_model():
+    names = {field.name for field in dataclasses.fields(ShardingOptions)} - {"model", "factory", "model_config"}
+    decides = options.what_decides(ShardingOptions()).keys()
+    assert decides | set(options.ROUNDING) == names
+    assert not decides & set(options.ROUNDING)
+
+
+def test_one_meaning_has_one_spelling():
+    spelled = ShardingOptions(frozen=("b,a",), param_dtype="none", reduce_dtype="none")
+    other = ShardingOptions(frozen=("a", "b", "a"), param_dtype=None)
+    assert options.what_decides(spelled) == options.what_decides(other)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ('reduce="once": needs reshard_after_backward=False', "--reduce once: needs --no-reshard-after-backward"),
+        ("pass reshard_after_forward=n", "pass --reshard-after-forward n"),
+        ("sharding_factor=3 does not divide", "--sharding-factor 3 does not divide"),
+        ("the model has dim=3", "the model has dim=3"),
+        ("check_loss=False skips it", "--no-check-loss skips it"),
+    ],
+)
+def test_messages_of_the_library_are_said_in_options(message, words):
+    assert options.as_options(message) == words
+
+
+def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():
+    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=vit-digits"]) == "vit-digits"
+    assert option_value("--recipe", ["--steps", "2"]) is None
