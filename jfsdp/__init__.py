@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
     from jfsdp.layout.table import Layout
     from jfsdp.layout.units import Unit, by_size, resolve_units
-    from jfsdp.plan.audit import audit
+    from jfsdp.plan.wire.audit import audit
     from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
@@ -43,7 +43,7 @@ _HOMES = {
     "layout.build": ("LeafRules", "build_layout"),
     "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size", "resolve_units"),
-    "plan.audit": ("audit",),
+    "plan.wire.audit": ("audit",),
     "train.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
     "train.loss": ("Loss", "Max", "Mean"),

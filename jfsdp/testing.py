@@ -21,10 +21,10 @@ def assert_collectives(
         `fully_shard`, and `calls` of units.
 
     Raises:
-      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.traps`.
+      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.wire.traps`.
       ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
     """
-    from jfsdp.plan.audit import audit
+    from jfsdp.plan.wire.audit import audit
 
     report = audit(compiled, layout, tolerance=tolerance, min_overlap=min_overlap, **step)
     if not report.is_ok:

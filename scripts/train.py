@@ -16,6 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.extras import MissingExtra, need
+
+try:
+    need("train")
+except MissingExtra as error:
+    sys.exit(f"train.py: error: {error}")
+
 import tyro
 
 from jfsdp.launch.runtime import (

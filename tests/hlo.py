@@ -2,11 +2,11 @@
 
 import collections
 
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.hlo import parse_module
-from jfsdp.plan.rounds import walk
-from jfsdp.plan.target import topology_devices
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.program.rounds import walk
 
 
 def h100s(nodes, per_node=8):

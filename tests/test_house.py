@@ -3,14 +3,17 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import jfsdp
+from jfsdp.extras import EXTRAS
 
 PACKAGE = Path(jfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -22,10 +25,11 @@ ALLOWED = {
     "engine": ("layout", "modules"),
     "train": ("layout", "modules", "engine", "launch.hosts"),
     "checkpoint": ("layout", "train.state", "train.roles", "launch.hosts"),
-    "trainer": ("layout", "engine", "train", "checkpoint", "launch"),
-    "plan": ("layout", "engine", "train", "trainer.job", "trainer.options"),
+    "trainer": ("layout", "engine", "train", "checkpoint", "launch", "extras"),
+    "plan": ("layout", "engine", "train", "trainer.job", "trainer.options", "extras"),
     "launch": (),
     "testing": ("layout", "plan"),
+    "extras": (),
     "cli": ("",),  # everything
 }
 LAZY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tyro", "rich", "numpy")
@@ -114,6 +118,59 @@ def test_importing_the_core_loads_no_storage_data_or_command_line():
     code = f"import sys, jfsdp; jfsdp.fully_shard, jfsdp.save, jfsdp.Checkpointer; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+# Makes packages look as if they were not installed, to the import system and to `find_spec`.
+_WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import importlib.util as util
+find = util.find_spec
+def find_spec(name, package=None):
+    try:
+        return find(name, package)
+    except ModuleNotFoundError:
+        return None
+util.find_spec = find_spec
+"""
+
+
+def run_without(packages, code):
+    code = _WITHOUT.format(packages=set(packages)) + code
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_library_needs_no_extra():
+    code = (
+        "import jfsdp, jfsdp.plan\nfor module in (jfsdp, jfsdp.plan):\n    [getattr(module, n) for n in module.__all__]"
+    )
+    done = run_without(EXTRAS["train"][:1] + EXTRAS["train"][2:], code)  # flax itself brings rich
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "extra"),
+    [
+        ("tyro", "from jfsdp.cli import main; raise SystemExit(main(['models']))", "cli"),
+        ("grain", "import jfsdp.trainer.run.build", "train"),
+        ("grain", "from jfsdp.trainer.data.iterator import read_in_caller; read_in_caller()", "train"),
+        ("tyro", "import runpy, sys; runpy.run_path('scripts/train.py', run_name='__main__')", "train"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, code, extra):
+    done = run_without([package], code)
+    assert done.returncode and f"needs {package}; install the extra: pip install 'jfsdp[{extra}]'" in done.stderr
+
+
+def test_the_extras_are_those_of_the_distribution():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = {name: [re.split(r"[>=\[]", item)[0] for item in project[name]] for name in EXTRAS}
+    assert listed["cli"] == list(EXTRAS["cli"])
+    assert listed["train"][1:] == [name for name in EXTRAS["train"] if name not in EXTRAS["cli"]]
 
 
 def test_public_names_are_few_and_listed_by_dir():

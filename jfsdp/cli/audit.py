@@ -41,8 +41,8 @@ class AuditProgram(StepOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.plan.audit import audit, read_module
-        from jfsdp.plan.jobs import find_planned_job, shard_planned
+        from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+        from jfsdp.plan.wire.audit import audit, read_module
 
         if not self.program:
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from jfsdp.cli.console import make_console
 
 if TYPE_CHECKING:
-    from jfsdp.plan.doctor import Machine
-    from jfsdp.plan.settings import Finding
+    from jfsdp.plan.cluster.doctor import Machine
+    from jfsdp.plan.cluster.settings import Finding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Doctor:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.plan.doctor import diagnose, inspect_machine, report_to_dict
-        from jfsdp.plan.settings import Severity
+        from jfsdp.plan.cluster.doctor import diagnose, inspect_machine, report_to_dict
+        from jfsdp.plan.cluster.settings import Severity
 
         machine = inspect_machine()
         findings = diagnose(machine)
@@ -52,7 +52,7 @@ def _print(machine: Machine, findings: list[Finding]) -> None:
 
 
 def _facts(machine: Machine) -> dict[str, str]:
-    from jfsdp.plan.doctor import relevant_settings
+    from jfsdp.plan.cluster.doctor import relevant_settings
 
     probe = machine.probe
     kinds = {kind: probe.kinds.count(kind) for kind in probe.kinds}

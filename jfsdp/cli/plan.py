@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
-from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.trainer.options import StepOptions
 
 if TYPE_CHECKING:
-    from jfsdp.plan.hardware import Cluster
+    from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
 
 FITS_NOT = 3
@@ -62,9 +62,9 @@ class PlanJob(StepOptions):
     """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
-        from jfsdp.plan.chart import plot_timeline
-        from jfsdp.plan.hardware import Cluster, find_gpu
-        from jfsdp.plan.target import PlanUnavailable
+        from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+        from jfsdp.plan.cluster.target import PlanUnavailable
+        from jfsdp.plan.time.chart import plot_timeline
 
         cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
         self._check_files()
@@ -114,14 +114,14 @@ class PlanJob(StepOptions):
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 
     def _plan(self, cluster: Cluster) -> Plan:
-        from jfsdp.plan.jobs import plan_job
+        from jfsdp.plan.search.jobs import plan_job
 
         with progress(quiet=self.json) as tell:
             return plan_job(self, cluster, **self._machine(), on_progress=tell)
 
     def _search(self, cluster: Cluster) -> int:
-        from jfsdp.plan.pareto import plot_front
-        from jfsdp.plan.search import search_job
+        from jfsdp.plan.search.pareto import plot_front
+        from jfsdp.plan.search.search import search_job
         from jfsdp.trainer.recipes import read_recipe
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
@@ -142,7 +142,7 @@ class PlanJob(StepOptions):
         return 0 if search.best else FITS_NOT
 
     def _machine(self) -> dict[str, Any]:
-        from jfsdp.plan.target import read_target_config
+        from jfsdp.plan.cluster.target import read_target_config
 
         text = read_target_config(self.target_config) if self.target_config else None
         return {"target_config": text, "reserve_bytes": self._reserve_bytes()}
@@ -151,7 +151,7 @@ class PlanJob(StepOptions):
         return int(self.reserve * GIB)
 
     def _estimate(self, cluster: Cluster) -> int:
-        from jfsdp.plan.bounds import estimate_job
+        from jfsdp.plan.search.bounds import estimate_job
 
         with failing_factory(self.factory):
             estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
@@ -169,7 +169,7 @@ def load_compiler(cluster: Cluster) -> None:
       PlanUnavailable: if it is not there.
     """
     from jfsdp.launch.runtime import without_plugin_chatter
-    from jfsdp.plan.target import topology_devices
+    from jfsdp.plan.cluster.target import topology_devices
 
     with without_plugin_chatter():
         topology_devices(cluster)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.cli.console import make_console
 
 if TYPE_CHECKING:
-    from jfsdp.plan.hardware import Cluster
+    from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.search import Candidate, Search
+    from jfsdp.plan.search.search import Candidate, Search
 
 GB, GIB = 1e9, 2**30
 
@@ -71,7 +71,7 @@ def _table(*columns: str) -> Any:
 
 
 def _memory(plan: Plan) -> Any:
-    from jfsdp.plan.memory import largest_buffers
+    from jfsdp.plan.memory.peak import largest_buffers
 
     memory = plan.memory
     table = _table("memory at the peak", "GiB", "share", "largest there")
@@ -90,7 +90,7 @@ def _memory(plan: Plan) -> Any:
 
 
 def _wire(plan: Plan) -> Any:
-    from jfsdp.plan.ledger import OWN
+    from jfsdp.plan.wire.ledger import OWN
 
     table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
     for row in plan.ledger.rows:

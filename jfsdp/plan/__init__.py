@@ -1,1 +1,31 @@
-"""What a run will cost on a cluster: compiled without it, read from the scheduled program."""
+"""What a run will cost on a cluster: compiled without it, read from the scheduled program.
+
+`make_plan(step, state, batch, cluster, work)` plans a step of any model; docs/plan.md shows it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jfsdp.plan.cluster.gpus import find_gpu
+    from jfsdp.plan.cluster.hardware import Cluster
+    from jfsdp.plan.cluster.target import topology_devices
+    from jfsdp.plan.plan import Plan, Work, make_plan
+    from jfsdp.plan.wire.audit import audit
+
+_HOMES = {
+    "Cluster": "cluster.hardware",
+    "Plan": "plan",
+    "Work": "plan",
+    "audit": "wire.audit",
+    "find_gpu": "cluster.gpus",
+    "make_plan": "plan",
+    "topology_devices": "cluster.target",
+}
+__all__ = ["Cluster", "Plan", "Work", "audit", "find_gpu", "make_plan", "topology_devices"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jfsdp.plan' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jfsdp.plan.{_HOMES[name]}"), name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jfsdp.extras import load
+
 ENDINGS = (".png", ".svg")
 
 
@@ -20,6 +22,6 @@ def check_picture(path: Path) -> None:
 
 def make_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure of inches, which needs no display and which nobody need close."""
-    from matplotlib.figure import Figure
+    Figure = load("matplotlib.figure").Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")

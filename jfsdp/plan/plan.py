@@ -17,13 +17,13 @@ from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.schedule import Prefetch
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.compile import CompiledStep, compile_step, without_cache
-from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.hlo import parse_module
-from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.memory import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
-from jfsdp.plan.timeline import Rates, Timeline, simulate
+from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.time.timeline import Rates, Timeline, simulate
+from jfsdp.plan.wire.ledger import Ledger, make_ledger
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import TrainStep

@@ -1,1 +1,1 @@
-""""""
+"""A run of the training script: data, options, jobs, loop, metrics."""

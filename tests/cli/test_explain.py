@@ -22,18 +22,21 @@ class Net(nnx.Module):
 def loss(model, batch):
     return model.up(batch).sum()
 
+def batch(rows, seq_len, width=64):
+    return jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
 def make():
-    return dict(model=Net, loss=loss, batch=None, units=["up"], optimizer=optax.adam)
+    return dict(model=Net, loss=loss, batch=batch, units=["up"], optimizer=optax.adam)
 
 def misspelt():
-    return dict(model=Net, loss=loss, batch=None, unit=["up"], optimizer=optax.adam)
+    return dict(model=Net, loss=loss, batch=batch, unit=["up"], optimizer=optax.adam)
 
 class Wide(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(4096, 1024, use_bias=False, rngs=rngs)
 
 def no_units():
-    return make() | {"model": Wide, "units": ()}
+    return make() | {"model": Wide, "units": (), "batch": lambda rows, seq_len: batch(rows, seq_len, 4096)}
 
 def nothing_matches():
     return make() | {"units": ["layers.*"]}
@@ -137,7 +140,8 @@ def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "strategy full_shard: param all, kept all, grad all, opt all"
-    assert lines[2] == "frozen, without gradient and optimizer: 67,712 of these parameters"
+    assert lines[2] == "program xla: XLA sends no more than it must"
+    assert lines[3] == "frozen, without gradient and optimizer: 67,712 of these parameters"
 
 
 def test_what_is_offloaded_is_shown_on_the_host(capsys):
@@ -215,11 +219,8 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-tiny", "--offload", "all"), "--offload 'all' is unknown; use any of params, grads"),
         (("--model", "llama-tiny", "--frozen", "head"), "frozen 'head' matches no parameter; parameters: embed"),
         (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
-        (
-            ("--model", "llama-tiny", "--reduce", "once"),
-            "--reduce once: strategy 'full_shard': embed.embedding is split",
-        ),
-        (("--model", "llama-tiny", "--reduce-dtype", "float32"), "or reduce once per step with --reduce once"),
+        (("--model", "llama-tiny", "--reduce", "once", "--engine", "xla"), "--reduce once: --engine xla leaves"),
+        (("--model", "llama-tiny", "--storage", "flat", "--engine", "xla"), "or use --engine manual"),
         (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
         (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
         (("--model", "llama-tiny", "--model-config", "layers"), "model-config 'layers' is not KEY=VALUE"),

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 import jfsdp
 from jfsdp.layout.advice import LayoutWarning
-from jfsdp.plan.axes import group_axes
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.wire.axes import group_axes
 from tests import reference
 from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX

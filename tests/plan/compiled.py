@@ -3,7 +3,7 @@
 import functools
 
 import jfsdp
-from jfsdp.plan import hlo as plan_hlo
+from jfsdp.plan.program import hlo as plan_hlo
 from jfsdp.trainer.job import find_job
 from tests import hlo
 

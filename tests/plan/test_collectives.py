@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 
-from jfsdp.plan import hlo as plan_hlo
-from jfsdp.plan.collectives import find_collectives, wire_bytes
-from jfsdp.plan.groups import read_groups
+from jfsdp.plan.program import hlo as plan_hlo
+from jfsdp.plan.program.collectives import find_collectives, wire_bytes
+from jfsdp.plan.program.groups import read_groups
 from tests.plan.compiled import NUM_DEVICES, two_layers
 
 EIGHT = "replica_groups=mesh['fsdp'=8] {'fsdp'}"

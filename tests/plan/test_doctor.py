@@ -8,8 +8,23 @@ from pathlib import Path
 import pytest
 
 import jfsdp
-from jfsdp.plan.doctor import MINIMUM, SHOWN, Machine, Probe, diagnose, inspect_machine, probe_jax, report_to_dict
-from jfsdp.plan.settings import Severity, check_memory_settings, check_nccl_settings, check_xla_flags, parse_flags
+from jfsdp.plan.cluster.doctor import (
+    MINIMUM,
+    SHOWN,
+    Machine,
+    Probe,
+    diagnose,
+    inspect_machine,
+    probe_jax,
+    report_to_dict,
+)
+from jfsdp.plan.cluster.settings import (
+    Severity,
+    check_memory_settings,
+    check_nccl_settings,
+    check_xla_flags,
+    parse_flags,
+)
 
 VERSIONS = dict.fromkeys(SHOWN) | {
     "jfsdp": "0.2.0",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jfsdp.plan.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
+from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
 
 MIB = 2**20
 SIZES = [2**power for power in range(10, 35)]

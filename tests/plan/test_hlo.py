@@ -2,8 +2,8 @@
 
 import pytest
 
-from jfsdp.plan import hlo, rounds
-from jfsdp.plan.hlo import Shape
+from jfsdp.plan.program import hlo, rounds
+from jfsdp.plan.program.hlo import Shape
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8

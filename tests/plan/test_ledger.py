@@ -7,12 +7,12 @@ import pytest
 
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.axes import group_axes
-from jfsdp.plan.collectives import Collective, find_collectives, wire_bytes
-from jfsdp.plan.hlo import Shape, parse_module
-from jfsdp.plan.ledger import make_ledger
-from jfsdp.plan.scopes import split_names
-from jfsdp.plan.theory import expected_wire
+from jfsdp.plan.program.collectives import Collective, find_collectives, wire_bytes
+from jfsdp.plan.program.hlo import Shape, parse_module
+from jfsdp.plan.program.scopes import split_names
+from jfsdp.plan.wire.axes import group_axes
+from jfsdp.plan.wire.ledger import make_ledger
+from jfsdp.plan.wire.theory import expected_wire
 from tests.plan import programs
 from tests.thin import thin
 

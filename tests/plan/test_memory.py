@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.plan import buffers, memory
-from jfsdp.plan.flow import Flow
-from jfsdp.plan.hlo import parse_module
+from jfsdp.plan.memory import buffers
+from jfsdp.plan.memory import peak as memory
+from jfsdp.plan.program.flow import Flow
+from jfsdp.plan.program.hlo import parse_module
 from jfsdp.train.account import account
 from jfsdp.trainer.job import find_job
 from tests import hlo

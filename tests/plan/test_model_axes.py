@@ -8,11 +8,11 @@ import functools
 import pytest
 
 import jfsdp
-from jfsdp.plan.audit import audit
-from jfsdp.plan.axes import is_own
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.hlo import parse_module
-from jfsdp.plan.ledger import OWN, make_ledger
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.wire.audit import audit
+from jfsdp.plan.wire.axes import is_own
+from jfsdp.plan.wire.ledger import OWN, make_ledger
 from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.thin import thin

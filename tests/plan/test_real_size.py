@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from jfsdp.plan.compile import compile_step, without_cache
-from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.jobs import find_planned_job, plan_job, shard_planned
-from jfsdp.plan.target import topology_devices
+from jfsdp.plan.cluster.compile import compile_step, without_cache
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.search.jobs import find_planned_job, plan_job, shard_planned
 from jfsdp.trainer.options import StepOptions
 
 pytestmark = pytest.mark.proof

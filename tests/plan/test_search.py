@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jfsdp.plan.bounds import bound_job, estimate_job
-from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.jobs import find_planned_job, matmul_elements, shard_planned
-from jfsdp.plan.pareto import pareto_front, plot_front
-from jfsdp.plan.search import Outcome, SearchSpace, search_job
-from jfsdp.plan.space import placements, value_names, xla_choices
-from jfsdp.plan.target import PlanUnavailable, topology_devices
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
+from jfsdp.plan.search.bounds import bound_job, estimate_job
+from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, shard_planned
+from jfsdp.plan.search.pareto import pareto_front, plot_front
+from jfsdp.plan.search.search import Outcome, SearchSpace, search_job
+from jfsdp.plan.search.space import placements, value_names, xla_choices
 from jfsdp.trainer.options import StepOptions, parse_xla
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
@@ -157,7 +157,7 @@ def test_without_time_only_what_was_given_is_planned():
 
 def test_a_quarter_of_the_time_is_kept_for_the_options_of_xla(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("jfsdp.plan.search.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("jfsdp.plan.search.search.time.perf_counter", lambda: now[0])
 
     def planner(options, cluster, **more):
         now[0] += 10.0

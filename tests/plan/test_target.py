@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.launch.hosts import hosts
-from jfsdp.plan.hardware import GPUS, Cluster, find_gpu
-from jfsdp.plan.target import (
+from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu
+from jfsdp.plan.cluster.target import (
     PlanUnavailable,
     read_target_config,
     render_target_config,
@@ -79,7 +79,7 @@ def test_a_target_config_of_the_users_own_is_used_and_a_wrong_one_refused(tmp_pa
 
 def test_a_field_that_this_jaxlib_does_not_know_is_left_out(monkeypatch):
     """A jaxlib between those that were tried may refuse a field; the plainest text must still go through."""
-    monkeypatch.setattr("jfsdp.plan.target._FIELDS_SINCE", {"no_such_field: 1": (0, 1)})
+    monkeypatch.setattr("jfsdp.plan.cluster.target._FIELDS_SINCE", {"no_such_field: 1": (0, 1)})
     assert "no_such_field" in render_target_config(find_gpu("h100"))
     assert len(topology_devices(Cluster(find_gpu("h100")))) == 8
 
@@ -118,8 +118,8 @@ def test_the_plugin_for_cuda_13_serves_as_well():
 USE = """
 import os, jax
 {before}
-from jfsdp.plan.hardware import Cluster, find_gpu
-from jfsdp.plan.target import PlanUnavailable, topology_devices
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 try:
     print(len(topology_devices(Cluster(find_gpu("h100")))), sorted(n for n in os.environ if "CONSTRAINTS" in n))
 except PlanUnavailable as error:
@@ -154,6 +154,6 @@ def test_a_process_whose_plugin_gave_up_says_so_and_goes_on(monkeypatch):
 
 
 def test_importing_the_room_starts_nothing():
-    code = "import sys, jfsdp.plan.target, jfsdp.plan.hardware; print('jax' in sys.modules)"
+    code = "import sys, jfsdp.plan.cluster.target, jfsdp.plan.cluster.hardware; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -13,8 +13,8 @@ import pytest
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.layout.table import num_parameters
-from jfsdp.plan.hlo import Shape
-from jfsdp.plan.theory import expected_wire, hlo_dtype
+from jfsdp.plan.program.hlo import Shape
+from jfsdp.plan.wire.theory import expected_wire, hlo_dtype
 from jfsdp.trainer.job import find_job
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from jfsdp.plan import hardware
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.hlo import parse_module
-from jfsdp.plan.timeline import Rates, overlapped_share, simulate
-from jfsdp.plan.work import Kind, Matmul, Work, num_matmuls, work_of
+from jfsdp.plan.cluster import hardware
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.time.timeline import Rates, overlapped_share, simulate
+from jfsdp.plan.time.work import Kind, Matmul, Work, num_matmuls, work_of
 from tests.plan.compiled import NUM_DEVICES, SEQ_LEN, two_layers
 
 H100S = hardware.Cluster(hardware.find_gpu("h100"), 8)

@@ -20,12 +20,12 @@ def test_every_setting_has_a_row():
     done = run("--rounds", "2", "--param-dtype", "float32")
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
-    assert [float(rows[name][2]) > 0 for name in ("plain", "auto", "manual", "flat")] == [True] * 4
+    assert [float(rows[name][2]) > 0 for name in ("plain", "xla", "manual", "flat")] == [True] * 4
     assert rows["plain"][2] == "1.0000"
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [(["--settings", "fast"], "--settings fast: use plain, auto, manual, flat")]
+    ("args", "message"), [(["--settings", "fast"], "--settings fast: use plain, xla, manual, flat")]
 )
 def test_what_cannot_be_timed_is_named(args, message):
     done = run(*args)

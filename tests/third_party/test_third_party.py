@@ -114,9 +114,9 @@ def batches(model):
 
 def shard(model, strategy="full_shard", mesh="8"):
     case = MODELS[model]
-    return jfsdp.fully_shard(
-        case.source, mesh=jfsdp.make_mesh(**MESHES[mesh]), strategy=strategy, units=[case.unit], min_size=20
-    )
+    engine = "xla" if model == "dantinox" else "auto"  # keeps the dropout masks of one device
+    mesh = jfsdp.make_mesh(**MESHES[mesh])
+    return jfsdp.fully_shard(case.source, mesh=mesh, strategy=strategy, units=[case.unit], min_size=20, engine=engine)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jfsdp
 from jfsdp.engine.flat import pack, unpack
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.theory import expected_wire
+from jfsdp.plan.wire.theory import expected_wire
 from jfsdp.train.account import account
 from jfsdp.train.state import array_bytes
 from jfsdp.train.storage import by_leaf, in_storage

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jfsdp.extras import load
 from jfsdp.trainer.data.images import ImageData
 from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
 
@@ -46,7 +47,7 @@ def make_image_train_iterator(
             f"{data.config.data!r}: {len(data.train)} training images cannot be shared by {process_count} processes; "
             "use more images, or fewer processes"
         )
-    import grain
+    grain = load("grain")
 
     shuffled = grain.MapDataset.source(data.train.tolist()).shuffle(seed=data.config.seed)
     share = shuffled[process_index::process_count].repeat()
@@ -71,7 +72,7 @@ def make_image_eval_iterator(
     check_share(batch_size, process_index, process_count)
     if not len(data.eval):
         raise ValueError(f"{data.config.data!r}: no images are held out; set eval_fraction above 0 (now 0)")
-    import grain
+    grain = load("grain")
 
     global_size = batch_size * process_count
     filling = np.full(-len(data.eval) % global_size, _PADDING)

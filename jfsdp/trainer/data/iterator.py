@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jfsdp.extras import load
+
 _STATE_VERSION = 1
 Batch = dict[str, np.ndarray]
 
@@ -81,14 +83,14 @@ def read_in_caller() -> Any:
     One thread reads faster than a host trains; and with pools (grain 0.2.18) two test runs in which iterators were
     garbage collected hung, a thread waiting for a lock in `submit`.
     """
-    import grain
+    grain = load("grain")
 
     return grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def prefetch(batches: Any, prefetch_batches: int) -> Any:
     """Read so many batches ahead by one thread; 0 reads in the caller."""
-    import grain
+    grain = load("grain")
 
     return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
 

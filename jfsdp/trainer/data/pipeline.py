@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jfsdp.extras import load
 from jfsdp.trainer.data.documents import INPUT, START, TARGET, DataConfig, TokenData
 from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
 
@@ -50,7 +51,7 @@ def make_train_iterator(
             f"processes; cut files smaller with max_document_bytes (now {data.config.max_document_bytes}), or use more "
             "data"
         )
-    import grain
+    grain = load("grain")
 
     documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
     share = documents[process_index::process_count].repeat()
@@ -77,7 +78,7 @@ def make_eval_iterator(
     check_share(batch_size, process_index, process_count)
     if not len(data.eval):
         raise ValueError(f"{data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
-    import grain
+    grain = load("grain")
 
     global_size = batch_size * process_count
     rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len)
@@ -96,7 +97,7 @@ def _pack(documents: Any, seq_len: int) -> Any:
     but a piece of a token file holds many documents: `_to_batch` takes both from the START column instead. First-fit
     packing was not taken: it pads rows, and leaves the cutting of long documents to others.
     """
-    import grain
+    grain = load("grain")
 
     elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
     return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
@@ -105,7 +106,7 @@ def _pack(documents: Any, seq_len: int) -> Any:
 def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
     if config.shuffle_rows < 2:
         return rows
-    import grain
+    grain = load("grain")
 
     return grain.experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 # The end-of-document token of a tokenizer.json is the first of these that it holds, unless `eod_token` names another.
+from jfsdp.extras import load
+
 END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 
 
@@ -98,7 +100,7 @@ def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> 
 
 
 def _load_file(path: Path) -> tuple[Any, bytes]:
-    import tokenizers
+    tokenizers = load("tokenizers")
 
     try:
         content = path.read_bytes()

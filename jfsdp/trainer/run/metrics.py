@@ -34,6 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jfsdp.extras import load
+
 # Dense bfloat16 FLOP/s of one device by part of its `device_kind`, from the vendors' datasheets; first match counts.
 PEAK_FLOPS = {
     "GB300": 2500e12,
@@ -174,9 +176,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, first_step: int):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+        self._writer = load("tensorboardX").SummaryWriter(str(directory), purge_step=first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():

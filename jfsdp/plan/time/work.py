@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from jfsdp.plan.collectives import collective_kind
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.rounds import runs
+from jfsdp.plan.program.collectives import collective_kind
+from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.program.rounds import runs
 
 
 class Kind(enum.Enum):

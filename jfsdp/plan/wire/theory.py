@@ -16,8 +16,8 @@ from typing import Any
 from jfsdp.engine import movements
 from jfsdp.engine.movements import REDUCE
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.plan.collectives import SCALARS_BYTES, wire_bytes
-from jfsdp.plan.hlo import Shape
+from jfsdp.plan.program.collectives import SCALARS_BYTES, wire_bytes
+from jfsdp.plan.program.hlo import Shape
 from jfsdp.train.step import StepConfig
 
 PERMUTE = "collective-permute"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from jfsdp.plan.picture import check_picture, make_figure
 
 if TYPE_CHECKING:
-    from jfsdp.plan.search import Candidate, Search
+    from jfsdp.plan.search.search import Candidate, Search
 
 _GIB = 2**30
 _WIDTH = 130  # characters of a line under the picture

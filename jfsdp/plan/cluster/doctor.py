@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jfsdp.plan.settings import (
+from jfsdp.plan.cluster.settings import (
     Finding,
     Severity,
     check_jax_settings,
@@ -27,7 +27,7 @@ from jfsdp.plan.settings import (
     check_nccl_settings,
     check_xla_flags,
 )
-from jfsdp.plan.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
+from jfsdp.plan.cluster.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
 
 # What jfsdp needs at least, as in pyproject.toml; a test compares them.
 MINIMUM = {"jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "orbax-checkpoint": "0.12"}

@@ -11,10 +11,10 @@ from typing import Any
 from jfsdp.engine.movements import REDUCE, SCATTER
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.attribution import Attribution, Part
-from jfsdp.plan.axes import group_axes, is_own
-from jfsdp.plan.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.theory import PERMUTE, Move, find_moves, is_replicated
+from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
+from jfsdp.plan.wire.attribution import Attribution, Part
+from jfsdp.plan.wire.axes import group_axes, is_own
+from jfsdp.plan.wire.theory import PERMUTE, Move, find_moves, is_replicated
 
 OWN = "the model's own"
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)

@@ -10,10 +10,10 @@ from typing import Any
 from jfsdp.layout.mesh import AXES, MODEL_AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
-from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.jobs import Planned, find_planned_job, matmul_elements, shard_planned
-from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
-from jfsdp.plan.theory import expected_wire
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.memory.peak import RESERVE_BYTES, limit_bytes
+from jfsdp.plan.search.jobs import Planned, find_planned_job, matmul_elements, shard_planned
+from jfsdp.plan.wire.theory import expected_wire
 from jfsdp.train.account import StateBytes, account
 from jfsdp.trainer.options import StepOptions
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from jfsdp.engine.engine import SCOPE
 from jfsdp.engine.movements import GATHER
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.plan.attribution import Part
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.rounds import walk
-from jfsdp.plan.work import is_matmul
+from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.program.rounds import walk
+from jfsdp.plan.time.work import is_matmul
+from jfsdp.plan.wire.attribution import Part
 
 # In the names that JAX gives to what a derivative runs backward, and engine "manual" to its own.
 _BACKWARD = ("transpose(", f"{SCOPE}.backward")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jfsdp.layout.limits import check_number
-from jfsdp.plan.gpus import GPUS, Gpu, dtype_name, find_gpu
+from jfsdp.plan.cluster.gpus import GPUS, Gpu, dtype_name, find_gpu
 
 __all__ = ["GPUS", "Cluster", "Gpu", "find_gpu", "host_bandwidth", "link_bandwidth", "matmul_rate"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.plan.buffers import read_dump
+from jfsdp.plan.memory.buffers import read_dump
 
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}

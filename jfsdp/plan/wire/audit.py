@@ -10,14 +10,14 @@ from typing import Any
 
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.plan.axes import is_own
-from jfsdp.plan.collectives import find_collectives
-from jfsdp.plan.hlo import Instruction, Module, parse_module
-from jfsdp.plan.ledger import Ledger, make_ledger
-from jfsdp.plan.scopes import find_argument
-from jfsdp.plan.theory import SCALARS_BYTES, find_moves
-from jfsdp.plan.timeline import overlapped_share
-from jfsdp.plan.traps import Check, Finding, gb
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import Instruction, Module, parse_module
+from jfsdp.plan.program.scopes import find_argument
+from jfsdp.plan.time.timeline import overlapped_share
+from jfsdp.plan.wire.axes import is_own
+from jfsdp.plan.wire.ledger import Ledger, make_ledger
+from jfsdp.plan.wire.theory import SCALARS_BYTES, find_moves
+from jfsdp.plan.wire.traps import Check, Finding, gb
 
 # What a program of another strategy, mesh or step than the layout's is found guilty of.
 _OF_ANOTHER = ("extra-bytes", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")

@@ -20,10 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.table import Layout
-from jfsdp.plan.buffers import Allocation, find_holes, find_peak, read_allocations, read_live_ranges, read_schedule
-from jfsdp.plan.flow import Flow
-from jfsdp.plan.hlo import Module
-from jfsdp.plan.judge import PARTS, Buffer, Judge, guess_vocab
+from jfsdp.plan.memory.buffers import (
+    Allocation,
+    find_holes,
+    find_peak,
+    read_allocations,
+    read_live_ranges,
+    read_schedule,
+)
+from jfsdp.plan.memory.judge import PARTS, Buffer, Judge, guess_vocab
+from jfsdp.plan.program.flow import Flow
+from jfsdp.plan.program.hlo import Module
 
 # What else of a GPU's memory is taken while a step runs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded
 # kernels; 1.5 GiB for NCCL (buffers of several MiB per channel and peer, for a few communicators); 1 GiB for cuBLAS and

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
-from jfsdp.plan.collectives import Collective
+from jfsdp.plan.program.collectives import Collective
 
 
 def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:

@@ -26,13 +26,13 @@ from typing import Any
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.attribution import Part
-from jfsdp.plan.collectives import Collective
-from jfsdp.plan.held import find_held
-from jfsdp.plan.hlo import Instruction, Module, Shape
-from jfsdp.plan.ledger import OWN, Ledger
-from jfsdp.plan.rounds import walk
-from jfsdp.plan.theory import Move, hlo_dtype
+from jfsdp.plan.program.collectives import Collective
+from jfsdp.plan.program.held import find_held
+from jfsdp.plan.program.hlo import Instruction, Module, Shape
+from jfsdp.plan.program.rounds import walk
+from jfsdp.plan.wire.attribution import Part
+from jfsdp.plan.wire.ledger import OWN, Ledger
+from jfsdp.plan.wire.theory import Move, hlo_dtype
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",

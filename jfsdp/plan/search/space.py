@@ -13,8 +13,8 @@ import jax
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import parse_mesh
-from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.jobs import find_planned_job, shard_planned
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.search.jobs import find_planned_job, shard_planned
 from jfsdp.trainer.options import StepOptions
 
 __all__ = [

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from jfsdp.plan import hardware
-from jfsdp.plan.collectives import Collective
-from jfsdp.plan.gpus import dtype_name
-from jfsdp.plan.work import Kind, Matmul, Work
+from jfsdp.plan.cluster import hardware
+from jfsdp.plan.cluster.gpus import dtype_name
+from jfsdp.plan.program.collectives import Collective
+from jfsdp.plan.time.work import Kind, Matmul, Work
 
 # Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets, and what each kernel costs
 # besides (launch, first and last wave).

@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.buffers import LiveRanges, Value
-from jfsdp.plan.flow import Flow, Place, is_collective
-from jfsdp.plan.hlo import Instruction
-from jfsdp.plan.scopes import find_argument, find_scopes
-from jfsdp.plan.work import is_matmul
+from jfsdp.plan.memory.buffers import LiveRanges, Value
+from jfsdp.plan.program.flow import Flow, Place, is_collective
+from jfsdp.plan.program.hlo import Instruction
+from jfsdp.plan.program.scopes import find_argument, find_scopes
+from jfsdp.plan.time.work import is_matmul
 
 PARTS = {
     "parameters": "the masters at rest",

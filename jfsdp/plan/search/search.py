@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.plan.bounds import Bound, bound_job
-from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.jobs import plan_job
-from jfsdp.plan.memory import RESERVE_BYTES, limit_bytes
-from jfsdp.plan.pareto import pareto_front
-from jfsdp.plan.space import (
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.target import PlanUnavailable
+from jfsdp.plan.memory.peak import RESERVE_BYTES, limit_bytes
+from jfsdp.plan.search.bounds import Bound, bound_job
+from jfsdp.plan.search.jobs import plan_job
+from jfsdp.plan.search.pareto import pareto_front
+from jfsdp.plan.search.space import (
     SearchSpace,
     batches,
     changes,
@@ -36,7 +37,6 @@ from jfsdp.plan.space import (
     value_names,
     xla_choices,
 )
-from jfsdp.plan.target import PlanUnavailable
 from jfsdp.trainer.options import StepOptions
 
 __all__ = ["Candidate", "Outcome", "Search", "SearchSpace", "search_job"]

@@ -20,9 +20,9 @@ from typing import Any
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.collectives import Collective, wire_bytes
-from jfsdp.plan.scopes import find_scopes, split_names
-from jfsdp.plan.theory import PERMUTE, Move, piece_shape
+from jfsdp.plan.program.collectives import Collective, wire_bytes
+from jfsdp.plan.program.scopes import find_scopes, split_names
+from jfsdp.plan.wire.theory import PERMUTE, Move, piece_shape
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.plan.picture import check_picture, make_figure
 
 if TYPE_CHECKING:
-    from jfsdp.plan.ledger import Ledger
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.timeline import Event, Timeline
+    from jfsdp.plan.time.timeline import Event, Timeline
+    from jfsdp.plan.wire.ledger import Ledger
 
 COLORS = {
     "matmul": "tab:blue",

@@ -8,9 +8,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from jfsdp.plan.groups import read_groups
-from jfsdp.plan.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.rounds import Execution, executions
+from jfsdp.plan.program.groups import read_groups
+from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
+from jfsdp.plan.program.rounds import Execution, executions
 
 KINDS = (
     "all-gather",

@@ -12,11 +12,11 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from jfsdp.plan.collectives import SCALARS_BYTES, Collective, find_done
-from jfsdp.plan.hlo import Computation, Instruction, Module
-from jfsdp.plan.rates import Rates
-from jfsdp.plan.rounds import executions, runs
-from jfsdp.plan.work import Kind, num_matmuls, work_of
+from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective, find_done
+from jfsdp.plan.program.hlo import Computation, Instruction, Module
+from jfsdp.plan.program.rounds import executions, runs
+from jfsdp.plan.time.rates import Rates
+from jfsdp.plan.time.work import Kind, num_matmuls, work_of
 
 __all__ = ["Event", "Rates", "Timed", "Timeline", "overlapped_share", "simulate"]
 

@@ -11,10 +11,10 @@ import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
 from jfsdp.layout.table import Layout
-from jfsdp.plan.hardware import Cluster
-from jfsdp.plan.memory import RESERVE_BYTES
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
-from jfsdp.plan.target import topology_devices
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config

@@ -1,0 +1,35 @@
+"""What the command line and the training script need beyond the library: extras of the distribution."""
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+_CLI = ("tyro", "rich")
+EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "tensorboardX", "matplotlib")}
+
+
+class MissingExtra(ImportError):
+    """A part of jfsdp was asked for whose packages are not installed."""
+
+
+def need(extra: str) -> None:
+    """Check that the packages of an extra are there. Imports none of them.
+
+    Raises:
+      MissingExtra: naming what is missing, and the command that installs it.
+    """
+    missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(
+            f"this part of jfsdp needs {', '.join(missing)}; install the extra: pip install 'jfsdp[{extra}]'"
+        )
+
+
+def load(package: str, extra: str = "train") -> Any:
+    """Import a package of an extra.
+
+    Raises:
+      MissingExtra: as `need`.
+    """
+    need(extra)
+    return importlib.import_module(package)

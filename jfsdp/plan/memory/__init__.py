@@ -1,0 +1,1 @@
+"""The peak of a program in parts."""

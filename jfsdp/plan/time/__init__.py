@@ -1,0 +1,1 @@
+"""A program on a clock: estimates from datasheets and a few measurements."""

@@ -1,0 +1,1 @@
+"""What a program moves beside what its layout must move: theory, ledger, audit."""
