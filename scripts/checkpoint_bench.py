@@ -112,7 +112,7 @@ def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
     import jax
 
     from jfsdp.checkpoint.convert import write_source
-    from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
+    from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
     from jfsdp.modules.model import as_model
     from jfsdp.trainer.job import load_job, parse_config
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.checkpoint.contents import Logical
-from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
-from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.contents import Logical
+from jfsdp.checkpoint.disk.errors import check_path, check_space, readable_errors
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.lock import Lock
+from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
-from jfsdp.checkpoint.lock import Lock
-from jfsdp.checkpoint.places import local_path
-from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
 from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.select import select_leaves
@@ -139,9 +139,9 @@ def write_source(
       ValueError: if `target` exists, another process writes it, or values are not finite and may not be.
       OSError: if the disk is full or not writable.
     """
-    from jfsdp.checkpoint.commit import remove_unfinished
+    from jfsdp.checkpoint.disk.commit import remove_unfinished
+    from jfsdp.checkpoint.disk.writer import Writer
     from jfsdp.checkpoint.store import take
-    from jfsdp.checkpoint.writer import Writer
 
     target = local_path(target)
     if target.exists():
@@ -184,7 +184,7 @@ def _describe(array: Any, key_impl: str | None) -> dict[str, Any]:
 
 def _lazy(source: Source, name: str, block: tuple[int, ...], progress: Callable[[str, int], None]) -> Any:
     """Return the pieces of an array, each read when it is written; blocks of this shape begin a chunk."""
-    from jfsdp.checkpoint.pieces import Pieces
+    from jfsdp.checkpoint.disk.pieces import Pieces
 
     array = source.arrays[name]
 

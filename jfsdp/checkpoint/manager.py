@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
-from jfsdp.checkpoint.errors import check_path, check_writable, readable_errors
-from jfsdp.checkpoint.files import UNFINISHED, DamagedError, read_manifest, step_paths
-from jfsdp.checkpoint.lock import InUseError, Lock
-from jfsdp.checkpoint.places import local_path
+from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
+from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
+from jfsdp.checkpoint.disk.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
-from jfsdp.checkpoint.processes import only_first
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
 from jfsdp.train.state import TrainState
 
@@ -113,7 +113,7 @@ class Checkpointer:
         self._warn_of_metric(step, metrics or {})
         only_first(lambda: self._prepare(step))
         if self._writer is None:
-            from jfsdp.checkpoint.writer import Writer
+            from jfsdp.checkpoint.disk.writer import Writer
 
             self._writer = Writer()
         self._period.restart()

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.contents import Stored
+from jfsdp.checkpoint.disk.contents import Stored
+from jfsdp.checkpoint.disk.processes import in_all
 from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
-from jfsdp.checkpoint.processes import in_all
 from jfsdp.checkpoint.source import Index, Source
 
 IN_FLIGHT_BYTES = 1 << 30

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
-from jfsdp.checkpoint.processes import only_first
+from jfsdp.checkpoint.disk.processes import only_first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
-from jfsdp.checkpoint.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
-from jfsdp.checkpoint.errors import check_path, check_space, readable_errors
-from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
+from jfsdp.checkpoint.disk.errors import check_path, check_space, readable_errors
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.processes import in_all, only_first, together
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.layers import OtherLayers
-from jfsdp.checkpoint.lock import InUseError, Lock
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.places import local_path
-from jfsdp.checkpoint.processes import in_all, only_first, together
-from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import Only, Source
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
@@ -43,7 +43,7 @@ def save(path: Any, state: TrainState, *, extra: Any = None, config: Any = None)
       ValueError: if `path` exists: nothing saved is ever overwritten.
       OSError: if the disk is full or not writable.
     """
-    from jfsdp.checkpoint.writer import Writer
+    from jfsdp.checkpoint.disk.writer import Writer
 
     path = local_path(path)
     writer, held = Writer(), []
@@ -90,8 +90,8 @@ def start_save(
     Args:
       claim: called in process 0 before what stands in the way is removed; raises if another one is writing there.
     """
-    from jfsdp.checkpoint.commit import remove_unfinished
-    from jfsdp.checkpoint.pieces import check_dtypes, copy_pieces
+    from jfsdp.checkpoint.disk.commit import remove_unfinished
+    from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
 
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
         kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jfsdp.checkpoint.digest import find_damage, find_unnamed, list_files, read_digests
-from jfsdp.checkpoint.files import SUMS, DamagedError, part_of
+from jfsdp.checkpoint.disk.digest import find_damage, find_unnamed, list_files, read_digests
+from jfsdp.checkpoint.disk.files import SUMS, DamagedError, part_of
+from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.finite import Counted
-from jfsdp.checkpoint.places import local_path
-from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import PIECE_BYTES, grid
 
 MEMORY_BYTES = 16 * PIECE_BYTES

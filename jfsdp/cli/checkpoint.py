@@ -32,7 +32,7 @@ class Inspect:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.places import find_checkpoints
+        from jfsdp.checkpoint.disk.places import find_checkpoints
 
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
@@ -57,7 +57,7 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.places import find_checkpoints
+        from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 
         paths = find_checkpoints(self.path)
@@ -88,8 +88,8 @@ class Diff:
 
     def run(self) -> int:
         from jfsdp.checkpoint.diff import diff
-        from jfsdp.checkpoint.places import find_checkpoint
-        from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
+        from jfsdp.checkpoint.disk.places import find_checkpoint
+        from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
         from jfsdp.checkpoint.source import PIECE_BYTES, Only
         from jfsdp.layout.select import select_leaves
 
@@ -132,8 +132,8 @@ class Prune:
     """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
-        from jfsdp.checkpoint.places import find_checkpoints
         from jfsdp.checkpoint.policy import parse_best
 
         paths = find_checkpoints(self.path)
@@ -215,8 +215,8 @@ def _bytes_below(path: Path) -> int:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    from jfsdp.checkpoint.digest import check_documents
-    from jfsdp.checkpoint.files import read_manifest
+    from jfsdp.checkpoint.disk.digest import check_documents
+    from jfsdp.checkpoint.disk.files import read_manifest
 
     try:
         check_documents(path)
@@ -245,8 +245,8 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from jfsdp.checkpoint.digest import check_documents
-    from jfsdp.checkpoint.files import read_manifest
+    from jfsdp.checkpoint.disk.digest import check_documents
+    from jfsdp.checkpoint.disk.files import read_manifest
 
     check_documents(path)
     manifest = read_manifest(path)

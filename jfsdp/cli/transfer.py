@@ -49,8 +49,8 @@ class Convert:
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
-        from jfsdp.checkpoint.places import find_checkpoint
-        from jfsdp.checkpoint.reader import CheckpointSource
+        from jfsdp.checkpoint.disk.places import find_checkpoint
+        from jfsdp.checkpoint.disk.reader import CheckpointSource
         from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
 
         path = find_checkpoint(self.path)
@@ -112,11 +112,11 @@ class Export(_ModelOptions):
     """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.checkpoint.disk.places import find_checkpoint
+        from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
         from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
-        from jfsdp.checkpoint.places import find_checkpoint
-        from jfsdp.checkpoint.reader import STREAM_BYTES, CheckpointSource
 
         path = find_checkpoint(self.path)
         stored = CheckpointSource(path).manifest["config"] or {}
@@ -168,7 +168,7 @@ class Import(_ModelOptions):
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
-        from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
+        from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
         from jfsdp.checkpoint.source import Prefixed, Recast
 

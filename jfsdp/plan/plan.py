@@ -1,7 +1,7 @@
 """What a training step will do on a cluster: does it fit, what crosses the wire, what is hidden, how long it takes.
 
 The step is the one that training would run, lowered for the cluster's devices and compiled by the same XLA; everything
-here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`plan/rates.py`), while
+here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`plan/time/rates.py`), while
 bytes, counts and memory are what the compiler decided.
 """
 
@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL
-from jfsdp.engine.schedule import Prefetch
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache

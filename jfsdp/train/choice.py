@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
-from jfsdp.engine.schedule import Prefetch
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.survey import Survey

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jfsdp.engine.schedule import Prefetch, as_prefetch
+from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.flat import STORAGE_FORMS

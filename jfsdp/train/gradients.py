@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.flat import pack_all
-from jfsdp.engine.manual import ManualEngine
+from jfsdp.engine.manual.engine import ManualEngine
 from jfsdp.engine.movements import MANUAL, XLA, accumulator_axes, deferred_axes, last_axes
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine

@@ -14,11 +14,11 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint import commit, pieces, reader, writer
-from jfsdp.checkpoint.contents import logical_arrays
-from jfsdp.checkpoint.files import DamagedError
+from jfsdp.checkpoint.disk import commit, pieces, reader, writer
+from jfsdp.checkpoint.disk.contents import logical_arrays
+from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.manager import Checkpointer
-from jfsdp.checkpoint.reader import CheckpointSource
 from tests.checkpoint.elastic import bits
 
 TX = optax.adam(1e-3)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jfsdp.checkpoint.convert import convert, write_source
-from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
-from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.source import cell_of, contiguous, grid, read_ahead, read_whole
 from jfsdp.checkpoint.verify import verify
 from tests.checkpoint.arrays import Arrays

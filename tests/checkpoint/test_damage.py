@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.digest import list_files, read_digests, write_digests
-from jfsdp.checkpoint.files import SUMS, DamagedError
+from jfsdp.checkpoint.disk.digest import list_files, read_digests, write_digests
+from jfsdp.checkpoint.disk.files import SUMS, DamagedError
 from jfsdp.checkpoint.verify import verify
 
 TX = optax.adam(1e-3)

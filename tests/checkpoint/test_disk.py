@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import jfsdp
-from jfsdp.checkpoint import commit, pieces, writer
+from jfsdp.checkpoint.disk import commit, pieces, writer
 from tests.checkpoint.test_damage import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, mon
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("jfsdp.checkpoint.errors.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("jfsdp.checkpoint.disk.errors.tempfile.TemporaryFile", refuse)
     monkeypatch.setattr(pieces, "copy_pieces", lambda state: pytest.fail("copied"))
     with pytest.raises(OSError, match=r"Read-only file system.*: '.*/other'") as told:
         other.save(1, state_of(1))
@@ -159,7 +159,7 @@ import optax
 from flax import nnx
 import jax.numpy as jnp
 import jfsdp
-from jfsdp.checkpoint import commit
+from jfsdp.checkpoint.disk import commit
 
 class Net(nnx.Module):
     def __init__(self, rngs):

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint import place
-from jfsdp.checkpoint.contents import contents
+from jfsdp.checkpoint.disk.contents import contents
 from tests.checkpoint.arrays import Arrays
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ import jax, jax.numpy as jnp, optax
 from flax import nnx
 import jfsdp
 from jfsdp.checkpoint import place, reader
-from jfsdp.checkpoint.contents import contents
+from jfsdp.checkpoint.disk.contents import contents
 from jfsdp.checkpoint.store import bytes_of
 
 MIB = 1 << 20

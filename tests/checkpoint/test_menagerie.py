@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.files import read_manifest
+from jfsdp.checkpoint.disk.files import read_manifest
 from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import bits
 from tests.thin import thin

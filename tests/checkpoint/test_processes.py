@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jfsdp.checkpoint.digest import list_files, read_digests
-from jfsdp.checkpoint.files import read_manifest
+from jfsdp.checkpoint.disk.digest import list_files, read_digests
+from jfsdp.checkpoint.disk.files import read_manifest
 from tests.checkpoint.remote import num_elements
 from tests.processes import Processes, Raised
 

@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.digest import hash_files, list_files, write_digests
-from jfsdp.checkpoint.files import MANIFEST, read_manifest
+from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
+from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
 from jfsdp.train.storage import by_leaf
 from tests.states import logical

@@ -6,9 +6,9 @@ import pytest
 
 from jfsdp.checkpoint.convert import write_source
 from jfsdp.checkpoint.diff import diff
-from jfsdp.checkpoint.digest import hash_files, list_files, write_digests
-from jfsdp.checkpoint.files import ARRAYS, CONFIG, EXTRA, LAYOUT, SUMS
-from jfsdp.checkpoint.reader import CheckpointSource
+from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
+from jfsdp.checkpoint.disk.files import ARRAYS, CONFIG, EXTRA, LAYOUT, SUMS
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.verify import verify
 from tests.checkpoint.arrays import Arrays
 

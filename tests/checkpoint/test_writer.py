@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jfsdp
 from jfsdp.checkpoint import one_replica
-from jfsdp.checkpoint.contents import one_array
-from jfsdp.checkpoint.pieces import _add
+from jfsdp.checkpoint.disk.contents import one_array
+from jfsdp.checkpoint.disk.pieces import _add
 
 
 @pytest.mark.parametrize(("platform", "kind"), [("cpu", "device"), ("cuda", "pinned_host"), ("cuda", "unpinned_host")])
@@ -68,7 +68,7 @@ class Net(nnx.Module):
 run = jfsdp.Checkpointer(sys.argv[1])
 run.save(1, jfsdp.fully_shard(Net, units=[Net]).init(optax.adam(1e-3)))
 if len(sys.argv) > 2:
-    import jfsdp.checkpoint.commit as commit
+    import jfsdp.checkpoint.disk.commit as commit
     def fail(*args): raise OSError("no such luck")
     commit.write_digests = fail
     raise KeyError("mine")

@@ -12,9 +12,9 @@ import torch
 
 import jfsdp
 from jfsdp.checkpoint.convert import write_source
-from jfsdp.checkpoint.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.reader import CheckpointSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.cli import main
 from jfsdp.trainer.job import load_job, parse_config
@@ -241,7 +241,7 @@ def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):
 
 def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    from jfsdp.checkpoint.lock import Lock
+    from jfsdp.checkpoint.disk.lock import Lock
 
     lock = Lock(tmp_path / "run" / "checkpoints" / "lock")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jfsdp.checkpoint.digest import find_damage, list_files, read_digests
+from jfsdp.checkpoint.disk.digest import find_damage, list_files, read_digests
 from jfsdp.trainer.run.directory import checkpoint_steps
 from tests.scripts.test_train import TINY, command, environment, read_losses, train, write_corpus
 

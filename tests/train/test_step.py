@@ -308,7 +308,7 @@ def test_a_model_on_a_mesh_without_devices_has_shapes_only():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "full_shard"])
 def test_a_save_asks_for_the_bytes_that_it_writes(strategy):
-    from jfsdp.checkpoint.pieces import copy_pieces
+    from jfsdp.checkpoint.disk.pieces import copy_pieces
     from jfsdp.checkpoint.store import bytes_of
 
     state = make(strategy=strategy).init(TX)

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.checkpoint.errors import check_space, readable_errors
-from jfsdp.checkpoint.files import sync_directory, write_json
+from jfsdp.checkpoint.disk.errors import check_space, readable_errors
+from jfsdp.checkpoint.disk.files import sync_directory, write_json
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes, chunks
 from jfsdp.checkpoint.foreign.pretrained import CONFIG

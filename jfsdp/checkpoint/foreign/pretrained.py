@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.checkpoint.contents import one_array
+from jfsdp.checkpoint.disk.contents import one_array
+from jfsdp.checkpoint.disk.places import find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.disk.processes import gather_json, in_all
+from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.places import find_checkpoint, find_checkpoints
-from jfsdp.checkpoint.processes import gather_json, in_all
-from jfsdp.checkpoint.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.source import Recast, Renamed, Source, Unprefixed
 from jfsdp.layout.report import list_differences
 

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jfsdp.checkpoint.files import inside
+from jfsdp.checkpoint.disk.files import inside
 from jfsdp.checkpoint.source import Index
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.files import inside
+from jfsdp.checkpoint.disk.files import inside
 from jfsdp.checkpoint.foreign.torch_metadata import load_metadata
 from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
 from jfsdp.checkpoint.source import Index, Source

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.lock import InUseError, Lock
 from jfsdp.trainer.options import CHANGEABLE
 
 

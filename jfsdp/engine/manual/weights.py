@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.flat import stored_shards
-from jfsdp.engine.program import Call, Loop
+from jfsdp.engine.manual.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
 
 if TYPE_CHECKING:
-    from jfsdp.engine.manual import ManualEngine
+    from jfsdp.engine.manual.engine import ManualEngine
 
 Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration
 

@@ -1,4 +1,4 @@
-"""The backward of a step by schedule; see [Note: a manual step] in engine/manual.py."""
+"""The backward of a step by schedule; see [Note: a manual step] in engine/manual/engine.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.engine import SCOPE, scoped
 from jfsdp.engine.flat import close_grads, pack_one, stored_shards
-from jfsdp.engine.forward import LoopRecord
-from jfsdp.engine.program import Call, Item, Loop
+from jfsdp.engine.manual.forward import LoopRecord
+from jfsdp.engine.manual.program import Call, Item, Loop
+from jfsdp.engine.manual.weights import Gathers, at, join, put_at, zeros
 from jfsdp.engine.unit import Arrays, part
-from jfsdp.engine.weights import Gathers, at, join, put_at, zeros
 from jfsdp.layout.units import ROOT
 
 if TYPE_CHECKING:
-    from jfsdp.engine.manual import ManualEngine, Step
+    from jfsdp.engine.manual.engine import ManualEngine, Step
 
 Cotangents = dict[Any, Any]
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jfsdp.checkpoint.files import DamagedError
+from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.launch.hosts import gather_json
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.files import ARRAYS, MANIFEST, SUMS, step_paths
+from jfsdp.checkpoint.disk.files import ARRAYS, MANIFEST, SUMS, step_paths
 
 
 def local_path(path: Any) -> Path:

@@ -1,4 +1,4 @@
-"""The forward of a step by schedule; see [Note: a manual step] in engine/manual.py."""
+"""The forward of a step by schedule; see [Note: a manual step] in engine/manual/engine.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.derivatives import run_item
-from jfsdp.engine.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.manual.derivatives import run_item
+from jfsdp.engine.manual.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.manual.weights import Gathers, at, join
 from jfsdp.engine.unit import part
-from jfsdp.engine.weights import Gathers, at, join
 
 if TYPE_CHECKING:
-    from jfsdp.engine.manual import Step
+    from jfsdp.engine.manual.engine import Step
 
 Env = dict[Any, Any]
 

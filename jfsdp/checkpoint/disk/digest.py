@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jfsdp.checkpoint.files import ARRAYS, SUMS, damaged, inside, write_text
+from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)

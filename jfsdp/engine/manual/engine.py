@@ -1,7 +1,7 @@
 """Program `manual`: inside a `shard_map` every gather and every reduction stands where a schedule puts it.
 
 [Note: a manual step]
-The root is traced once, into a program of calls of units (engine/program.py). The forward runs it and keeps gathers on
+The root is traced once, into a program of calls of units (engine/manual/program.py). The forward runs it and keeps gathers on
 their way ahead of the compute, as far as `prefetch` says. The backward runs it in reverse: at each call the next
 gathers start first, then the gradient of the call before is reduced, and then the call's own derivative is computed, so
 that both have its matmuls to hide behind. Layers of a scan run in a scan, whose carry holds the weights that are on
@@ -22,16 +22,26 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from jfsdp.engine.backward import Backward
-from jfsdp.engine.collectives import LocalEngine
-from jfsdp.engine.derivatives import Derivatives
 from jfsdp.engine.engine import Pull
 from jfsdp.engine.flat import open_full, stored_shards
-from jfsdp.engine.forward import Forward
-from jfsdp.engine.program import Call, Code, Item, Loop, NamedCall, mark_active, mark_live, part_weights, read_program
-from jfsdp.engine.schedule import Prefetch, frontiers, steady
+from jfsdp.engine.manual.backward import Backward
+from jfsdp.engine.manual.collectives import LocalEngine
+from jfsdp.engine.manual.derivatives import Derivatives
+from jfsdp.engine.manual.forward import Forward
+from jfsdp.engine.manual.program import (
+    Call,
+    Code,
+    Item,
+    Loop,
+    NamedCall,
+    mark_active,
+    mark_live,
+    part_weights,
+    read_program,
+)
+from jfsdp.engine.manual.schedule import Prefetch, frontiers, steady
+from jfsdp.engine.manual.weights import Weights, after
 from jfsdp.engine.unit import Arrays, Traced, call_traced
-from jfsdp.engine.weights import Weights, after
 from jfsdp.layout.units import ROOT
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jfsdp.checkpoint.digest import Digests, hash_files, list_files, write_digests
-from jfsdp.checkpoint.files import ARRAYS, sync_directory, sync_file, write_json
+from jfsdp.checkpoint.disk.digest import Digests, hash_files, list_files, write_digests
+from jfsdp.checkpoint.disk.files import ARRAYS, sync_directory, sync_file, write_json
 
 
 class IncompleteError(Exception):

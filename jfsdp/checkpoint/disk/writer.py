@@ -24,9 +24,16 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.future as futures
 import tensorstore as ts
 
-from jfsdp.checkpoint.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_own, remove_unfinished
-from jfsdp.checkpoint.files import ARRAYS, part_of
-from jfsdp.checkpoint.pieces import Pieces
+from jfsdp.checkpoint.disk.commit import (
+    IncompleteError,
+    check_all_wrote,
+    check_merged,
+    commit,
+    hash_own,
+    remove_unfinished,
+)
+from jfsdp.checkpoint.disk.files import ARRAYS, part_of
+from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
 
 FILE_BYTES = 128 << 20
@@ -106,7 +113,7 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
         raise NotImplementedError("states are written asynchronously")
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("states are read by jfsdp.checkpoint.reader")
+        raise NotImplementedError("states are read by jfsdp.checkpoint.disk.reader")
 
     def finalize(self, directory: Any) -> None:
         with self.kept_errors():
