@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend import core
+from jfsdp.compat import Literal, manual_axes
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CUTS = ("slice", "dynamic_slice", "squeeze")
@@ -174,8 +174,7 @@ def stated_axes(jaxpr: Any, but: str) -> list[frozenset[str]]:
 
 def _stated_by(eqn: Any) -> frozenset[str] | None:
     if eqn.primitive.name == "shard_map":
-        # JAX 0.9 and before say `manual_axes`.
-        return frozenset(map(str, eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", "?"))))
+        return manual_axes(eqn)
     if eqn.primitive.name != "sharding_constraint":
         return None
     spec = getattr(eqn.params["sharding"], "spec", None)
@@ -195,6 +194,21 @@ def is_in_condition(jaxpr: Any, name: str) -> bool:
     return any(name in str(eqn.source_info.name_stack) for eqn in inside)
 
 
+# Operations with a body that is read here: opened, or of scalars alone, or a kernel that is taken whole.
+_CALLED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map", "composite")
+_DERIVED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "linear_call")
+_TAKEN = ("custom_linear_solve", "custom_root", "custom_partitioning", "pallas_call", "run_scoped", "run_state")
+_SCALARS = ("reduce", "reduce_window", "select_and_scatter", "select_and_scatter_add", "scatter", "sort")
+_SCATTERS = tuple(f"scatter{sign}{kind}" for sign in "-_" for kind in ("add", "sub", "mul", "min", "max"))
+_READ = {*_LOOPS, *_CALLED, *_DERIVED, *_TAKEN, *_SCALARS, *_SCATTERS}
+
+
+def unread(jaxpr: Any) -> list[str]:
+    """Return the operations with a body of which nothing is known here: what it does may be missed. Moves no data."""
+    names = {eqn.primitive.name for eqn in all_eqns(jaxpr) if inner_jaxprs(eqn)}
+    return sorted(names - _READ)
+
+
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}
@@ -210,7 +224,7 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 def is_literal(atom: Any) -> bool:
     """Tell a literal of a jaxpr from a variable. Moves no data."""
-    return isinstance(atom, core.Literal)
+    return isinstance(atom, Literal)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

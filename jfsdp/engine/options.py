@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh
 
+from jfsdp.compat import pipelining
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
@@ -59,7 +59,7 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
     return options | {
         **several,
         "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
-        **_pipelined(),
+        **pipelining("all_gather", "all_reduce"),
     }
 
 
@@ -93,14 +93,6 @@ def unit_bytes(layout: Layout) -> tuple[int, int]:
 
 def _call_bytes(leaf: Leaf, dtype: str) -> int:
     return math.prod(leaf.stored_shape[leaf.stacked :]) * item_bytes(dtype)
-
-
-def _pipelined() -> dict[str, Any]:
-    """Return the options that move a loop's gathers one iteration ahead, and its all-reduces one back, in this JAX."""
-    if jax.__version_info__ < (0, 11):
-        return {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_all_reduce": True}
-    kinds = ("all_gather", "all_reduce")
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
 
 
 def init_options(mesh: Any) -> dict[str, Any]:

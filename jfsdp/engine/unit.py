@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core
 
+from jfsdp.compat import core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.policy import Remat, SaveNames
 from jfsdp.layout.table import DEVICE, HOST

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jfsdp.compat import gather_from_processes
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -82,9 +84,7 @@ def gather_json(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    from jax.experimental import multihost_utils
-
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(np.max(multihost_utils.process_allgather(np.asarray(data.size))))
-    rows = multihost_utils.process_allgather(np.pad(data, (0, length - data.size), constant_values=ord(" ")))
+    length = int(np.max(gather_from_processes(np.asarray(data.size))))
+    rows = gather_from_processes(np.pad(data, (0, length - data.size), constant_values=ord(" ")))
     return [json.loads(bytes(row).decode()) for row in rows]

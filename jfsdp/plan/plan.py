@@ -1,7 +1,7 @@
 """What a training step will do on a cluster: does it fit, what crosses the wire, what is hidden, how long it takes.
 
 The step is the one that training would run, lowered for the cluster's devices and compiled by the same XLA; everything
-here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`plan/time/rates.py`), while
+here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`time/rates.py`), while
 bytes, counts and memory are what the compiler decided.
 """
 

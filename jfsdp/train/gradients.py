@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import core
 from jax.sharding import PartitionSpec
 
+from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.flat import pack_all

@@ -29,9 +29,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.random import define_prng_impl
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.compat import define_prng_impl
 from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.engine import is_key, to_device
 from jfsdp.engine.movements import MANUAL, XLA

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from jfsdp.compat import core, dce_jaxpr
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.dataflow import (
     depends_on,
@@ -19,6 +18,7 @@ from jfsdp.engine.dataflow import (
     passes_through,
     reads,
     stated_axes,
+    unread,
 )
 from jfsdp.engine.engine import SCOPE, is_key
 from jfsdp.engine.flat import unpack_all
@@ -76,6 +76,7 @@ def survey(
     after = slice(len(by_rows) - len(states), None)
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
+        or _unread_problem(jaxpr)
         or _condition_problem(jaxpr)
         or _weight_problem(layout, trace.traced, held)
         or _state_problem(states, trace.states, keys, by_rows[after], by_keys[after], passes_through(jaxpr)[after])
@@ -160,6 +161,13 @@ def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> st
         )
     is_own = all(axes <= set(MODEL_AXES) for axes in stated) and (has_model_axes or any(stated))
     return "the model states shardings of its own" if stated and not is_own else None
+
+
+def _unread_problem(jaxpr: Any) -> str | None:
+    names = unread(jaxpr)
+    if names:
+        return f"the model calls {names[0]}, an operation of JAX with a body that jfsdp does not know how to read"
+    return None
 
 
 def _condition_problem(jaxpr: Any) -> str | None:

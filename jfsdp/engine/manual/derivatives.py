@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import core
 
+from jfsdp.compat import core
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.manual.program import Call, Code, Item
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave

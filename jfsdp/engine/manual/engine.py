@@ -1,7 +1,7 @@
 """Program `manual`: inside a `shard_map` every gather and every reduction stands where a schedule puts it.
 
 [Note: a manual step]
-The root is traced once, into a program of calls of units (engine/manual/program.py). The forward runs it and keeps gathers on
+The root is traced once, into a program of calls of units (program.py). The forward runs it and keeps gathers on
 their way ahead of the compute, as far as `prefetch` says. The backward runs it in reverse: at each call the next
 gathers start first, then the gradient of the call before is reduced, and then the call's own derivative is computed, so
 that both have its matmuls to hide behind. Layers of a scan run in a scan, whose carry holds the weights that are on
@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
+from jfsdp.compat import ClosedJaxpr
 from jfsdp.engine.engine import Pull
 from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.manual.backward import Backward

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import core
 
+from jfsdp.compat import core
 from jfsdp.engine.dataflow import all_eqns, depends_on, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.unit import Traced, is_inexact
 

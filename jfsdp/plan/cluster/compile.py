@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.compat import reset_compilation_cache
 from jfsdp.plan.memory.buffers import read_dump
 
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
@@ -68,15 +69,13 @@ def without_cache() -> Iterator[None]:
     if not all(is_used):
         yield
         return
-    from jax.experimental.compilation_cache import compilation_cache
-
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
+    reset_compilation_cache()
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
+        reset_compilation_cache()
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:

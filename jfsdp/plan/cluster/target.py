@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.compat import describe_topology
 from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -141,15 +142,11 @@ def _plugin(cuda: int) -> tuple[str, str]:
 
 
 def _describe(topology: str, target_config: str) -> Any:
-    from jax.experimental import topologies
-
     # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
     skips = not has_nvidia_driver()
     with _environment(_SKIP_CHECK, "1") if skips else contextlib.nullcontext():
         try:
-            return topologies.get_topology_desc(
-                platform="cuda", topology_name="", topology=topology, target_config=target_config
-            )
+            return describe_topology(topology, target_config)
         except NotImplementedError as error:
             raise PlanUnavailable(
                 f"JAX's plugin for cuda did not load in this process ({error}): JAX was used here before, "

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.compat import effort, pipelining
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import parse_mesh
@@ -188,14 +189,14 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
         tuple(f"xla_gpu_{kind}_combine_threshold_bytes={size}" for kind, size in sizes.items())
         for sizes in (dict.fromkeys(twice, "none"), twice)
     ]
-    if jax.__version_info__ < (0, 11):
-        off, scatter = "xla_gpu_enable_pipelined_all_gather=none", "xla_gpu_enable_pipelined_reduce_scatter=true"
-        effort = "optimization_level=1"
-    else:
-        on = "COLLECTIVE_PIPELINING_MODE_ON"
-        off, scatter = "xla_gpu_pipeline_all_gather=none", f"xla_gpu_pipeline_reduce_scatter={on}"
-        effort = "optimization_level=O1"
-    return ((f"{limit}=1",), (f"{limit}=4",)), ((scatter,), (off,)), tuple(thresholds), ((effort,),)
+    off, scatter = _pairs(pipelining("all_gather", is_on=False)), _pairs(pipelining("reduce_scatter"))
+    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds), (_pairs(effort(1)),)
+
+
+def _pairs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Write options as `--xla` takes them."""
+    words = {"None": "none", "True": "true"}
+    return tuple(f"{name}={words.get(str(value), value)}" for name, value in options.items())
 
 
 def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:

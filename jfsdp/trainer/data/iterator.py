@@ -90,9 +90,10 @@ def read_in_caller() -> Any:
 
 def prefetch(batches: Any, prefetch_batches: int) -> Any:
     """Read so many batches ahead by one thread; 0 reads in the caller."""
-    grain = load("grain")
 
-    return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
+    from jfsdp.compat import grain_experimental
+
+    return grain_experimental().ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
 
 
 def check_share(batch_size: int, process_index: int, process_count: int):

@@ -82,7 +82,9 @@ def make_eval_iterator(
 
     global_size = batch_size * process_count
     rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len)
-    pad = functools.partial(grain.experimental.batch_and_pad, batch_size=global_size)
+    from jfsdp.compat import grain_experimental
+
+    pad = functools.partial(grain_experimental().batch_and_pad, batch_size=global_size)
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
     stream = _describe(data, "eval", batch_size, process_index, process_count)
@@ -97,18 +99,20 @@ def _pack(documents: Any, seq_len: int) -> Any:
     but a piece of a token file holds many documents: `_to_batch` takes both from the START column instead. First-fit
     packing was not taken: it pads rows, and leaves the cutting of long documents to others.
     """
-    grain = load("grain")
 
     elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
-    return grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
+    from jfsdp.compat import grain_experimental
+
+    return grain_experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
 
 
 def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
     if config.shuffle_rows < 2:
         return rows
-    grain = load("grain")
 
-    return grain.experimental.WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
+    from jfsdp.compat import grain_experimental
+
+    return grain_experimental().WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
 
 
 def _named_pairs(pairs: np.ndarray) -> Batch:

@@ -1,0 +1,70 @@
+"""Imports and version branches of what is private or unstable in JAX, XLA and grain; each has a test.
+
+Of Flax the like stands in modules/, the one room that imports it; of orbax in checkpoint/disk/writer.py, on its public
+extension points.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import core
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.random import define_prng_impl
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jfsdp.extras import load
+
+__all__ = ["ClosedJaxpr", "Literal", "core", "dce_jaxpr", "define_prng_impl"]
+
+
+def manual_axes(eqn: Any) -> frozenset[str]:
+    """Return the mesh axes over which the equation of a `shard_map` maps; {"?"} where it does not say."""
+    # JAX 0.9 and before say `manual_axes`.
+    return frozenset(map(str, eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", "?"))))
+
+
+def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
+    """Return the options of XLA:GPU that move collectives of a loop by one iteration, as this JAX's XLA names them.
+
+    Args:
+      kinds: "all_gather", "all_reduce", "reduce_scatter".
+      is_on: False takes the option away.
+    """
+    if jax.__version_info__ < (0, 11):
+        return {f"xla_gpu_enable_pipelined_{kind}": is_on or None for kind in kinds}
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" if is_on else None for kind in kinds}
+
+
+def effort(level: int) -> dict[str, Any]:
+    """Return the option for XLA's own optimization level, as this JAX spells it."""
+    return {"optimization_level": level if jax.__version_info__ < (0, 11) else f"O{level}"}
+
+
+def describe_topology(topology: str, target_config: str) -> Any:
+    """Return GPUs that are not there, for compiling: `topology` is domains x hosts x GPUs per host."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=topology, target_config=target_config
+    )
+
+
+def reset_compilation_cache() -> None:
+    """Make JAX read the settings of its persistent compilation cache anew."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+
+
+def gather_from_processes(value: Any) -> Any:
+    """Return an array of every process, stacked in their order. Cost: an all-gather; every process must call it."""
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(value)
+
+
+def grain_experimental() -> Any:
+    """Return what grain calls experimental: packing, windowed shuffling, padding of last batches, a reading thread."""
+    return load("grain").experimental
