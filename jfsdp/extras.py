@@ -7,6 +7,8 @@ from typing import Any
 _CLI = ("tyro", "rich")
 EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "tensorboardX", "matplotlib")}
 
+_INSTALL = "this part of jfsdp needs {}; install the extra: pip install 'jfsdp[{}]'"
+
 
 class MissingExtra(ImportError):
     """A part of jfsdp was asked for whose packages are not installed."""
@@ -20,9 +22,7 @@ def need(extra: str) -> None:
     """
     missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
     if missing:
-        raise MissingExtra(
-            f"this part of jfsdp needs {', '.join(missing)}; install the extra: pip install 'jfsdp[{extra}]'"
-        )
+        raise MissingExtra(_INSTALL.format(", ".join(missing), extra))
 
 
 def load(package: str, extra: str = "train") -> Any:
@@ -31,5 +31,6 @@ def load(package: str, extra: str = "train") -> Any:
     Raises:
       MissingExtra: as `need`.
     """
-    need(extra)
+    if find_spec(package.partition(".")[0]) is None:
+        raise MissingExtra(_INSTALL.format(package, extra))
     return importlib.import_module(package)

@@ -17,8 +17,7 @@ def assert_collectives(
       tolerance: by how much the bytes on the wire may exceed theory.
       min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind; a program
         without such bytes fails too.
-      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, `engine` as given to
-        `fully_shard`, and `calls` of units.
+      step: what decides what it moves: `step.movement`, and `calls` of units. Left out: one microbatch, program manual.
 
     Raises:
       AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.wire.traps`.

@@ -129,6 +129,7 @@ SETTINGS = {
     "auto, neighbours": (NEIGHBOURS, TWICE),
     "auto, zero1, once": ({"strategy": "zero1"}, TWICE),
     "auto, ddp, once": ({"strategy": "ddp"}, ONCE),
+    "xla, hybrid": ({"engine": "xla", "strategy": "hybrid_shard", **GROUPS}, TWICE),
     "auto, hybrid": ({"strategy": "hybrid_shard", **GROUPS}, TWICE),
     "auto, hfsdp": ({"strategy": "hfsdp", "mp_policy": BF16, **GROUPS}, {}),
     "auto, tensor": ({"fsdp": 4, "tensor": 2}, {}),

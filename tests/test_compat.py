@@ -36,9 +36,8 @@ def test_xla_takes_the_options_of_this_version():
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
     lowered = jax.jit(lambda x: x.sum()).lower(jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding))
     options = compat.pipelining("all_gather", "all_reduce", "reduce_scatter")
-    lowered.compile(compiler_options=compiler_options(mesh) | options)
+    lowered.compile(compiler_options=compiler_options(mesh) | options | compat.effort(1))
     assert set(compat.pipelining("all_gather", is_on=False).values()) == {None}
-    assert compat.effort(1)["optimization_level"] in (1, "O1")
 
 
 def test_a_jaxpr_is_cut_and_run():
@@ -62,6 +61,7 @@ def test_processes_and_grain_are_found():
     names = ("ConcatThenSplitIterDataset", "WindowShuffleIterDataset", "ThreadPrefetchIterDataset", "batch_and_pad")
     assert all(hasattr(compat.grain_experimental(), name) for name in names)
     compat.reset_compilation_cache()
+    assert compat.torus_mesh((4, 2), jax.devices()[:8]).shape == (4, 2)
 
 
 mystery = Primitive("mystery")

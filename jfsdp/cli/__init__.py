@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MissingExtra as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 2
-    from jfsdp.cli.main import main as run
+    from jfsdp.cli.commands import main as run
 
     return run(argv)
 

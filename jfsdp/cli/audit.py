@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.trainer.options import StepOptions
-
-if TYPE_CHECKING:
-    pass
+from jfsdp.trainer.options import StepOptions, as_options
 
 BROKEN = 4
 
@@ -48,7 +45,7 @@ class AuditProgram(StepOptions):
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
         module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
-        reason = planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch)
+        reason = as_options(planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch))
         report = audit(
             module,
             planned.model.layout,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.trainer.options import ShardingOptions, make_optimizer, shard_job, step_arguments
+from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
     from jfsdp.layout.policy import UnitPolicy
@@ -36,7 +36,9 @@ class Explain(ShardingOptions):
         if self.json:
             from jfsdp.train.account import explain_to_dict
 
-            print(json.dumps(program | explain_to_dict(state), indent=2))
+            table = explain_to_dict(state)
+            table["warnings"] = [*program["warnings"], *table["warnings"]]
+            print(json.dumps(program | table, indent=2))
         else:
             _print(state, program)
         return 0
@@ -54,8 +56,11 @@ class Explain(ShardingOptions):
         tx = make_optimizer(self, job, 1e-3)
         step, state = model.train_step(job.loss, tx, **step_arguments(self)), model.abstract_state(tx)
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
-        reason = step.decide(state, job.batch(rows, job.seq_len))  # refuses what training would refuse
-        return state, {"program": step.program, "reason": reason}
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            reason = step.decide(state, job.batch(rows, job.seq_len))  # refuses what training would refuse
+        told = [str(warning.message) for warning in found]
+        return state, {"program": step.program, "reason": as_options(reason), "warnings": told}
 
 
 def _print(state: TrainState, program: dict[str, Any]) -> None:
@@ -75,7 +80,7 @@ def _print(state: TrainState, program: dict[str, Any]) -> None:
     console.print(_units(layout))
     console.print(_leaves(layout, count))
     console.print(_totals(count))
-    for warning in advise(layout):
+    for warning in [*program["warnings"], *advise(layout)]:
         console.print(f"warning: {warning}")
 
 

@@ -209,6 +209,14 @@ def unread(jaxpr: Any) -> list[str]:
     return sorted(names - _READ)
 
 
+_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
+
+
+def draws(eqn: Any) -> bool:
+    """Tell whether an operation draws random bits from a key. Moves no data."""
+    return eqn.primitive.name in _DRAWS
+
+
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}

@@ -17,7 +17,7 @@ from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
 
 SCOPE = "jfsdp"
-Pull = Callable[[jax.Array], Arrays]
+Pull = Callable[[jax.Array, Arrays | None], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
 T = TypeVar("T")
 
@@ -80,9 +80,15 @@ class Engine(abc.ABC):
           source: all weights as they are stored.
 
         Returns:
-          The output; and `pull(cotangent)`, the gradients of what is trained as it is stored, in the layout of their
-          accumulator and unreduced over the axes that wait for the last microbatch.
+          The output; and `pull(cotangent, sums)`, the sums (None: zeros) plus the gradients of what is trained as it is
+          stored, in the dtype and layout of their accumulator, unreduced over the axes that wait for the last
+          microbatch.
         """
+
+    def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of a gradient's accumulator, as the rows at hand see it. Moves no data."""
+        leaf = self.layout.by_path[path]
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
     # What follows is for a program that sees the rows of all devices together, and sums each microbatch over all axes.
 

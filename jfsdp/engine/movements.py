@@ -1,11 +1,12 @@
 """What each leaf moves in a step: which collective, over which axes, in which dtype, how often.
 
 [Note: one list]
-The manual program executes this list, and whoever counts bytes reads it: theory, ledger, audit. It is the only place
-that says how a gradient is summed: over every data axis, once. Of the two programs only `manual` can leave axes for
-after the last microbatch (`deferred_axes`); what `xla` is expected to move is the same list without that, each sum over
-all axes at once. Not in the list, since XLA makes them of what the user states: what an optimizer moves whose update
-mixes the elements of a leaf, and activations.
+The manual program executes this list for every call that its schedule reaches, and whoever counts bytes reads it:
+theory, ledger, audit. A gradient is summed over every data axis, once. (A call that no schedule reaches has a
+derivative of its own, which sums over the same axes in two steps: `finish_in_place`.) Of the two programs only
+`manual` can leave axes for after the last microbatch (`deferred_axes`); what `xla` is expected to move is the same list
+without that, each sum over all axes at once. Not in the list, since XLA makes them of what the user states: what an
+optimizer moves whose update mixes the elements of a leaf, and activations.
 """
 
 from __future__ import annotations

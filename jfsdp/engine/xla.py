@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.engine import Engine, Pairs, Pull
-from jfsdp.engine.flat import unpack_all
+from jfsdp.engine.engine import Engine, Pairs, Pull, to_device
+from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.table import Leaf
@@ -40,7 +40,13 @@ class XlaEngine(Engine):
             return outs[0], outs
 
         total, pull, outs = jax.vjp(scalar, trained, has_aux=True)
-        return outs, lambda cotangent: pull(cotangent.astype(total.dtype))[0]
+
+        def add(cotangent: jax.Array, sums: Arrays | None) -> Arrays:
+            found = pack_all(self.layout, jax.tree.map(to_device, pull(cotangent.astype(total.dtype))[0]))
+            grads = {path: x.astype(self.layout.by_path[path].stage("grad").dtype) for path, x in found.items()}
+            return grads if sums is None else {path: sums[path] + grad for path, grad in grads.items()}
+
+        return outs, add
 
     def split_rows(self, batch: Any, num: int) -> Any:
         """Cut a batch into microbatches, dim 1 split over the data axes; see `Engine.split_rows`."""

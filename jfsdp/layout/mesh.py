@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jfsdp.compat import torus_mesh
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
@@ -113,9 +114,7 @@ def make_mesh(
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
-        from jax.experimental import mesh_utils
-
-        grid = mesh_utils.create_device_mesh(shape, devices)
+        grid = torus_mesh(shape, devices)
     else:
         host = dict(zip(devices, hosts(devices), strict=True))
         devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, host[d], d.process_index, d.id))

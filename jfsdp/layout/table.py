@@ -249,9 +249,14 @@ class Layout:
         return stage.ways * self.num_shards(stage.axes[1:])
 
     def reduce_dtype(self, leaf: Leaf) -> str:
-        """Return the dtype in which gradients of a leaf are summed over devices."""
-        use, wanted = leaf.stage("use").dtype, self.policy(leaf.unit).mp_policy.reduce_dtype
-        return wanted if wanted and is_float(use) else use
+        """Return the dtype in which gradients of a leaf are summed over devices.
+
+        That in which it is used, unless its unit's `reduce_dtype` is another than its `param_dtype`: an ignored leaf,
+        which keeps its own dtype, is summed in that.
+        """
+        use, policy = leaf.stage("use").dtype, self.policy(leaf.unit).mp_policy
+        is_apart = policy.reduce_dtype not in (None, policy.param_dtype)
+        return policy.reduce_dtype if is_apart and policy.reduce_dtype and is_float(use) else use
 
     def stage_bytes(self, leaf: Leaf, stage: str) -> int:
         """Return the bytes per device of one stage of a leaf, padding included."""

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.survey import Survey
 
 AUTO = "auto"
 ENGINES = (AUTO, XLA, MANUAL)
 OPEN = "depends on the loss"
+ALIKE = "the loss draws from random keys that are not in the model's state, and each device would draw the same"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Asked:
 
     Attributes:
       engine: one of ENGINES.
-      prefetch: how far gathers run ahead under `manual`.
+      prefetch: how far gathers run ahead under `manual`; None: as far as by default.
       needs: the options given that only `manual` has, in words.
     """
 
     engine: str = AUTO
-    prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
+    prefetch: Prefetch | None = None
     needs: tuple[str, ...] = ()
 
 
@@ -85,6 +85,7 @@ def choose(
     gain = _gain(layout, found, accumulate=accumulate, once=once)
     if not gain:
         return Choice(XLA, "XLA sends no more than it must")
+    obstacle = obstacle or (ALIKE if found.draws_alike else None)
     if obstacle:
         return Choice(XLA, obstacle + falls_short(layout, accumulate=accumulate, once=once))
     masks = "; dropout masks differ from one device's; engine='xla' keeps them" if found.draws else ""
@@ -135,7 +136,7 @@ def sums_apart(layout: Layout) -> list[str]:
     """Say of units whose gradients are to be summed in another dtype than they have: XLA could not. Moves no data."""
     found = []
     for leaf in layout.leaves:
-        wanted, use = layout.policy(leaf.unit).mp_policy.reduce_dtype, leaf.stage("use").dtype
-        if leaf.trainable and is_float(use) and wanted not in (None, use):
+        wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
+        if leaf.trainable and wanted != use:
             found.append(f"reduce_dtype={wanted!r} of unit {leaf.unit or '(root)'}, whose weights travel in {use}")
     return found[:1]

@@ -135,7 +135,8 @@ def fully_shard(
         warnings.warn(warning, LayoutWarning, stacklevel=2)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
     needs = [f"storage={storage!r}"] * (storage == "flat") + [f"prefetch={prefetch!r}"] * (prefetch is not None)
-    asked = Asked(engine, as_prefetch(prefetch), (*needs, *sums_apart(layout)))
+    given = None if prefetch is None else as_prefetch(prefetch)
+    asked = Asked(engine, given, (*needs, *sums_apart(layout)))
     choose(layout, asked)  # refuses what contradicts itself
     return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
 

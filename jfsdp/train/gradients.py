@@ -14,9 +14,11 @@ float32 after.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +28,13 @@ from jax.sharding import PartitionSpec
 from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import Engine, to_device
-from jfsdp.engine.flat import pack_all
 from jfsdp.engine.manual.engine import ManualEngine
+from jfsdp.engine.manual.schedule import as_prefetch
 from jfsdp.engine.movements import MANUAL, XLA, accumulator_axes, deferred_axes, last_axes
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
-from jfsdp.train.choice import AUTO, Asked, Choice, choose, falls_short
+from jfsdp.train.choice import ALIKE, AUTO, Asked, Choice, choose, falls_short
 from jfsdp.train.loss import Loss, as_loss, merge
 from jfsdp.train.state import trainable
 from jfsdp.train.survey import LossFn, Survey, first_rows, survey
@@ -110,6 +112,8 @@ class Gradients:
                 f"its devices to {' or '.join(map(repr, DATA_AXES))}",
                 stacklevel=4,
             )
+        if self.choice.program == MANUAL and found.draws_alike:
+            warnings.warn(f"{self.choice.reason}: {ALIKE}; draw from keys in the model's state", stacklevel=4)
         if self.choice.program == XLA and found.gathers_rows and self.apply.layout.data_axes:
             warnings.warn(
                 "the model states of a value that depends on the rows that its first dim is split over nothing (None): "
@@ -119,18 +123,9 @@ class Gradients:
             )
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
-        mesh = self.apply.engine.mesh
-        try:
-            rows = first_rows(batch, self.accumulate)
+        rows = first_rows(batch, self.accumulate)
+        with _naming_axes(self.apply.engine.mesh):
             return survey(self.apply, self.loss_fn, source, model_state, rows, self.held)
-        except NameError as error:
-            unbound = re.search(r"axis name: (\w+)", str(error))
-            if unbound is None or unbound[1] not in mesh.axis_names:
-                raise
-            raise ValueError(
-                f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss "
-                "sees its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
-            ) from error
 
     def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
         """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
@@ -150,7 +145,8 @@ class Gradients:
 
         grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(engine.layout, source)}
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
-        return engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
+        with _naming_axes(engine.mesh):
+            return engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
 
     def program_on(self, source: Arrays, program: str | None = None) -> tuple[ShardedApply, Arrays]:
         """Return the model on the engine of a program, by default the one that was chosen, and its weights.
@@ -163,7 +159,9 @@ class Gradients:
             source, layout = source | engine.gather_all(held), layout.gathered(self.held)
         if (program or self.choice.program) == MANUAL:
             later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
-            return self._on(ManualEngine(layout, engine.mesh, later, self.own_axes, self.asked.prefetch)), source
+            ahead, is_asked = self.asked.prefetch, self.asked.engine == MANUAL or self.asked.prefetch is not None
+            manual = ManualEngine(layout, engine.mesh, later, self.own_axes, as_prefetch(ahead), is_asked)
+            return self._on(manual), source
         return self._on(XlaEngine(layout, engine.mesh)), source
 
     def _on(self, engine: Engine) -> ShardedApply:
@@ -183,33 +181,48 @@ class Gradients:
             loss = as_loss(self.loss_fn(model, rows))
             return loss.total, loss
 
-        def gradients(state: Arrays, rows: Any) -> Summed:
+        def gradients(state: Arrays, rows: Any, sums: Arrays | None) -> Summed:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
+            if not self.is_scaled:
+                return Summed(engine.put(pull(jnp.asarray(scale, jnp.float32), sums), "grad"), loss, after)
             # Every device must divide by the same number: what is reduced could not be multiplied back otherwise.
-            weight = positive(engine.sum_rows(loss.weight)) if self.is_scaled else 1.0
-            found = jax.tree.map(to_device, pull(jnp.asarray(scale / weight, jnp.float32)))
-            return Summed({path: add(path, x) * weight for path, x in pack_all(layout, found).items()}, loss, after)
-
-        def add(path: str, grad: jax.Array) -> jax.Array:
-            return grad.astype(layout.by_path[path].stage("grad").dtype)
+            weight = positive(engine.sum_rows(loss.weight))
+            grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, jnp.float32), None).items()}
+            grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
+            return Summed(engine.put(grads, "grad"), loss, after)
 
         if self.accumulate == 1:
-            found = gradients(model_state, batch)
-            return found._replace(grads=engine.put(found.grads, "grad"))
+            return gradients(model_state, batch, None)
         micro = engine.split_rows(batch, self.accumulate)
         first = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)  # keeps weak types
-        closed, shapes = jax.make_jaxpr(gradients, return_shape=True)(model_state, first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.grads)
+        grads = {path: engine.sum_shape(path) for path in trainable(layout, source)}
+        closed, shapes = jax.make_jaxpr(gradients, return_shape=True)(model_state, first, grads)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
         nothing = merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes.loss)
 
         def body(carry: Summed, rows: Any) -> tuple[Summed, None]:
-            outs = core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves((carry.model_state, rows)))
-            new = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-            added = jax.tree.map(jnp.add, jax.tree.map(to_device, carry.grads), new.grads)
-            loss = merge(jnp.add, jnp.maximum, carry.loss, new.loss)
-            return Summed(engine.put(added, "grad"), loss, new.model_state), None
+            given = carry.model_state, rows, jax.tree.map(to_device, carry.grads)
+            new = jax.tree.unflatten(
+                jax.tree.structure(shapes), core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(given))
+            )
+            return new._replace(loss=merge(jnp.add, jnp.maximum, carry.loss, new.loss)), None
 
         return jax.lax.scan(body, Summed(engine.put(zeros, "grad"), nothing, model_state), micro)[0]
+
+
+@contextlib.contextmanager
+def _naming_axes(mesh: Any) -> Iterator[None]:
+    """Say of a loss with a collective of its own what to return instead."""
+    try:
+        yield
+    except NameError as error:
+        unbound = re.search(r"axis name: (\w+)", str(error))
+        if unbound is None or unbound[1] not in mesh.axis_names:
+            raise
+        raise ValueError(
+            f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss sees "
+            "its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
+        ) from error
 
 
 def positive(weight: jax.Array) -> jax.Array:

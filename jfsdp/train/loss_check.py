@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.compat import define_prng_impl
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import is_key, to_device
 from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
@@ -43,7 +43,6 @@ from jfsdp.train.survey import weights_of
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
-_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 _SAME = define_prng_impl(
     key_shape=(1,),
@@ -195,8 +194,8 @@ def allowed_error(dtypes: Iterable[Any], platform: str) -> float:
 def _draws_elsewhere(jaxpr: Any) -> bool:
     """Tell whether a loss draws from other keys than those of `same_bits`."""
     own = jax.eval_shape(lambda: jax.random.key(0, impl=_SAME)).dtype
-    draws = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in _DRAWS)
-    return any(all(getattr(atom.aval, "dtype", None) != own for atom in eqn.invars) for eqn in draws)
+    found = filter(draws, all_eqns(jaxpr))
+    return any(all(getattr(atom.aval, "dtype", None) != own for atom in eqn.invars) for eqn in found)
 
 
 def _remedy(gradients: Gradients, problem: str) -> str:

@@ -23,7 +23,7 @@ from jfsdp.layout.table import Layout
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands, check_state
-from jfsdp.train.choice import Asked, Choice, choose
+from jfsdp.train.choice import Asked
 from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
@@ -57,11 +57,6 @@ class ShardedModel:
         self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
         self._apply_steps: dict[Any, ApplyStep] = {}
-
-    @property
-    def choice(self) -> Choice:
-        """The program of training steps, "xla" or "manual", and why: as far as layout and options decide it."""
-        return choose(self.layout, self._asked)
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""

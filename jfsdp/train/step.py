@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.manual.schedule import as_prefetch
 from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
@@ -153,9 +154,9 @@ class BatchStep:
         if not any(leaf.trainable for leaf in self.layout.leaves):
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
         asked = asked or Asked()
-        if config.reduce == "once":
+        if config.reduce == "once" and config.accumulate > 1:
             asked = dataclasses.replace(asked, needs=(*asked.needs, "reduce='once'"))
-        self.prefetch = asked.prefetch
+        self.prefetch = as_prefetch(asked.prefetch)
         held, once = config.held_units(self.layout), config.reduces_once(self.layout)
         is_scaled = loss_scale is not None
         self._gradients = Gradients(apply, loss_fn, asked, config.accumulate, once, held, is_scaled)
@@ -187,12 +188,15 @@ class BatchStep:
         return {**self.config.movement, "program": self.program or MANUAL}
 
     def decide(self, state: TrainState, batch: Any) -> str:
-        """Choose the step's program by what its loss does; return the reason. Shapes will do; `lower` and the first
-        step do so by themselves.
+        """Choose the step's program, for good, by what its loss does on a *global* batch; return the reason.
+
+        Shapes will do; `lower` and the first step do so by themselves.
 
         Raises:
-          ValueError: for a loss or a model that cannot run in the program that was asked for.
+          ValueError: for a loss or a model that cannot run in the program that was asked for, and for a batch that
+            cannot be split.
         """
+        self._check_batch(batch, 1)
         with model_mesh(self.mesh):
             return self._gradients.decide(state.source, state.model_state, batch).reason
 

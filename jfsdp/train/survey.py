@@ -11,7 +11,9 @@ import jax
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.dataflow import (
+    all_eqns,
     depends_on,
+    draws,
     is_in_condition,
     keep_outputs,
     num_readers,
@@ -38,7 +40,8 @@ class Survey:
     Attributes:
       no_sum: why the loss is no sum over rows by its type; None if it is. A weight that does not follow the rows, as in
         `Loss(total, 512.0)`, would count once per device.
-      draws: whether it depends on rng keys.
+      draws: whether it depends on the rng keys of the model's state.
+      draws_alike: whether it draws from other keys, which would be the same on every device.
       problem: why the model cannot run on a device's own rows; None if it can.
       shared: trained weights of the root unit that several operations read.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
@@ -47,6 +50,7 @@ class Survey:
 
     no_sum: str | None
     draws: bool
+    draws_alike: bool
     problem: str | None
     shared: tuple[str, ...]
     model_axes: tuple[str, ...]
@@ -71,7 +75,9 @@ def survey(
     keys = {name for name, value in model_state.items() if is_key(value)}
     whole: list[Any] = []
     by_rows = depends_on(jaxpr, trace.is_row, whole.append)
-    by_keys = depends_on(jaxpr, [name in keys for name in trace.states])
+    keyed: list[Any] = []
+    by_keys = depends_on(jaxpr, [name in keys for name in trace.states], keyed.append)
+    own_draws = {id(eqn) for eqn in keyed if draws(eqn)}
     stated = stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     problem = (
@@ -95,6 +101,7 @@ def survey(
     return Survey(
         no_sum,
         by_keys[0],
+        any(draws(eqn) and id(eqn) not in own_draws for eqn in all_eqns(jaxpr)),
         problem,
         tuple(path for path in shared if layout.by_path[path].trainable),
         own,

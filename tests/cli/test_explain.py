@@ -219,7 +219,10 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-tiny", "--offload", "all"), "--offload 'all' is unknown; use any of params, grads"),
         (("--model", "llama-tiny", "--frozen", "head"), "frozen 'head' matches no parameter; parameters: embed"),
         (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
-        (("--model", "llama-tiny", "--reduce", "once", "--engine", "xla"), "--reduce once: --engine xla leaves"),
+        (
+            ("--model", "llama-tiny", "--reduce", "once", "--accumulate", "2", "--engine", "xla"),
+            "--reduce once: --engine xla leaves",
+        ),
         (("--model", "llama-tiny", "--storage", "flat", "--engine", "xla"), "or use --engine manual"),
         (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
         (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),

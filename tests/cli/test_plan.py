@@ -146,6 +146,7 @@ def test_a_model_that_computes_while_it_is_traced_is_told_so_at_its_line(constan
     assert raised.value.__cause__ is not None
 
 
+@pytest.mark.proof
 def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
     recipe, plot = tmp_path / "best.json", tmp_path / "front.svg"
     command = ["plan", *TINY, "--search", "--budget", "0", "--write-recipe", str(recipe), "--plot", str(plot)]
@@ -192,6 +193,7 @@ def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, cap
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("error:Error reading persistent compilation cache entry")
 def test_a_plan_made_again_finds_nothing_in_the_compilation_cache_that_it_cannot_load(capsys, tmp_path):
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")

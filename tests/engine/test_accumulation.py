@@ -74,6 +74,7 @@ def test_every_microbatch_gathers_and_scatters():
     expect(found, {("all-gather", NUM): MICROBATCHES * gathers, ("reduce-scatter", NUM): MICROBATCHES * scatters})
 
 
+@pytest.mark.proof
 def test_parameters_kept_over_microbatches_are_gathered_once_a_step():
     found, layout = wire(step_options=GATHERED)
     size = 2 * counts(layout)[0] * SHARE
@@ -101,6 +102,7 @@ def test_hybrid_reduces_in_the_group_each_time_and_between_groups_once(microbatc
     )
 
 
+@pytest.mark.proof
 def test_hpz_gathers_over_all_forward_and_inside_the_host_backward():
     found, layout = wire(strategy="hpz", microbatches=1)
     total, root = counts(layout)
@@ -114,6 +116,7 @@ def test_hpz_gathers_over_all_forward_and_inside_the_host_backward():
     )
 
 
+@pytest.mark.proof
 def test_frozen_leaves_are_gathered_and_never_reduced():
     found, layout = wire(frozen="layers.mlp", microbatches=1)
     total, root = counts(layout)
@@ -123,6 +126,7 @@ def test_frozen_leaves_are_gathered_and_never_reduced():
     expect(found, {("all-gather", NUM): gathers, ("reduce-scatter", NUM): scatters})
 
 
+@pytest.mark.proof
 def test_offloaded_optimizer_states_are_host_arguments_and_copied_back_once():
     """Of 12 P/N bytes of state 8 leave the device, for 8 P/N bytes over PCIe each way; temporaries stay as they were.
 

@@ -207,6 +207,7 @@ def test_a_weight_that_is_only_shown_is_there():
     assert_close(train(Shown, loss, [rows()], engine="manual"), train(Shown, loss, [rows()]))
 
 
+@pytest.mark.proof
 def test_the_gradient_of_a_gradient_is_summed_once():
     def loss(model, batch):
         slope = jax.grad(lambda x: (model(x) ** 2).sum())(batch)

@@ -121,7 +121,7 @@ def check(model, sizes, **options: Any):
     assert error < LIMITS["params"], leaf
 
 
-GRID = list(itertools.product(MODELS, MESHES, ("auto", "manual"), (1, 2)))
+GRID = list(itertools.product(MODELS, MESHES, ("xla", "manual"), (1, 2)))
 QUICK = [case for place, case in enumerate(GRID) if (place + place // 4) % 5 == 0]
 
 

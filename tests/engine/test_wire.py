@@ -61,6 +61,7 @@ def test_llama_8b_on_64_gathers_29_551_and_scatters_15_810_gb():
     assert wire["all-reduce", "f32"] < 100, "only the loss, its weight and the gradient norm are summed"
 
 
+@pytest.mark.proof
 def test_a_layer_list_puts_the_same_bytes_on_the_wire_as_a_stack():
     stacked, listed = (compiled_wire(num_layers=2, seq_len=1024, stacked=stacked)[1] for stacked in (True, False))
     assert {key: size for key, size in listed.items() if size > 1e4} == {
@@ -77,6 +78,7 @@ def test_strategies_that_keep_parameters_gather_and_scatter_each_once(strategy):
     assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
 
 
+@pytest.mark.proof
 def test_ddp_only_reduces_gradients():
     _, wire = compiled_wire(strategy="ddp", num_layers=2, seq_len=1024)
     total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32
@@ -84,6 +86,7 @@ def test_ddp_only_reduces_gradients():
     assert not {kind for kind, _ in wire} - {"all-reduce"}
 
 
+@pytest.mark.proof
 def test_float32_parameters_move_in_float32():
     _, wire = compiled_wire(param_dtype="float32", num_layers=2, seq_len=256)
     total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32

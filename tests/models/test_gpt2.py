@@ -317,6 +317,7 @@ def test_configure_makes_a_new_job_and_leaves_the_old_one():
     assert gpt2.JOBS["gpt2"]["config"].num_layers == 12
 
 
+@pytest.mark.proof
 def test_tiny_learns_a_periodic_sequence():
     job = gpt2.JOBS["gpt2-tiny"]["configure"](num_layers=2, dim=64, dropout=0.05)
     module, _ = job["model"]

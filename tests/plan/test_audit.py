@@ -64,6 +64,7 @@ def test_other_strategies_and_forms_pass(options):
     assert str(audit(text, layout, accumulate=options.get("accumulate", 1))).endswith(": ok")
 
 
+@pytest.mark.proof
 def test_a_wire_in_float32_is_named(monkeypatch):
     def to_use(self, pairs, shards):
         split = [(leaf, gone) for leaf, gone in pairs if leaf.stage(leaf.source).axes]
@@ -156,6 +157,7 @@ def test_weights_held_from_forward_to_backward_are_named(stacked):
     assert audit(compiled, kept.layout).is_ok, "what the layout keeps is no trap"
 
 
+@pytest.mark.proof
 def test_missing_overlap_is_named():
     model = programs.build()
     known = model.train_step(programs.job().loss, programs.job().optimizer(1e-3)).compiler_options

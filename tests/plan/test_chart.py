@@ -78,6 +78,7 @@ def test_the_legend_has_every_kind_in_one_order_and_waits_in_a_colour_of_their_o
     assert list(COLORS.values()).count(COLORS["wait"]) == 1
 
 
+@pytest.mark.proof
 def test_collectives_of_a_compiled_step_bear_the_names_of_their_units():
     text, layout = program()
     module = parse_module(text)

@@ -62,6 +62,7 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
 
 
 @pytest.mark.proof
+@pytest.mark.proof
 def test_without_the_axis_nothing_is_the_models_own():
     module, layout = program("manual", 16, 1)
     found = make_ledger(layout, find_collectives(module, NUM_DEVICES))

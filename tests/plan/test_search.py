@@ -318,6 +318,7 @@ def test_the_best_is_tried_under_every_engine_depth_and_storage():
     tried = {(one.options.engine, one.options.prefetch, one.options.storage) for one in result.tried}
     assert tried == {
         ("auto", None, "per_parameter"),
+        ("xla", None, "per_parameter"),
         ("manual", 1, "per_parameter"),
         ("manual", 2, "per_parameter"),
         ("manual", 1, "flat"),

@@ -164,6 +164,7 @@ def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbr
     assert sorted(path.name for path in (run_dir / "replaced-1").iterdir()) == ["40", "60", "metrics.jsonl"]
 
 
+@pytest.mark.proof
 def test_a_resumed_run_finds_its_compiled_step_in_the_cache(workspace, options):
     """On one device: programs for several devices of a CPU are not kept."""
     cache = workspace / "cache"
@@ -196,6 +197,7 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_global_batch(unbroken, work
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=0.01)
 
 
+@pytest.mark.proof
 def test_a_run_goes_on_with_other_settings_that_only_round(unbroken, workspace, options):
     run_dir = workspace / "offloaded"
     shutil.copytree(unbroken[0], run_dir)
@@ -317,6 +319,7 @@ def image_options(workspace):
     return [*model, "norm=batch", *DIGITS, *when, "--decay-steps", 30, *more]
 
 
+@pytest.mark.proof
 def test_a_model_for_images_reports_images_and_accuracy_and_resumes_bit_for_bit(workspace, image_options):
     """Its state holds batch statistics and the counts of its dropout, which a resume must bring back too."""
     whole, parted = workspace / "images", workspace / "images-parted"
@@ -339,6 +342,7 @@ def test_a_model_for_images_reports_images_and_accuracy_and_resumes_bit_for_bit(
     assert read_losses(parted) == read_losses(whole)
 
 
+@pytest.mark.proof
 def test_evaluation_takes_the_jobs_own_loss(workspace, tmp_path):
     (tmp_path / "own_jobs.py").write_text(JOBS_OF_OUR_OWN)
     more = ["--steps", 2, "--simulate-devices", 2, "--cache-dir", workspace / "cache", "--run-dir", tmp_path / "run"]
@@ -422,6 +426,7 @@ def test_an_unknown_recipe_costs_one_line_and_status_2():
     assert done.stderr == f"train.py: error: recipe 'imagenet' is unknown; the recipes are {known}\n"
 
 
+@pytest.mark.proof
 def test_with_averages_held_out_losses_are_theirs(unbroken, workspace, options):
     run_dir = workspace / "averages"
     more = ["--steps", 30, "--decay-steps", STEPS, "--ema", 0.9999, "--sample-tokens", 0, "--run-dir", run_dir]
@@ -495,6 +500,7 @@ def test_a_run_that_resumes_from_nothing_yet_says_of_its_weights_what_they_say(t
     assert stated is not None and stated["eos_token_id"] == 7
 
 
+@pytest.mark.proof
 def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
     (tmp_path / "own_jobs.py").write_text(BIGRAM)
     more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]

@@ -55,6 +55,11 @@ def scalar(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 
+def noisy(model, batch):
+    out = model(batch["x"])
+    return jfsdp.Loss((out * jax.random.bernoulli(jax.random.key(3), 0.5, out.shape)).sum(), 1.0 * len(out))
+
+
 def branching(model, batch):
     """A unit under a condition: devices may disagree whether it is gathered."""
     x = batch["x"]
@@ -85,6 +90,17 @@ CASES = {
     "prefetch": (Net, loss, {"fsdp": 8}, {"prefetch": 0}, {}, "manual", "prefetch=0"),
     "another sum": (Net, loss, {"fsdp": 8}, {"mp_policy": F32}, {}, "manual", "reduce_dtype='float32'"),
     "once": (Net, loss, {"fsdp": 8}, {}, AGAIN | {"reduce": "once"}, "manual", "reduce='once'"),
+    "once, one microbatch": (Net, scalar, {"fsdp": 8}, {}, {"reduce": "once"}, "xla", "no more"),
+    "sums as weights travel, but for what is ignored": (
+        Net,
+        scalar,
+        {"fsdp": 8},
+        {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16"), "ignored": "**.bias"},
+        {},
+        "xla",
+        "no more",
+    ),
+    "keys of the loss's own": (padded, noisy, {"fsdp": 8}, {}, {}, "xla", "each device would draw the same"),
     "masks": (
         lambda rngs: Net(rngs, 12, 0.5),
         loss,
@@ -124,6 +140,19 @@ def test_what_only_manual_has_is_refused_where_manual_cannot_be(name, problem):
         step.decide(model.abstract_state(TX), BATCH)
     with pytest.raises(ValueError, match="engine='xla' leaves"):
         step_of(source, loss, mesh, options | {"engine": "xla"}, config)
+
+
+def test_keys_of_the_losss_own_are_told_where_manual_is_asked_for():
+    model, step = step_of(Net, noisy, {"fsdp": 8}, {"engine": "manual"}, {})
+    with pytest.warns(UserWarning, match="random keys that are not in the model's state"):
+        step.decide(model.abstract_state(TX), BATCH)
+
+
+def test_a_program_is_not_chosen_by_a_batch_that_cannot_be_split():
+    model, step = step_of(padded, loss, {"fsdp": 8}, {}, {"accumulate": 4})
+    with pytest.raises(ValueError, match=r"dim 0 .size 16. cannot be split"):
+        step.decide(model.abstract_state(TX), BATCH)
+    assert step.program is None
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "zero1"])

@@ -53,11 +53,12 @@ class Sums:
       reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
     """
 
-    def __init__(self, engine: ManualEngine):
+    def __init__(self, engine: ManualEngine, sums: Arrays | None):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
         self.landed: list[Landed] = []
-        self.reduced: Arrays = {}
+        # Those of the microbatches before, to which slices are added in place: no second accumulator is filled.
+        self.reduced: Arrays = dict(sums or {})
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
         """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
@@ -135,13 +136,13 @@ class Sums:
 class Backward:
     """Runs a program in reverse: at each call the next gathers start, then the call before is reduced."""
 
-    def __init__(self, step: Step, records: Sequence[Any]):
+    def __init__(self, step: Step, records: Sequence[Any], sums: Arrays | None):
         self.step, self.weights, self.records = step, step.weights, records
         self.gathers = Gathers(step.order_back, step.reached_back, step.weights.fetch_back)
-        self.sums = Sums(step.engine)
+        self.sums = Sums(step.engine, sums)
 
     def run(self, cotangent: jax.Array) -> Arrays:
-        """Return the gradients by name, of the cotangent of the program's first output."""
+        """Return the sums by name, with the gradients of the cotangent of the program's first output."""
         with jax.named_scope(f"{SCOPE}.backward"):
             return self._run(cotangent)
 

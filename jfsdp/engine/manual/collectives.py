@@ -101,6 +101,13 @@ class LocalEngine(Engine):
         """Return what is the same on all devices: the state afterwards, with the keys as they were. Moves no data."""
         return {name: before[name] if is_key(value) else value for name, value in after.items()}
 
+    def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of this device's part of an accumulator. Moves no data."""
+        leaf, whole = self.layout.by_path[path], super().sum_shape(path)
+        parts = self.layout.num_shards(accumulator_axes(leaf, self.deferred))
+        shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
+        return jax.ShapeDtypeStruct(shape, whole.dtype)
+
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
 

@@ -51,10 +51,12 @@ class ManualEngine(LocalEngine):
 
     Attributes:
       prefetch: how far gathers run ahead.
+      is_asked: whether the user asked for a schedule, and is told where there is none.
       calls: the calls of units in the traces so far, by the name that they have there.
     """
 
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
+    is_asked: bool = True
     calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False)
 
     def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
@@ -79,7 +81,7 @@ class ManualEngine(LocalEngine):
         """
         shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
         step = Step(self, ClosedJaxpr(traced.jaxpr, ()), shards, dict(source))
-        if step.in_place and self.prefetch != Prefetch(0, 0):
+        if step.in_place and self.is_asked and self.prefetch != Prefetch(0, 0):
             warnings.warn(
                 f"units {', '.join(step.in_place[:4])} are called inside another unit, a nested or reversed loop, a "
                 "vmap, a derivative or a remat of the model's own, where no schedule reaches them: they are gathered "
@@ -88,7 +90,7 @@ class ManualEngine(LocalEngine):
             )
         forward = Forward(step)
         outs = forward.run(flat)
-        return outs, lambda cotangent: Backward(step, forward.records).run(cotangent)
+        return outs, lambda cotangent, sums: Backward(step, forward.records, sums).run(cotangent)
 
     def moves(self, call: Call, stage: str | None = None) -> bool:
         """Tell whether a call's weights must be gathered from another device."""

@@ -33,7 +33,7 @@ __all__ = [
 _WHOLE_MESH = ("full_shard", "shard_grad_op", "zero2", "zero1", "ddp", "hpz")
 _GROUPS = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp")
 ENGINES = (
-    ("auto", None, "per_parameter"),
+    ("xla", None, "per_parameter"),
     ("manual", 1, "per_parameter"),
     ("manual", 2, "per_parameter"),
     ("manual", 1, "flat"),

@@ -13,6 +13,7 @@ import jax
 
 from jfsdp.train.state import TrainState
 from jfsdp.train.step import Metrics, TrainStep
+from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
@@ -139,7 +140,7 @@ class Loop:
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
         reason = self.step.decide(state, batch)
-        self.display.say(f"program {self.step.program}: {reason}")
+        self.display.say(f"program {self.step.program}: {as_options(reason)}")
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin

@@ -27,7 +27,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"warmup": 100}, "warmup=100 must be at least 0 and below decay_steps=100"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"frozen": ("head",)}, "frozen 'head' matches no parameter; parameters: embed.embedding"),
-        ({"reduce": "once", "engine": "xla"}, "reduce='once': engine='xla' leaves"),
+        ({"reduce": "once", "engine": "xla", "accumulate": 2}, "reduce='once': engine='xla' leaves"),
         (
             {"reduce_dtype": "float32", "engine": "xla"},
             "reduce_dtype='float32' of unit .* travel in bfloat16",
