@@ -18,8 +18,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := jfsdp models scripts tests
 
+QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_choice.py tests/train/test_reduction.py \
+  tests/plan/test_theory.py tests/plan/test_hlo.py tests/engine/test_schedule.py tests/trainer/test_options.py \
+  tests/checkpoint/test_store.py tests/engine/test_parity.py::test_xla_equals_one_device_where_auto_takes_manual \
+  tests/engine/test_manual_parity.py::test_the_depth_of_prefetch_changes_no_bit
+
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format proofs clean
+.PHONY: help install train test quick lint format proofs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +44,9 @@ train: install ## Train a tiny Llama on the standard library's source; ARGS="--s
 
 test: install lint ## Lint, check types, run the tests (all that CI does)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+quick: install ## What two minutes can show: layouts, rules of the house, plans on paper, some parity
+	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK) $(ARGS)
 
 lint: install ## Lint and check types
 	$(BIN)/ruff check $(wildcard $(SOURCES))

@@ -58,5 +58,5 @@ class AuditProgram(StepOptions):
         if self.json:
             print(json.dumps(program | report.to_dict(), indent=2))
         else:
-            make_console().print(f"program {planned.step.program}: {reason}\n{report}")
+            make_console().print(f"by these options the program is {planned.step.program}: {reason}\n{report}")
         return 0 if report.is_ok else BROKEN

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.engine.dataflow import cuts, reads, value_names
+from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
@@ -91,9 +91,30 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`.
         """
-        traced, flat = self._trace(ROOT, _RootRun(self.model, fn, self._hooks), *self._parts(params, state, inputs))
+        try:
+            traced, flat = self._trace(ROOT, _RootRun(self.model, fn, self._hooks), *self._parts(params, state, inputs))
+        except ValueError as error:
+            if "different leading axis sizes" in str(error):
+                self._explain_scan(error)
+            raise
+        if any(eqn.primitive.name == "custom_lin" for eqn in all_eqns(traced.jaxpr)):
+            raise ValueError(
+                "a unit is differentiated in forward mode (jax.jvp, jax.linearize, jax.jacfwd), and units have a "
+                "derivative in reverse mode only; leave those modules out of units="
+            )
         self._check_padded(traced)
         return traced, flat
+
+    def _explain_scan(self, error: ValueError) -> None:
+        """Name a leaf whose padded dim a scan of the model takes for its layers."""
+        for leaf in self.layout.leaves:
+            if leaf.dim == 0 and leaf.padding and not leaf.stacked and leaf.unit != ROOT:
+                size = leaf.shape[0]
+                raise ValueError(
+                    f"{leaf.path}: dim 0 (size {size}) is padded to {size + leaf.padding}, and a scan of the model takes "
+                    f"its layers along a dim of another size; if unit {leaf.unit!r} is a stack, declare its layer dim: "
+                    "units=[jfsdp.Unit(..., stacked=1)]"
+                ) from error
 
     def _parts(self, params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any) -> tuple[Arrays, dict[str, Any]]:
         """Return the root's weights, and everything else that it reads."""

@@ -67,8 +67,8 @@ def choose(
     """
     if asked.engine == XLA and asked.needs:
         raise ValueError(
-            f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA, which reduces every microbatch, array by "
-            "array, in the dtype of the gradient; leave one of them out, or use engine='manual'"
+            f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA: which arrays, when, and in which dtype; "
+            "leave one of the two out, or use engine='manual'"
         )
     if not layout.data_axes:
         return Choice(XLA, "one device has all rows: nothing moves")
@@ -102,8 +102,9 @@ def _remedy(asked: Asked, found: Survey) -> str:
 
 def way_to_xla(asked: Asked) -> str:
     """Say what to ask for instead, for all rows to be seen together; "": nothing else. Moves no data."""
-    use = ["use engine='xla'"] if asked.engine == MANUAL else []
-    return ", ".join(use + [f"leave out {need}" for need in asked.needs])
+    use = "use engine='xla'" if asked.engine == MANUAL else ""
+    needs = " and ".join(asked.needs)
+    return " and ".join(filter(None, [use, needs and f"leave out {needs}"]))
 
 
 def falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
@@ -138,5 +139,5 @@ def sums_apart(layout: Layout) -> list[str]:
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:
-            found.append(f"reduce_dtype={wanted!r} of unit {leaf.unit or '(root)'}, whose weights travel in {use}")
+            found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} travel in {use})")
     return found[:1]

@@ -140,7 +140,7 @@ class Gradients:
         def on_rows(source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array) -> Summed:
             grads, loss, after = self._sum(apply, source, engine.own_state(model_state), batch, scale)
             loss = merge(engine.sum_rows, engine.max_rows, loss)
-            grads = engine.finish(grads, positive(loss.weight) if self.is_scaled else None)
+            grads = engine.finish(grads, nonzero(loss.weight) if self.is_scaled else None)
             return Summed(grads, loss, engine.common_state(model_state, after))
 
         grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(engine.layout, source)}
@@ -186,7 +186,7 @@ class Gradients:
             if not self.is_scaled:
                 return Summed(engine.put(pull(jnp.asarray(scale, jnp.float32), sums), "grad"), loss, after)
             # Every device must divide by the same number: what is reduced could not be multiplied back otherwise.
-            weight = positive(engine.sum_rows(loss.weight))
+            weight = nonzero(engine.sum_rows(loss.weight))
             grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, jnp.float32), None).items()}
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
             return Summed(engine.put(grads, "grad"), loss, after)
@@ -225,6 +225,6 @@ def _naming_axes(mesh: Any) -> Iterator[None]:
         ) from error
 
 
-def positive(weight: jax.Array) -> jax.Array:
+def nonzero(weight: jax.Array) -> jax.Array:
     """Return a weight to divide by: 1 where nothing was counted. Moves no data."""
-    return jnp.where(weight > 0, weight, 1.0)
+    return jnp.where(weight == 0, 1.0, weight)

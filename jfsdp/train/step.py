@@ -33,7 +33,7 @@ from jfsdp.train.checks import (
     check_state,
 )
 from jfsdp.train.choice import Asked
-from jfsdp.train.gradients import Gradients, positive
+from jfsdp.train.gradients import Gradients, nonzero
 from jfsdp.train.loss import divide, metrics_of
 from jfsdp.train.loss_check import compare_loss
 from jfsdp.train.loss_scale import LossScale
@@ -259,7 +259,7 @@ class BatchStep:
         with model_mesh(self.mesh):
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
-            weight = positive(loss.weight)  # nothing counted: no loss, and a gradient of zeros
+            weight = nonzero(loss.weight)  # nothing counted: no loss, and a gradient of zeros
             here = {path: to_device(grad) / (weight * scale) for path, grad in sums.items()}
             grads = self.apply.engine.constrain(here, "opt")
             norm, value = optax.tree.norm(grads), loss.total / weight

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", thin(CASES))
+@pytest.mark.parametrize("case", thin(CASES, 4))
 def test_every_setting_equals_one_device(case):
     model, mesh, strategy, options, step_options = CASES[case]
     check(model, mesh, strategy, 2, 0.5, {"engine": "manual", "prefetch": 1} | options, **step_options)

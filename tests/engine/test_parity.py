@@ -223,7 +223,7 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("case", thin(SAVED))
+@pytest.mark.parametrize("case", thin(SAVED, 4))
 def test_what_a_unit_saves_does_not_change_the_result(case):
     check("llama", "8", "full_shard", 1, 0.5, SAVED[case])
 

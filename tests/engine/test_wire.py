@@ -9,6 +9,7 @@ import jfsdp
 from jfsdp.layout.table import num_parameters
 from jfsdp.trainer.job import find_job
 from tests import hlo
+from tests.thin import thin
 
 NUM_DEVICES = 64
 PARAMETERS, ROOT_PARAMETERS = 8_030_261_248, 1_050_677_248
@@ -69,7 +70,7 @@ def test_a_layer_list_puts_the_same_bytes_on_the_wire_as_a_stack():
     }
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", thin(["zero1", "shard_grad_op"]))
 def test_strategies_that_keep_parameters_gather_and_scatter_each_once(strategy):
     _, wire = compiled_wire(strategy=strategy, num_layers=2, seq_len=1024)
     total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32
@@ -106,7 +107,7 @@ def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
     assert arguments == pytest.approx(12 * PARAMETERS / NUM_DEVICES + batch, abs=4096)
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("llama-8b", 64), ("llama-405b", 1024)])
+@pytest.mark.parametrize(("name", "num_devices"), thin([("llama-405b", 1024), ("llama-8b", 64)]))
 def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
     job = find_job(name)
     model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(num_devices // 8)), units=job.units)

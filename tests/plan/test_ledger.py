@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thin(CASES, 3))
+@pytest.mark.parametrize("name", thin(CASES, 5))
 def test_what_xla_compiles_is_what_theory_says(name):
     options = CASES[name]
     text, layout = programs.program(**options)

@@ -36,7 +36,7 @@ def shard(form: str = "auto", source: Any = Tower, num_devices: int = 3, **optio
     return jfsdp.fully_shard(source, mesh=mesh, units=units, min_size=4, **(FORMS[form] | options))
 
 
-@pytest.mark.parametrize("form", thin(FORMS))
+@pytest.mark.parametrize("form", thin(FORMS, 3))
 def test_gradients_and_their_application_are_a_training_step(form):
     model = shard(form, lambda rngs: Tower(rngs, stacked=False, num_layers=1))
     step, grads_of = model.train_step(token_loss, TX, check_loss=False), model.grads(token_loss)
@@ -165,7 +165,7 @@ def test_gradients_that_do_not_fit_are_refused_by_name():
             model.apply_gradients(state, grads, TX)
 
 
-@pytest.mark.parametrize("form", ["auto", "flat", "offloaded"])
+@pytest.mark.parametrize("form", thin(["flat", "auto", "offloaded"], 3))
 def test_the_plain_model_comes_back_and_the_state_goes_on(form):
     model = shard(form)
     state, _ = model.train_step(token_loss, TX)(model.init(TX), make_batches(1, rows=12)[0])

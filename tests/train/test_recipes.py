@@ -21,6 +21,7 @@ import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.states import logical
+from tests.thin import thin
 
 STEPS, RATE, LIMIT = 3, 1e-2, 1e-3
 path_aware_map: Any = traverse_util.path_aware_map
@@ -178,7 +179,7 @@ def differences(name: str, api: str, place: str) -> dict[str, float]:
     return params | arrays
 
 
-@pytest.mark.parametrize(("name", "api", "place"), PLACED)
+@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED))
 def test_a_recipe_equals_one_device(name, api, place):
     errors = differences(name, api, place)
     worst = max(errors, key=errors.__getitem__)

@@ -23,10 +23,10 @@ def layout(**settings: Any) -> jfsdp.Layout:
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"mp_policy": F32_SUMS}, ["reduce_dtype='float32' of unit 0, whose weights travel in bfloat16"]),
+        ({"mp_policy": F32_SUMS}, ["reduce_dtype='float32' (weights of unit 0 travel in bfloat16)"]),
         (
             {"per_unit": {"0": {"mp_policy": F32_SUMS}}},
-            ["reduce_dtype='float32' of unit 0, whose weights travel in bfloat16"],
+            ["reduce_dtype='float32' (weights of unit 0 travel in bfloat16)"],
         ),
         ({"mp_policy": BF16}, []),
         ({}, []),

@@ -97,7 +97,7 @@ PAIRS += [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), thin(PAIRS))
+@pytest.mark.parametrize(("source", "target"), thin(PAIRS, 4))
 def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
     model = make(target)
     before = logical(lived_in(source))

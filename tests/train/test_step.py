@@ -165,7 +165,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, xla, manual"),
         ({"storage": "flat", "engine": "xla"}, "storage='flat': .*use engine='manual'"),
-        ({"prefetch": 1, "engine": "xla"}, "prefetch=1: .*leave one of them out"),
+        ({"prefetch": 1, "engine": "xla"}, "prefetch=1: .*leave one of the two out"),
         ({"remat": "some"}, "none, full, dots"),
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
@@ -355,7 +355,7 @@ def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
         step(model.init(TX), make_batches(1, rows=8)[0])
 
 
-@pytest.mark.parametrize(("engine", "accumulate"), thin([("auto", 2), ("auto", 1), ("manual", 1), ("manual", 2)]))
+@pytest.mark.parametrize(("engine", "accumulate"), thin([("manual", 2), ("auto", 1), ("manual", 1), ("auto", 2)], 4))
 def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
     """A temperature, as Python's number (of a weak type, as in plain `jit`), numpy's or JAX's."""
     dtypes = []
@@ -388,3 +388,59 @@ def test_a_step_that_trains_nothing_is_refused():
     model = jfsdp.fully_shard(Tower, frozen="**")
     with pytest.raises(ValueError, match="nothing is trained"):
         model.train_step(token_loss, TX)
+
+
+def test_a_weight_below_zero_divides_as_it_does_on_one_device(model):
+    def signed(model, batch):
+        found = token_loss(model, batch)
+        return jfsdp.Loss(-found.total, -found.weight)
+
+    batch = make_batches(1)[0]
+    found, wanted = (model.train_step(of, TX)(model.init(TX), batch)[1] for of in (signed, token_loss))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5)
+
+
+class Scaled(nnx.Module):
+    """A layer with a scalar of its own; stacked it has the shape of its layers."""
+
+    def __init__(self, rngs):
+        self.linear, self.scale = nnx.Linear(16, 16, rngs=rngs), nnx.Param(jnp.array(0.7))
+
+    def __call__(self, x):
+        return x + self.scale[...] * jnp.tanh(self.linear(x))
+
+
+class ScaledStack(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Scaled, in_axes=0, out_axes=0))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def squares(model, batch):
+    return jfsdp.Loss((model(batch["x"]) ** 2).sum(), batch["x"].size)
+
+
+def test_a_stack_that_is_not_seen_as_one_is_told_how_to_be_declared():
+    batch = {"x": np.ones((16, 16), np.float32)}
+    model = jfsdp.fully_shard(ScaledStack, units=[Scaled], min_size=0)
+    with pytest.raises(ValueError, match=r"layers.scale: dim 0 .*jfsdp.Unit\(..., stacked=1\)"):
+        model.train_step(squares, TX)(model.init(TX), batch)
+    model = jfsdp.fully_shard(ScaledStack, units=[jfsdp.Unit(Scaled, stacked=1)], min_size=0)
+    _, metrics = model.train_step(squares, TX)(model.init(TX), batch)
+    plain = ScaledStack(nnx.Rngs(jax.random.key(0)))
+    np.testing.assert_allclose(metrics["loss"], squares(plain, batch).total / batch["x"].size, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine):
+    def tangent(model, batch):
+        x = batch["x"]
+        return jfsdp.Loss((jax.jvp(model, (x,), (jnp.ones_like(x),))[1] ** 2).sum(), x.size)
+
+    source = lambda rngs: nnx.Sequential(Scaled(rngs))  # noqa: E731
+    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine)
+    with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; leave those modules out of units="):
+        model.train_step(tangent, TX)(model.init(TX), {"x": np.ones((16, 16), np.float32)})

@@ -30,7 +30,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"reduce": "once", "engine": "xla", "accumulate": 2}, "reduce='once': engine='xla' leaves"),
         (
             {"reduce_dtype": "float32", "engine": "xla"},
-            "reduce_dtype='float32' of unit .* travel in bfloat16",
+            "reduce_dtype='float32' .weights of unit .* travel in bfloat16",
         ),
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
