@@ -111,9 +111,9 @@ class ShardedApply:
             if leaf.dim == 0 and leaf.padding and not leaf.stacked and leaf.unit != ROOT:
                 size = leaf.shape[0]
                 raise ValueError(
-                    f"{leaf.path}: dim 0 (size {size}) is padded to {size + leaf.padding}, and a scan of the model takes "
-                    f"its layers along a dim of another size; if unit {leaf.unit!r} is a stack, declare its layer dim: "
-                    "units=[jfsdp.Unit(..., stacked=1)]"
+                    f"{leaf.path}: dim 0 (size {size}) is padded to {size + leaf.padding}, and a scan of the model "
+                    f"takes its layers along a dim of another size; if unit {leaf.unit!r} is a stack, declare its "
+                    "layer dim: units=[jfsdp.Unit(..., stacked=1)]"
                 ) from error
 
     def _parts(self, params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any) -> tuple[Arrays, dict[str, Any]]:
