@@ -28,7 +28,13 @@ from jfsdp.train.survey import Survey
 AUTO = "auto"
 ENGINES = (AUTO, XLA, MANUAL)
 OPEN = "depends on the loss"
-ALIKE = "the loss draws from random keys that are not in the model's state, and each device would draw the same"
+_ALIKE = "the loss draws from random keys that are not in the model's state, and each device would draw the same"
+
+_GATHERS = (
+    "the model states of a value that depends on the rows that its first dim is split over nothing (None): in program "
+    "'xla' every device then holds and computes the rows of all; say PartitionSpec.UNCONSTRAINED where the model has "
+    "nothing to say"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +53,11 @@ class Asked:
 
 
 class Choice(NamedTuple):
-    """A program, or None where it is open, and the reason in words."""
+    """A program, or None where it is open; the reason in words; and what to warn of."""
 
     program: str | None
     reason: str
+    notes: tuple[str, ...] = ()
 
 
 def choose(
@@ -65,31 +72,43 @@ def choose(
     Raises:
       ValueError: for what cannot run in the program asked for, naming what asked for it.
     """
+    program, reason = _program(layout, asked, accumulate, once, found)
+    notes = []
+    if asked.engine == AUTO and program == XLA and falls_short(layout, accumulate=accumulate, once=once):
+        notes.append(f"{layout.strategy.name}: {reason}")
+    if found and program == MANUAL and found.draws_alike:
+        notes.append(f"{reason}: {_ALIKE}; draw from keys in the model's state")
+    if found and program == XLA and found.gathers_rows and layout.data_axes:
+        notes.append(_GATHERS)
+    return Choice(program, reason, tuple(notes))
+
+
+def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: Survey | None) -> tuple[str | None, str]:
     if asked.engine == XLA and asked.needs:
         raise ValueError(
             f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA: which arrays, when, and in which dtype; "
             "leave one of the two out, or use engine='manual'"
         )
     if not layout.data_axes:
-        return Choice(XLA, "one device has all rows: nothing moves")
+        return XLA, "one device has all rows: nothing moves"
     if asked.engine == XLA:
-        return Choice(XLA, "engine='xla'" + falls_short(layout, accumulate=accumulate, once=once))
+        return XLA, "engine='xla'" + falls_short(layout, accumulate=accumulate, once=once)
     forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")
     if found is None:
-        return Choice(MANUAL, forced) if forced else Choice(None, OPEN)
+        return (MANUAL, forced) if forced else (None, OPEN)
     obstacle = found.problem or found.no_sum
     if forced:
         if obstacle:
             raise ValueError(f"{forced}: {obstacle}, and each device sees its own rows only; {_remedy(asked, found)}")
-        return Choice(MANUAL, forced)
+        return MANUAL, forced
     gain = _gain(layout, found, accumulate=accumulate, once=once)
     if not gain:
-        return Choice(XLA, "XLA sends no more than it must")
-    obstacle = obstacle or (ALIKE if found.draws_alike else None)
+        return XLA, "XLA sends no more than it must"
+    obstacle = obstacle or (_ALIKE if found.draws_alike else None)
     if obstacle:
-        return Choice(XLA, obstacle + falls_short(layout, accumulate=accumulate, once=once))
+        return XLA, obstacle + falls_short(layout, accumulate=accumulate, once=once)
     masks = "; dropout masks differ from one device's; engine='xla' keeps them" if found.draws else ""
-    return Choice(MANUAL, gain + masks)
+    return MANUAL, gain + masks
 
 
 def _remedy(asked: Asked, found: Survey) -> str:

@@ -34,7 +34,7 @@ from jfsdp.engine.movements import MANUAL, XLA, accumulator_axes, deferred_axes,
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
-from jfsdp.train.choice import ALIKE, AUTO, Asked, Choice, choose, falls_short
+from jfsdp.train.choice import Asked, Choice, choose
 from jfsdp.train.loss import Loss, as_loss, merge
 from jfsdp.train.state import trainable
 from jfsdp.train.survey import LossFn, Survey, first_rows, survey
@@ -95,14 +95,13 @@ class Gradients:
             jax.eval_shape(lambda *arrays: found.append(self._survey(*arrays)), source, model_state, batch)
             self.own_axes = tuple(dict.fromkeys((*model_axes(mesh), *found[0].model_axes)))
             self.choice = self._choose(found[0])
-            self._warn_of_model(found[0])
-        short = falls_short(self.apply.layout, accumulate=self.accumulate, once=self.once)
-        if self.asked.engine == AUTO and self.choice.program == XLA and short:
-            warnings.warn(f"{self.apply.layout.strategy.name}: {self.choice.reason}", stacklevel=4)
+            self._warn_of_axes(found[0])
+        for note in self.choice.notes:
+            warnings.warn(note, stacklevel=4)
         self._is_decided = True
         return self.choice
 
-    def _warn_of_model(self, found: Survey) -> None:
+    def _warn_of_axes(self, found: Survey) -> None:
         mesh = self.apply.engine.mesh
         unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes]
         if unused:
@@ -110,15 +109,6 @@ class Gradients:
                 f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
                 "devices repeat each other's work; state one in the model (jax.lax.with_sharding_constraint), or give "
                 f"its devices to {' or '.join(map(repr, DATA_AXES))}",
-                stacklevel=4,
-            )
-        if self.choice.program == MANUAL and found.draws_alike:
-            warnings.warn(f"{self.choice.reason}: {ALIKE}; draw from keys in the model's state", stacklevel=4)
-        if self.choice.program == XLA and found.gathers_rows and self.apply.layout.data_axes:
-            warnings.warn(
-                "the model states of a value that depends on the rows that its first dim is split over nothing (None): "
-                "under engine 'xla' every device then holds and computes the rows of all; say "
-                "PartitionSpec.UNCONSTRAINED where the model has nothing to say",
                 stacklevel=4,
             )
 

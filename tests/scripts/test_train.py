@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp.trainer.job import load_job
+from jfsdp.trainer.run.pretrained import describe_model, stated_by_weights
 
 ROOT = Path(__file__).parents[2]
 TINY = ["dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32"]
@@ -484,9 +485,9 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
 
 def test_a_resumed_run_says_of_its_weights_what_it_said_before():
     before = {"eos_token_id": 7, "max_position_embeddings": 4096, "hidden_size": 1}
-    describe = script().describer_of(parse("--recipe", "stdlib", "--resume"), {"pretrained": before})
+    theirs = stated_by_weights(parse("--recipe", "stdlib", "--resume"), {"pretrained": before})
     job = load_job("llama-tiny", None)
-    short, long = describe(job, 16), describe(job, 8192)
+    short, long = describe_model(job, 16, theirs), describe_model(job, 8192, theirs)
     assert short is not None and long is not None
     assert (short["eos_token_id"], short["hidden_size"]) == (7, job.config.dim)
     assert (short["max_position_embeddings"], long["max_position_embeddings"]) == (4096, 8192)
@@ -496,7 +497,7 @@ def test_a_run_that_resumes_from_nothing_yet_says_of_its_weights_what_they_say(t
     """A job that is always started with --resume, so that it goes on wherever it was stopped."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     config = parse("--recipe", "stdlib", "--resume", "--init-from", str(tmp_path))
-    stated = script().describer_of(config, {})(load_job("llama-tiny", None), 16)
+    stated = describe_model(load_job("llama-tiny", None), 16, stated_by_weights(config, {}))
     assert stated is not None and stated["eos_token_id"] == 7
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.compat import describe_topology
 from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -142,6 +141,8 @@ def _plugin(cuda: int) -> tuple[str, str]:
 
 
 def _describe(topology: str, target_config: str) -> Any:
+    from jfsdp.compat import describe_topology  # starts JAX
+
     # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
     skips = not has_nvidia_driver()
     with _environment(_SKIP_CHECK, "1") if skips else contextlib.nullcontext():
