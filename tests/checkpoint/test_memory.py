@@ -35,7 +35,8 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, jax.numpy as jnp, optax
 from flax import nnx
 import jfsdp
-from jfsdp.checkpoint import place, reader
+from jfsdp.checkpoint import place
+from jfsdp.checkpoint.disk import reader
 from jfsdp.checkpoint.disk.contents import contents
 from jfsdp.checkpoint.store import bytes_of
 
