@@ -130,21 +130,16 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
         start_jax()
         from jfsdp.trainer.run.build import build
+        from jfsdp.trainer.run.training import Run
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
         config = as_before(config, stored.get("config", {}), argv) if stored else config
-        parts = build(config, stored)
+        run = Run(config, build(config, stored), run_dir, stored, begin)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if enable_compilation_cache(config.cache_dir) is None and config.cache_dir is not None:
         print("note: --cache-dir is not used: XLA loses the order of collectives in programs for several CPU devices")
-    from jfsdp.trainer.run.training import Run
-
-    try:
-        run = Run(config, parts, run_dir, stored, begin)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     try:
         run.run()
     except ValueError as error:

@@ -83,7 +83,7 @@ class ShardedApply:
     ) -> tuple[Traced, list[Any]]:
         """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on. Moves no data.
 
-        It returns the output and the state afterwards. Its inputs are in the order of `_rest`, after constants.
+        It returns the output and the state afterwards. Its inputs are in the order of `_parts`, after constants.
 
         Args:
           params: leaf by leaf.

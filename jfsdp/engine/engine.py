@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
 from jfsdp.layout.flat import Buffer
@@ -118,6 +118,11 @@ class Engine(abc.ABC):
         """Return a model's state for all rows, where it was `before`, and `after` the rows at hand. Moves no data."""
         del before
         return after
+
+    def finished_spec(self, path: str) -> PartitionSpec:
+        """Return how a gradient stands after `finish`, where `on_rows` asks for it. Moves no data."""
+        del path
+        return PartitionSpec()
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the axes that waited for the last microbatch.

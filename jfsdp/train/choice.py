@@ -74,7 +74,7 @@ def choose(
     """
     program, reason = _program(layout, asked, accumulate, once, found)
     notes = []
-    if asked.engine == AUTO and program == XLA and falls_short(layout, accumulate=accumulate, once=once):
+    if asked.engine == AUTO and program == XLA and _falls_short(layout, accumulate=accumulate, once=once):
         notes.append(f"{layout.strategy.name}: {reason}")
     if found and program == MANUAL and found.draws_alike:
         notes.append(f"{reason}: {_ALIKE}; draw from keys in the model's state")
@@ -92,7 +92,7 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
     if not layout.data_axes:
         return XLA, "one device has all rows: nothing moves"
     if asked.engine == XLA:
-        return XLA, "engine='xla'" + falls_short(layout, accumulate=accumulate, once=once)
+        return XLA, "engine='xla'" + _falls_short(layout, accumulate=accumulate, once=once)
     forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")
     if found is None:
         return (MANUAL, forced) if forced else (None, OPEN)
@@ -106,7 +106,7 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
         return XLA, "XLA sends no more than it must"
     obstacle = obstacle or (_ALIKE if found.draws_alike else None)
     if obstacle:
-        return XLA, obstacle + falls_short(layout, accumulate=accumulate, once=once)
+        return XLA, obstacle + _falls_short(layout, accumulate=accumulate, once=once)
     masks = "; dropout masks differ from one device's; engine='xla' keeps them" if found.draws else ""
     return MANUAL, gain + masks
 
@@ -126,7 +126,7 @@ def way_to_xla(asked: Asked) -> str:
     return " and ".join(filter(None, [use, needs and f"leave out {needs}"]))
 
 
-def falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
+def _falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
     """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing. Moves no data."""
     later = deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
     return f": every microbatch is reduced over {', '.join(later)}, and not the last one only" if later else ""

@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.engine import to_device
 from jfsdp.engine.manual.engine import ManualEngine
 from jfsdp.engine.manual.schedule import as_prefetch
-from jfsdp.engine.movements import MANUAL, XLA, accumulator_axes, deferred_axes, last_axes
+from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
@@ -61,6 +61,7 @@ class Gradients:
       held: the units that are gathered before the first microbatch and kept to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
       choice: which program this is, as far as that is known; see `decide`.
+      is_decided: whether that is its last word.
       own_axes: the mesh axes over which the model states shardings of its own.
     """
 
@@ -73,7 +74,7 @@ class Gradients:
     is_scaled: bool = False
 
     def __post_init__(self) -> None:
-        self.choice, self.own_axes, self._is_decided = self._choose(None), (), False
+        self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
 
     def _choose(self, found: Survey | None) -> Choice:
         return choose(self.apply.layout, self.asked, accumulate=self.accumulate, once=self.once, found=found)
@@ -86,7 +87,7 @@ class Gradients:
         Raises:
           ValueError: for a loss or a model that cannot run in the program that was asked for.
         """
-        if self._is_decided:
+        if self.is_decided:
             return self.choice
         mesh = self.apply.engine.mesh
         if self.choice.program != XLA or model_axes(mesh):
@@ -98,7 +99,7 @@ class Gradients:
             self._warn_of_axes(found[0])
         for note in self.choice.notes:
             warnings.warn(note, stacklevel=4)
-        self._is_decided = True
+        self.is_decided = True
         return self.choice
 
     def _warn_of_axes(self, found: Survey) -> None:
@@ -133,7 +134,7 @@ class Gradients:
             grads = engine.finish(grads, nonzero(loss.weight) if self.is_scaled else None)
             return Summed(grads, loss, engine.common_state(model_state, after))
 
-        grad_specs: Any = {path: self._out_spec(engine, path) for path in trainable(engine.layout, source)}
+        grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
         with _naming_axes(engine.mesh):
             return engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
@@ -151,17 +152,8 @@ class Gradients:
             later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
             ahead, is_asked = self.asked.prefetch, self.asked.engine == MANUAL or self.asked.prefetch is not None
             manual = ManualEngine(layout, engine.mesh, later, self.own_axes, as_prefetch(ahead), is_asked)
-            return self._on(manual), source
-        return self._on(XlaEngine(layout, engine.mesh)), source
-
-    def _on(self, engine: Engine) -> ShardedApply:
-        return ShardedApply(self.apply.model, engine)
-
-    def _out_spec(self, engine: Engine, path: str) -> PartitionSpec:
-        leaf, layout = engine.layout.by_path[path], engine.layout
-        later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
-        axes = layout.axes_on(engine.mesh, (*accumulator_axes(leaf, later), *last_axes(leaf, later)))
-        return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
+            return ShardedApply(self.apply.model, manual), source
+        return ShardedApply(self.apply.model, XlaEngine(layout, engine.mesh)), source
 
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
         """Sum over the microbatches of the rows at hand, as the program reduces each."""

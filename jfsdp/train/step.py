@@ -196,6 +196,8 @@ class BatchStep:
           ValueError: for a loss or a model that cannot run in the program that was asked for, and for a batch that
             cannot be split.
         """
+        if self._gradients.is_decided:
+            return self.reason
         self._check_batch(batch, 1)
         with model_mesh(self.mesh):
             return self._gradients.decide(state.source, state.model_state, batch).reason

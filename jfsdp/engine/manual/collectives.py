@@ -22,6 +22,7 @@ from jfsdp.engine.movements import (
     SCATTER,
     Move,
     accumulator_axes,
+    last_axes,
     of_leaf,
 )
 from jfsdp.engine.unit import Arrays
@@ -107,6 +108,13 @@ class LocalEngine(Engine):
         parts = self.layout.num_shards(accumulator_axes(leaf, self.deferred))
         shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
+
+    def finished_spec(self, path: str) -> PartitionSpec:
+        """Return how a gradient stands after `finish`: split further where the last sum is scattered. Moves no data."""
+        leaf = self.layout.by_path[path]
+        split = (*accumulator_axes(leaf, self.deferred), *last_axes(leaf, self.deferred))
+        axes = self.layout.axes_on(self.mesh, split)
+        return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
