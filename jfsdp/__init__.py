@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jfsdp.layout.table import Layout
     from jfsdp.layout.units import Unit, by_size, resolve_units
     from jfsdp.plan.wire.audit import audit
-    from jfsdp.train.ema import track_ema, with_ema
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
-    from jfsdp.train.loss import Loss, Max, Mean
-    from jfsdp.train.loss_scale import LossScale
-    from jfsdp.train.low_precision import low_precision_state
     from jfsdp.train.reshard import reshard
-    from jfsdp.train.separate import separate
     from jfsdp.train.sharded import ShardedModel
     from jfsdp.train.state import TrainState
-    from jfsdp.train.step import TrainStep
+    from jfsdp.train.step.loss import Loss, Max, Mean
+    from jfsdp.train.step.step import TrainStep
+    from jfsdp.train.update.ema import track_ema, with_ema
+    from jfsdp.train.update.loss_scale import LossScale
+    from jfsdp.train.update.low_precision import low_precision_state
+    from jfsdp.train.update.separate import separate
     from jfsdp.trainer.job import Job, find_job
 
 _HOMES = {
@@ -44,17 +44,17 @@ _HOMES = {
     "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size", "resolve_units"),
     "plan.wire.audit": ("audit",),
-    "train.ema": ("track_ema", "with_ema"),
+    "train.update.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
-    "train.loss": ("Loss", "Max", "Mean"),
-    "train.loss_scale": ("LossScale",),
-    "train.low_precision": ("low_precision_state",),
+    "train.step.loss": ("Loss", "Max", "Mean"),
+    "train.update.loss_scale": ("LossScale",),
+    "train.update.low_precision": ("low_precision_state",),
     "train.reshard": ("reshard",),
-    "train.separate": ("separate",),
+    "train.update.separate": ("separate",),
     "train.fully_shard": ("fully_shard",),
     "train.sharded": ("ShardedModel",),
     "train.state": ("TrainState",),
-    "train.step": ("TrainStep",),
+    "train.step.step": ("TrainStep",),
     "trainer.job": ("Job", "find_job"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -21,8 +21,8 @@ import tyro
 from flax import nnx
 
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
-from jfsdp.train.loss import as_loss
-from jfsdp.train.step import clip_by_norm
+from jfsdp.train.step.loss import as_loss
+from jfsdp.train.step.step import clip_by_norm
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
 

@@ -49,7 +49,7 @@ def test_a_jaxpr_is_cut_and_run():
 
 
 def test_keys_of_an_implementation_of_ones_own_draw():
-    from jfsdp.train.loss_check import same_bits
+    from jfsdp.train.step.loss_check import same_bits
 
     keys = same_bits(jax.random.split(jax.random.key(0), 3))
     drawn = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys))

@@ -26,7 +26,7 @@ from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.wire.ledger import Ledger, make_ledger
 from jfsdp.train.account import StateBytes, account
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import TrainStep
+from jfsdp.train.step.step import TrainStep
 
 # What JAX (0.10.2, 0.12) says of a computation on devices that are not there.
 _NOT_THERE = ("Executable' object has no attribute 'local_devices'", "not available with compile-only client")

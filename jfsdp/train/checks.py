@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
-from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.state import TrainState
+from jfsdp.train.update.loss_scale import LossScale
 
 _REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
 

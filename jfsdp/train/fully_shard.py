@@ -31,9 +31,9 @@ from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units
 from jfsdp.modules.model import as_model
-from jfsdp.train.choice import AUTO, ENGINES, Asked, choose, sums_apart
-from jfsdp.train.loss_scale import LossScale
 from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, sums_apart
+from jfsdp.train.update.loss_scale import LossScale
 
 
 def fully_shard(

@@ -16,10 +16,10 @@ from jfsdp.engine.engine import to_device
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, split_mesh
 from jfsdp.layout.report import list_differences, summary
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.roles import place
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState, state_shardings, with_work
 from jfsdp.train.storage import by_leaf, in_storage
+from jfsdp.train.update.roles import place
 
 
 def reshard(

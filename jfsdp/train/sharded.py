@@ -23,17 +23,17 @@ from jfsdp.layout.table import Layout
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands, check_state
-from jfsdp.train.choice import Asked
-from jfsdp.train.loss_scale import LossScale
-from jfsdp.train.optimizer import ShardedOptimizer
-from jfsdp.train.own_loop import ApplyStep, GradStep, named_gradients
 from jfsdp.train.process_checks import compare_inputs
-from jfsdp.train.roles import Role
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import StepConfig, TrainStep
+from jfsdp.train.step.choice import Asked
+from jfsdp.train.step.own_loop import ApplyStep, GradStep, named_gradients
+from jfsdp.train.step.step import StepConfig, TrainStep
+from jfsdp.train.step.survey import LossFn
 from jfsdp.train.storage import by_leaf
-from jfsdp.train.survey import LossFn
-from jfsdp.train.update import Update
+from jfsdp.train.update.loss_scale import LossScale
+from jfsdp.train.update.optimizer import ShardedOptimizer
+from jfsdp.train.update.roles import Role
+from jfsdp.train.update.update import Update
 
 # Compiled updates that `apply_gradients` keeps.
 _MOST_UPDATES = 8

@@ -17,9 +17,9 @@ from jfsdp.engine.flat import pack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.table import DEVICE, Layout
-from jfsdp.train.loss_scale import LossScale, ScaleState
-from jfsdp.train.optimizer import ShardedOptimizer
-from jfsdp.train.roles import Roles
+from jfsdp.train.update.loss_scale import LossScale, ScaleState
+from jfsdp.train.update.optimizer import ShardedOptimizer
+from jfsdp.train.update.roles import Roles
 
 
 @jax.tree_util.register_dataclass

@@ -214,8 +214,8 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
     """
     import optax
 
-    from jfsdp.train.ema import track_ema
-    from jfsdp.train.low_precision import low_precision_state
+    from jfsdp.train.update.ema import track_ema
+    from jfsdp.train.update.low_precision import low_precision_state
 
     tx, dtype, decay = job.optimizer(learning_rate), word_or_none(options.opt_state_dtype), options.ema
     if dtype not in (None, "bfloat16"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp.trainer.job import load_job
-from jfsdp.trainer.run.pretrained import describe_model, stated_by_weights
+from jfsdp.trainer.run.files import describe_model, stated_by_weights
 
 ROOT = Path(__file__).parents[2]
 TINY = ["dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32"]

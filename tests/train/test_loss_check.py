@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import jfsdp
-from jfsdp.train.loss_check import allowed_error, same_bits
+from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Block, Tower, make_batches, token_loss
 
 TX = optax.sgd(0.0)
@@ -283,7 +283,7 @@ def test_maxima_and_means_need_no_import_of_jfsdp():
     class Sums:
         total, weight, aux = 1.0, 1.0, {"peak": Peak(), "share": Share()}
 
-    found = jfsdp.train.loss.as_loss(Sums()).aux
+    found = jfsdp.train.step.loss.as_loss(Sums()).aux
     assert isinstance(found["peak"], jfsdp.Max) and isinstance(found["share"], jfsdp.Mean)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.train.loss_scale import LossScale
+from jfsdp.train.update.loss_scale import LossScale
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.thin import thin
 

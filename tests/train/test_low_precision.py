@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.train.low_precision import round_stochastically
+from jfsdp.train.update.low_precision import round_stochastically
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.thin import thin

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.train.optimizer import ShardedOptimizer
-from jfsdp.train.roles import Kind, abstract_opt_state, place
+from jfsdp.train.update.optimizer import ShardedOptimizer
+from jfsdp.train.update.roles import Kind, abstract_opt_state, place
 
 
 class Leaves(nnx.Module):

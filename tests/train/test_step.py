@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.train.loss import as_loss
+from jfsdp.train.step.loss import as_loss
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
 from tests.thin import thin
 

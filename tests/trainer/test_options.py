@@ -10,8 +10,8 @@ import pytest
 
 import jfsdp
 from jfsdp.cli.explain import Explain
-from jfsdp.train.ema import TrackEmaState
-from jfsdp.train.low_precision import LowPrecisionState
+from jfsdp.train.update.ema import TrackEmaState
+from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.recipes import option_value

@@ -21,8 +21,8 @@ import numpy as np
 from jfsdp.checkpoint.source import Index
 from jfsdp.layout.flat import Buffer, View
 from jfsdp.layout.table import Layout
-from jfsdp.train.roles import dotted
 from jfsdp.train.state import TrainState
+from jfsdp.train.update.roles import dotted
 
 
 @dataclasses.dataclass(frozen=True)

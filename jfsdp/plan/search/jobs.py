@@ -16,7 +16,7 @@ from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step import TrainStep
+from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
 

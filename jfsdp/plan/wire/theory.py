@@ -18,7 +18,7 @@ from jfsdp.engine.movements import REDUCE
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.program.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.program.hlo import Shape
-from jfsdp.train.step import StepConfig
+from jfsdp.train.step.step import StepConfig
 
 PERMUTE = "collective-permute"
 _WHATS = {

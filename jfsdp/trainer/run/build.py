@@ -10,13 +10,13 @@ import optax
 
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step import TrainStep
+from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer import options
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
+from jfsdp.trainer.run.files import check_policies, fields_of_weights
 from jfsdp.trainer.run.loop import LoopConfig
-from jfsdp.trainer.run.pretrained import check_policies, fields_of_weights
-from jfsdp.trainer.run.source import check_source
+from jfsdp.trainer.sources.source import check_source
 
 
 @dataclasses.dataclass

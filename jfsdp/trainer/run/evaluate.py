@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jfsdp.train.loss import Loss, as_loss, merge, metrics_of
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import LossFn, batch_sharding
+from jfsdp.train.step.loss import Loss, as_loss, merge, metrics_of
+from jfsdp.train.step.step import LossFn, batch_sharding
 
 
 class Evaluation(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import Metrics, TrainStep
+from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfsdp.layout.mesh import num_data_shards
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
-from jfsdp.train.step import batch_sharding
+from jfsdp.train.step.step import batch_sharding
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
 

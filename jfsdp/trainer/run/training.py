@@ -16,19 +16,19 @@ import jax
 from jfsdp.launch.hosts import wait_for_all
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
-from jfsdp.train.ema import with_ema
 from jfsdp.train.state import TrainState
+from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.display import Display, accuracy, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
+from jfsdp.trainer.run.files import describe_model, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
-from jfsdp.trainer.run.pretrained import describe_model, load_weights, open_checkpoints, stated_by_weights
-from jfsdp.trainer.run.source import Source, open_source
 from jfsdp.trainer.run.stop import StopSignal
+from jfsdp.trainer.sources.source import Source, open_source
 
 # What changes losses by rounding only: a run may be resumed with other values.
 _ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")

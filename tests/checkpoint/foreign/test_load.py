@@ -19,8 +19,8 @@ from jfsdp.checkpoint.foreign.pretrained import load_pretrained
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.model import as_model
-from jfsdp.train.ema import with_ema
 from jfsdp.train.storage import by_leaf
+from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job, parse_config
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")

@@ -4,7 +4,7 @@ import pytest
 
 from jfsdp.trainer.run.build import build, make_schedule
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.source import open_source
+from jfsdp.trainer.sources.source import open_source
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}

@@ -19,8 +19,8 @@ from jfsdp.layout.table import Layout, Leaf
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.process_checks import is_global
 from jfsdp.train.state import TrainState, state_shardings
-from jfsdp.train.step import BatchStep, Metrics
-from jfsdp.train.update import Update, lend_host_params, with_lent
+from jfsdp.train.step.step import BatchStep, Metrics
+from jfsdp.train.update.update import Update, lend_host_params, with_lent
 
 
 class GradStep(BatchStep):

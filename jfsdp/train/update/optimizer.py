@@ -32,7 +32,7 @@ from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.table import Leaf
 from jfsdp.modules.model import ParamTree
-from jfsdp.train.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
+from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 
 
 @dataclasses.dataclass(frozen=True)

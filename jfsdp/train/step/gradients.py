@@ -34,10 +34,10 @@ from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
-from jfsdp.train.choice import Asked, Choice, choose
-from jfsdp.train.loss import Loss, as_loss, merge
 from jfsdp.train.state import trainable
-from jfsdp.train.survey import LossFn, Survey, first_rows, survey
+from jfsdp.train.step.choice import Asked, Choice, choose
+from jfsdp.train.step.loss import Loss, as_loss, merge
+from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
 
 
 class Summed(NamedTuple):

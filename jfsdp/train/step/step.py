@@ -32,16 +32,16 @@ from jfsdp.train.checks import (
     check_same_batch,
     check_state,
 )
-from jfsdp.train.choice import Asked
-from jfsdp.train.gradients import Gradients, nonzero
-from jfsdp.train.loss import divide, metrics_of
-from jfsdp.train.loss_check import compare_loss
-from jfsdp.train.loss_scale import LossScale
-from jfsdp.train.optimizer import ShardedOptimizer
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, state_shardings
-from jfsdp.train.survey import LossFn
-from jfsdp.train.update import Update, lend_host_params, with_lent
+from jfsdp.train.step.choice import Asked
+from jfsdp.train.step.gradients import Gradients, nonzero
+from jfsdp.train.step.loss import divide, metrics_of
+from jfsdp.train.step.loss_check import compare_loss
+from jfsdp.train.step.survey import LossFn
+from jfsdp.train.update.loss_scale import LossScale
+from jfsdp.train.update.optimizer import ShardedOptimizer
+from jfsdp.train.update.update import Update, lend_host_params, with_lent
 
 Metrics = dict[str, jax.Array]
 

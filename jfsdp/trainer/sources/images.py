@@ -15,11 +15,11 @@ from jfsdp.trainer.data import (
 from jfsdp.trainer.data.images import is_images
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.token_source import token_options
+from jfsdp.trainer.sources.tokens import token_options
 
 
 class ImageSource:
-    """Images and labels, a row each; see `jfsdp.trainer.run.source.Source`."""
+    """Images and labels, a row each; see `jfsdp.trainer.sources.source.Source`."""
 
     item, makes_text = "image", False
 

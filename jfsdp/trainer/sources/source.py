@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from jfsdp.trainer.data import DataIterator
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.image_source import ImageSource
-from jfsdp.trainer.run.token_source import TokenSource
+from jfsdp.trainer.sources.images import ImageSource
+from jfsdp.trainer.sources.tokens import TokenSource
 
 
 class Source(Protocol):

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from jfsdp.layout.select import Selector, select_leaves
-from jfsdp.train.roles import dotted
+from jfsdp.train.update.roles import dotted
 
 
 def separate(

@@ -36,10 +36,10 @@ from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import is_key, to_device
 from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
-from jfsdp.train.choice import way_to_xla
-from jfsdp.train.gradients import Gradients
-from jfsdp.train.loss import METRIC, Loss, as_loss, merge
-from jfsdp.train.survey import weights_of
+from jfsdp.train.step.choice import way_to_xla
+from jfsdp.train.step.gradients import Gradients
+from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge
+from jfsdp.train.step.survey import weights_of
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10

@@ -28,7 +28,7 @@ from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.train.loss import Loss, as_loss
+from jfsdp.train.step.loss import Loss, as_loss
 
 LossFn = Callable[[Any, Any], Any]
 

@@ -23,7 +23,7 @@ _ENTROPY_TOKENS = 20_000_000
 
 
 class TokenSource:
-    """Documents as rows of `seq_len` tokens; see `jfsdp.trainer.run.source.Source`."""
+    """Documents as rows of `seq_len` tokens; see `jfsdp.trainer.sources.source.Source`."""
 
     item, makes_text = "token", True
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
 from jfsdp.layout.table import Layout, Leaf
-from jfsdp.train.survey import Survey
+from jfsdp.train.step.survey import Survey
 
 AUTO = "auto"
 ENGINES = (AUTO, XLA, MANUAL)

@@ -1,0 +1,1 @@
+"""From gradients to the next state: the optimizer on the tree of the user, averages, low-precision moments."""

@@ -1,0 +1,1 @@
+"""What a run trains on, as its loop sees it: tokens or images."""
