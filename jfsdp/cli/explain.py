@@ -114,7 +114,7 @@ def _units(layout: Layout) -> Any:
     table = Table("unit", "class", "layers", "leaves", "after forward", "remat", box=None, pad_edge=False)
     for unit, policy in zip(layout.units, layout.policies, strict=True):
         stacked = [layout.by_path[path].shape[0] for path in unit.leaves[:1]] if unit.stacked else []
-        layers = str(stacked[0]) if stacked else "1"
+        layers = (str(stacked[0]) if stacked else "1") + (" (guessed)" if unit.is_guessed else "")
         remat = str(policy.remat)
         table.add_row(unit.name or "(root)", unit.cls, layers, str(len(unit.leaves)), _after_forward(policy), remat)
     return table

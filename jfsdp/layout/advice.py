@@ -8,7 +8,7 @@ from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
-from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
+from jfsdp.layout.strategy import NODE, STRATEGIES, Split, Strategy
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 
@@ -73,7 +73,7 @@ def _other_name(layout: Layout) -> str | None:
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if num_data_shards(sizes) == 1:
         return None if strategy.name == "ddp" else f"{strategy.name} on one device: nothing is split, as with ddp"
-    if strategy.kept is Split.NODE:
+    if strategy.reshard_after_forward == NODE:
         return _kept_as(layout, False, "shard_grad_op") or _kept_as(layout, num_data_shards(sizes), "full_shard")
     if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
         return None
@@ -90,7 +90,8 @@ def _kept_as(layout: Layout, ways: int | bool, name: str) -> str | None:
     """hpz whose units stay whole (False), or split over so many devices that it is another strategy."""
     units = zip(layout.units, layout.policies, strict=True)
     found = {policy.reshard_after_forward for unit, policy in units if unit.name != ROOT and unit.leaves}
-    if layout.strategy.kept is not Split.NODE or found != {ways} or num_data_shards(dict(layout.mesh_sizes)) == 1:
+    is_hpz = layout.strategy.reshard_after_forward == NODE
+    if not is_hpz or found != {ways} or num_data_shards(dict(layout.mesh_sizes)) == 1:
         return None
     how = f"split over all {ways} devices" if ways else "whole on every device, since a host's part of the mesh is 1"
     return (
@@ -104,8 +105,8 @@ def _is_split_by_hand(policy: UnitPolicy) -> bool:
 
 
 def _effect(strategy: Strategy, sizes: dict[str, int]) -> tuple[object, ...]:
-    split = [tuple(a for a in strategy.axes(x) if sizes.get(a, 1) > 1) for x in ("param", "kept", "grad", "opt")]
-    return (*split, strategy.grad is Split.PARTIAL, strategy.kept is Split.NODE)
+    split = [tuple(a for a in strategy.axes(x) if sizes.get(a, 1) > 1) for x in ("param", "grad", "opt")]
+    return (*split, strategy.grad is Split.PARTIAL, strategy.reshard_after_forward if split[0] else True)
 
 
 def _replicated(layout: Layout) -> str | None:

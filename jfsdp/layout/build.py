@@ -17,9 +17,9 @@ from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
 from jfsdp.layout.select import Selector, select_leaves
-from jfsdp.layout.strategy import Split, Strategy, get_strategy, show
+from jfsdp.layout.strategy import Split, Strategy, get_strategy
 from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage
-from jfsdp.layout.units import UnitInfo, describe
+from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
 Placements = Mapping[Any, str | int | Strategy | PartitionSpec]
@@ -33,9 +33,9 @@ class LeafRules:
     Attributes:
       shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
       frozen: leaves without gradient and optimizer state.
-      ignored: leaves that stay whole on every device, in the dtype that they have.
-      placements: by selector, another strategy for some leaves, or the PartitionSpec of their `param` stage. What is
-        kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
+      ignored: leaves that stay whole on every device, in the dtype that they have; as in `placements` with "ignored".
+      placements: by selector, another strategy for some leaves, the PartitionSpec of their `param` stage, or "ignored".
+        What is kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
     Selectors are path globs, classes of variables and predicates; see `select_leaves`.
     """
 
@@ -52,8 +52,14 @@ class _Choice:
     strategy: Strategy
     dim: int | None
     frozen: str | None
-    ignored: str | None
     placed: str | None
+
+    @property
+    def is_ignored(self) -> bool:
+        return self.strategy is _IGNORED
+
+
+_IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
 def build_layout(
@@ -98,7 +104,6 @@ def build_layout(
         )
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     choices = _choose(leaves, strategy, rules, types or {}, sizes)
-    policies = {name: _with_kept(policies[name], strategy, sizes) for name in units}
     build = functools.partial(
         _build_leaf, sizes=sizes, min_size=min_size, shard_dim=rules.shard_dim, offload=offload or OffloadPolicy()
     )
@@ -118,14 +123,6 @@ def build_layout(
     return in_buffers(layout) if storage == "flat" else layout
 
 
-def _with_kept(policy: UnitPolicy, strategy: Strategy, sizes: Mapping[str, int]) -> UnitPolicy:
-    """Say in numbers what a strategy keeps that splits it less than `param`."""
-    kept, param = (math.prod(sizes.get(axis, 1) for axis in strategy.axes(stage)) for stage in ("kept", "param"))
-    if policy.reshard_after_forward is not True or strategy.kept is Split.NODE or kept == param:
-        return policy
-    return dataclasses.replace(policy, reshard_after_forward=False if kept == 1 else kept)
-
-
 def _choose(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     strategy: Strategy,
@@ -137,24 +134,22 @@ def _choose(
         raise ValueError(f"placements={rules.placements!r} is not a dict from selectors to placements")
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
     ignored = select_leaves("ignored", rules.ignored, leaves, types)
-    placed: dict[str, tuple[Any, Any]] = {}
+    placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}
     for selector, placement in (rules.placements or {}).items():
-        for path in select_leaves("placements", selector, leaves, types):
+        for path, by in select_leaves("placements", selector, leaves, types).items():
             if path in placed and placed[path][1] != placement:
                 raise ValueError(
-                    f"{path}: placements {describe(placed[path][0])} ({_show(placed[path][1])}) and "
-                    f"{describe(selector)} ({_show(placement)}) collide; make one of them narrower"
+                    f"{path}: placements {placed[path][0]} ({_show(placed[path][1])}) and {by} ({_show(placement)}) "
+                    "collide; make one of them narrower"
                 )
-            if path in ignored:
-                raise ValueError(f"{path}: ignored by {ignored[path]} and placed by {describe(selector)}; choose one")
-            placed[path] = (selector, placement)
+            placed[path] = (by, placement)
     _check_axes("", strategy, sizes)
     choices = {}
     for path, leaf in leaves.items():
-        selector, placement = placed.get(path, (None, strategy))
+        by, placement = placed.get(path, (None, strategy))
         own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placement, sizes)
-        how = None if selector is None else f"placed by {describe(selector)}"
-        choices[path] = _Choice(own, dim, frozen.get(path), ignored.get(path), how)
+        how = by and f"{'ignored' if own is _IGNORED else 'placed'} by {by}"
+        choices[path] = _Choice(own, dim, frozen.get(path), how)
     return choices
 
 
@@ -166,11 +161,13 @@ def _own_strategy(
     path: str, shape: tuple[int, ...], strategy: Strategy, placement: Any, sizes: Mapping[str, int]
 ) -> tuple[Strategy, int | None]:
     """Return the strategy of one leaf, and its dim where a PartitionSpec names it."""
+    if placement == _IGNORED.name:
+        return _IGNORED, None
     if not isinstance(placement, PartitionSpec):
         try:
             own = get_strategy(placement)
         except ValueError as error:
-            raise ValueError(f"{path}: placements: {error}; or a PartitionSpec") from error
+            raise ValueError(f"{path}: placements: {error} or {_IGNORED.name!r}, or a PartitionSpec") from error
         _check_axes(path, own, sizes)
         return own, None
     if len(placement) > len(shape):
@@ -182,7 +179,7 @@ def _own_strategy(
     axes = entry if isinstance(entry, tuple) else (entry,)
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
-        own = Strategy(str(placement), axes, axes if strategy.axes("kept") else (), wider, wider)
+        own = Strategy(str(placement), axes, wider, wider)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     _check_axes(path, own, sizes)
@@ -215,12 +212,12 @@ def _build_leaf(
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
     trainable = is_inexact(dtype) and choice.frozen is None
     _check_kept(path, unit, policy, choice)
-    use = dtype if choice.ignored else policy.mp_policy.use_dtype(dtype)
+    use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
     stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)
     split = _choose_dim(path, shape, unit, stages, choice, sizes, min_size, shard_dim)
     if split.dim is None:
         stages = {name: stage and Stage((), stage.dtype) for name, stage in stages.items()} | {"work": None}
-    if not choice.ignored and math.prod(shape[unit.stacked :]) >= min_size:
+    if not choice.is_ignored and math.prod(shape[unit.stacked :]) >= min_size:
         stages = _offload(stages, offload)
     return Leaf(
         path=path,
@@ -238,12 +235,11 @@ def _build_leaf(
 
 def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: _Choice) -> None:
     """What is kept is decided by unit: a leaf's own strategy must not need more than its unit keeps."""
-    own = choice.strategy
-    differs = own.kept is Split.NODE or own.axes("kept") != own.axes("param")
-    if choice.placed and policy.reshard_after_forward is True and differs:
+    own, keeps = choice.strategy, choice.strategy.reshard_after_forward
+    if choice.placed and policy.reshard_after_forward is True and own.axes("param") and keeps is not True:
         raise ValueError(
-            f"{path}: {choice.placed}, and strategy {own.name!r} keeps it {show(own.kept)} between forward and "
-            f"backward, while its unit {unit.name!r} is resharded; set that unit's reshard_after_forward with per_unit"
+            f"{path}: {choice.placed}, and strategy {own.name!r} has reshard_after_forward={keeps!r}, while its unit "
+            f"{unit.name!r} is resharded; set that unit's reshard_after_forward with per_unit"
         )
 
 
@@ -257,8 +253,8 @@ def _choose_dim(
     min_size: int,
     shard_dim: ShardDim | None,
 ) -> DimChoice:
-    if choice.ignored:
-        return DimChoice(None, 0, f"replicated: ignored by {choice.ignored}")
+    if choice.is_ignored:
+        return DimChoice(None, 0, f"replicated: {choice.placed}")
     asked = shard_dim(path, shape) if shard_dim else None
     if choice.dim is not None:
         if asked not in (None, choice.dim, choice.dim - len(shape)):
@@ -271,10 +267,11 @@ def _choose_dim(
 
 
 def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...] | None) -> str:
+    placed = None if choice.is_ignored else choice.placed
     frozen = f"frozen by {choice.frozen}" if choice.frozen else None
     integer = None if is_inexact(dtype) else f"not trained: {dtype}"
     shared = f"not in a unit of those that share it: {', '.join(users)}" if users else None
-    return "; ".join(part for part in (split.reason, choice.placed, frozen or integer, shared) if part)
+    return "; ".join(part for part in (split.reason, placed, frozen or integer, shared) if part)
 
 
 _SPLIT_STAGES = ("param", "grad", "opt")

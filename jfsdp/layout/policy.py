@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.strategy import Split, Strategy
+from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import ROOT, matches_glob
 
 REMATS = ("none", "full", "dots")
@@ -116,7 +116,7 @@ def resolve_policies(
     """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no
     data.
 
-    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others as `kept` says. A global
+    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others do as it says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
     for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
     `node_size` finds how many neighbouring parts of the batch a host has, or raises a ValueError that says why not; it
@@ -175,7 +175,7 @@ def _resolve(
         reshard = _default_reshard(shown, strategy, node_size) if name != ROOT else False
     if reshard == 1 and reshard is not True:  # one device has it all
         reshard = False
-    if reshard and not strategy.axes("kept"):
+    if reshard and (strategy.reshard_after_forward is False or not strategy.axes("param")):
         when = "between forward and backward" if strategy.axes("param") else "at rest"
         raise ValueError(
             f"unit {shown}: reshard_after_forward={reshard} contradicts strategy {strategy.name!r}, which keeps "
@@ -188,8 +188,8 @@ def _resolve(
 
 
 def _default_reshard(unit: str, strategy: Strategy, node_size: Callable[[], int]) -> bool | int:
-    if strategy.kept is not Split.NODE:
-        return bool(strategy.axes("kept"))
+    if not isinstance(strategy.reshard_after_forward, str):
+        return strategy.reshard_after_forward if strategy.axes("param") else False
     try:
         return node_size()
     except ValueError as error:

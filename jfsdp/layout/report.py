@@ -71,6 +71,7 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
                 "name": unit.name,
                 "class": unit.cls,
                 "stacked": unit.stacked,
+                "stacked_is_guessed": unit.is_guessed,
                 "num_leaves": len(unit.leaves),
                 "reshard_after_forward": policy.reshard_after_forward,
                 "remat": policy.remat if isinstance(policy.remat, (str, tuple)) else describe(policy.remat),
@@ -92,8 +93,10 @@ def leaf_bytes(layout: Layout, leaf: Leaf, memory: str = DEVICE) -> int:
 
 
 def strategy_stages(strategy: Strategy) -> dict[str, str]:
-    """Return in words over which axes a strategy splits each stage."""
-    return {name: show(getattr(strategy, name)) for name in ("param", "kept", "grad", "opt")}
+    """Return in words over which axes a strategy splits each stage, and what it says of resharding."""
+    stages = {name: show(getattr(strategy, name)) for name in ("param", "grad", "opt")}
+    reshard = {"reshard_after_forward": str(strategy.reshard_after_forward).lower()}
+    return stages | (reshard if strategy.axes("param") else {})
 
 
 def frozen_leaves(layout: Layout) -> list[Leaf]:

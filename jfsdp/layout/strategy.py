@@ -1,7 +1,8 @@
 """Strategies as data: for each stage of a leaf's life, the mesh axes that split it.
 
-The stages are `param` (at rest), `kept` (between a unit's forward and backward), `grad` (the accumulator) and `opt`
-(optimizer states and, where it is finer than `param` and the precision is mixed, the master). `use` is always whole.
+The stages are `param` (at rest), `grad` (the accumulator) and `opt` (optimizer states and, where it is finer than
+`param` and the precision is mixed, the master). `use` is always whole; what is kept of a unit between its forward and
+its backward is said by `reshard_after_forward` alone, for which a strategy has a default.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ class Split(Enum):
     """Over which data axes a stage is split.
 
     WHOLE: none. GROUP: the group's axis. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
-    the microbatches of a step share one reduction. NODE, for `kept`: over the devices of one host (hpZ).
+    the microbatches of a step share one reduction.
     """
 
     WHOLE = "whole"
     PARTIAL = "partial"
-    NODE = "node"
     GROUP = "group"
     ALL = "all"
 
 
+NODE = "node"
 Placement = Split | tuple[str, ...]
-_AXES = {Split.WHOLE: (), Split.PARTIAL: (), Split.NODE: GROUP_AXES, Split.GROUP: GROUP_AXES, Split.ALL: DATA_AXES}
+_AXES = {Split.WHOLE: (), Split.PARTIAL: (), Split.GROUP: GROUP_AXES, Split.ALL: DATA_AXES}
 _SPLITS = {
     "param": (Split.WHOLE, Split.GROUP, Split.ALL),
-    "kept": (Split.WHOLE, Split.NODE, Split.GROUP, Split.ALL),
     "grad": (Split.WHOLE, Split.PARTIAL, Split.GROUP, Split.ALL),
     "opt": (Split.WHOLE, Split.GROUP, Split.ALL),
 }
@@ -46,27 +46,34 @@ class Strategy:
     Attributes:
       name: what it is called in layouts, checkpoints and messages.
       param: the parameters at rest between steps.
-      kept: a unit's parameters between its forward and its backward: WHOLE means that they stay gathered.
       grad: the gradient accumulator.
       opt: the optimizer states.
+      reshard_after_forward: what holds for units below the root unless the user says otherwise; True, False, a number
+        of neighbouring devices as in `UnitPolicy`, or "node", the devices of one host (hpZ). Of no effect where `param`
+        is whole.
 
     Raises:
-      ValueError: for an unknown, repeated or misplaced axis, and where a stage is less split than the one before it
-        needs: `kept` within `param` within `grad` within `opt`.
-    Source: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277), ZeRO++ (arXiv 2306.10209) for NODE.
+      ValueError: for an unknown, repeated or misplaced axis, where a stage is less split than the one before it needs
+        (`param` within `grad` within `opt`), and for any other `reshard_after_forward`.
+    Source: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277), ZeRO++ (arXiv 2306.10209) for "node".
     """
 
     name: str
     param: Placement
-    kept: Placement
     grad: Placement
     opt: Placement
+    reshard_after_forward: bool | int | str = True
 
     def __post_init__(self) -> None:
         for stage in _SPLITS:
             self._check_stage(stage)
         self._check_finer("opt", "param", "the update would need states that no device holds")
-        self._check_kept()
+        reshard = self.reshard_after_forward
+        if not (reshard == NODE or (isinstance(reshard, int) and reshard >= 0)):
+            raise ValueError(
+                f"strategy {self.name!r}: reshard_after_forward={reshard!r} is neither True, False, {NODE!r} nor a "
+                "number of devices"
+            )
         if self.grad is Split.PARTIAL:
             if self.axes("param"):
                 raise ValueError(
@@ -100,19 +107,6 @@ class Strategy:
                 f"once, in the order {DATA_AXES}"
             )
 
-    def _check_kept(self) -> None:
-        param, kept = self.axes("param"), self.axes("kept")
-        if self.kept is Split.NODE:
-            if not param:
-                raise ValueError(f"strategy {self.name!r}: kept (node) needs split parameters, and param is whole")
-            return
-        self._check_finer("param", "kept", "no device would hold what is to be kept")
-        if kept and param[-len(kept) :] != kept:
-            raise ValueError(
-                f"strategy {self.name!r}: kept ({show(self.kept)}) must be whole or the minor axes of param "
-                f"({show(self.param)}): what is kept is split over neighbouring devices"
-            )
-
     def _check_finer(self, fine: str, coarse: str, reason: str) -> None:
         if not set(self.axes(coarse)) <= set(self.axes(fine)):
             raise ValueError(
@@ -126,18 +120,18 @@ def show(placement: Placement) -> str:
     return placement.value if isinstance(placement, Split) else "/".join(placement) or "whole"
 
 
-_W, _P, _N, _G, _A = Split.WHOLE, Split.PARTIAL, Split.NODE, Split.GROUP, Split.ALL
+_W, _P, _G, _A = Split.WHOLE, Split.PARTIAL, Split.GROUP, Split.ALL
 _TABLE = [
-    #        name                  param kept grad opt
-    Strategy("ddp", _W, _W, _W, _W),
-    Strategy("zero1", _W, _W, _P, _A),
-    Strategy("zero2", _W, _W, _A, _A),
-    Strategy("full_shard", _A, _A, _A, _A),
-    Strategy("shard_grad_op", _A, _W, _A, _A),
-    Strategy("hybrid_shard", _G, _G, _G, _G),
-    Strategy("hybrid_shard_zero2", _G, _W, _G, _G),
-    Strategy("hfsdp", _G, _G, _A, _A),
-    Strategy("hpz", _A, _N, _A, _A),
+    #        name         param grad opt
+    Strategy("ddp", _W, _W, _W),
+    Strategy("zero1", _W, _P, _A),
+    Strategy("zero2", _W, _A, _A),
+    Strategy("full_shard", _A, _A, _A),
+    Strategy("shard_grad_op", _A, _A, _A, reshard_after_forward=False),
+    Strategy("hybrid_shard", _G, _G, _G),
+    Strategy("hybrid_shard_zero2", _G, _G, _G, reshard_after_forward=False),
+    Strategy("hfsdp", _G, _A, _A),
+    Strategy("hpz", _A, _A, _A, reshard_after_forward=NODE),
 ]
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
 ALIASES = {

@@ -63,6 +63,7 @@ class UnitInfo:
       stacked: how many dims of its leaves are layer dims.
       leaves: those that it owns.
       shared: of these, the ones that units inside it share, each with the names of these units.
+      is_guessed: whether layer dims were found in its shapes, and not declared: `explain` says so.
     """
 
     name: str
@@ -70,6 +71,7 @@ class UnitInfo:
     stacked: int
     leaves: tuple[str, ...]
     shared: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_guessed: bool = dataclasses.field(default=False, compare=False)
 
 
 def list_modules(
@@ -144,9 +146,9 @@ def resolve_units(
     for path in [ROOT, *(path for path in chosen if path != ROOT)]:
         leaves = tuple(leaf for leaf in shapes if owners[leaf] == path)
         given = chosen[path].stacked if path in chosen else 0
-        stacked = _guess_stacked([shapes[leaf] for leaf in leaves]) if given is None and path != ROOT else given or 0
+        guess = _guess_stacked([shapes[leaf] for leaf in leaves]) if given is None and path != ROOT else 0
         own = tuple((leaf, shared[leaf]) for leaf in leaves if leaf in shared)
-        resolved[path] = UnitInfo(path, by_path[path].cls.__name__, stacked, leaves, own)
+        resolved[path] = UnitInfo(path, by_path[path].cls.__name__, given or guess, leaves, own, guess > 0)
     return resolved
 
 

@@ -81,7 +81,8 @@ def fully_shard(
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
       ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
-      placements: by selector (as in `frozen`), the strategy of some leaves, or the PartitionSpec of their `param`.
+      placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
+        "ignored".
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root).
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.

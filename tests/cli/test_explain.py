@@ -136,10 +136,10 @@ def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
     frozen = {row["path"] for row in table["leaves"] if not row["trainable"]}
     assert frozen == {"embed.embedding", "lm_head.kernel", "norm.scale"}
     assert table["num_frozen_parameters"] == 2 * 264 * 128 + 128
-    assert table["strategy_stages"] == {"param": "all", "kept": "all", "grad": "all", "opt": "all"}
+    assert table["strategy_stages"] == {"param": "all", "grad": "all", "opt": "all", "reshard_after_forward": "true"}
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "strategy full_shard: param all, kept all, grad all, opt all"
+    assert lines[1] == "strategy full_shard: param all, grad all, opt all, reshard_after_forward true"
     assert lines[2] == "program xla: XLA sends no more than it must"
     assert lines[3] == "frozen, without gradient and optimizer: 67,712 of these parameters"
 
@@ -166,9 +166,10 @@ def test_moments_in_bfloat16_and_averages_are_counted(capsys):
 
 def test_hpz_says_how_far_units_stay_split(capsys):
     args = (*TINY, "--strategy", "hpz", "--reshard-after-forward", "4")
-    assert run_json(capsys, *args)["strategy_stages"]["kept"] == "node"
+    assert run_json(capsys, *args)["strategy_stages"]["reshard_after_forward"] == "node"
     assert main(args) == 0
-    assert "kept split 4 ways" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "kept split 4 ways" in out and "(guessed)" in out
 
 
 def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):

@@ -54,77 +54,71 @@ def place(placements: Any, strategy: Any = "full_shard", **more: Any) -> dict[st
 
 def test_stages_given_as_axes_are_what_the_presets_say_in_words():
     for preset in STRATEGIES.values():
-        if preset.name not in ("zero1", "hpz"):  # partial and node are no tuples of axes
-            stages = [preset.axes(stage) for stage in ("param", "kept", "grad", "opt")]
-            by_hand = make_table(LEAVES, Strategy(preset.name, *stages), param_dtype="bfloat16")
-            assert by_hand.leaves == make_table(LEAVES, preset, param_dtype="bfloat16").leaves
+        if preset.name != "zero1":  # partial is no tuple of axes
+            stages = [preset.axes(stage) for stage in ("param", "grad", "opt")]
+            own = Strategy(preset.name, *stages, reshard_after_forward=preset.reshard_after_forward)
+            by_hand = make_table(LEAVES, own, param_dtype="bfloat16", node_size=4)
+            assert by_hand.leaves == make_table(LEAVES, preset, param_dtype="bfloat16", node_size=4).leaves
 
 
 def test_axes_and_words_may_be_mixed():
-    own = Strategy("own", R, Split.WHOLE, A, Split.ALL)
+    own = Strategy("own", R, A, Split.ALL, reshard_after_forward=False)
     leaf = make_table(LEAVES, own).by_path["block.w"]
     assert axes(leaf) == {"param": R, "work": None, "use": W, "kept": W, "grad": A, "opt": A}
     assert leaf.spec("param") == P("replica", None)
 
 
 def test_parameters_may_be_split_over_the_replicas_alone():
-    leaf = make_table(LEAVES, Strategy("own", R, R, R, A), param_dtype="bfloat16").by_path["block.w"]
+    leaf = make_table(LEAVES, Strategy("own", R, R, A), param_dtype="bfloat16").by_path["block.w"]
     assert axes(leaf) == {"param": A, "work": R, "use": W, "kept": R, "grad": R, "opt": A}
 
 
-@pytest.mark.parametrize("kept", [Split.GROUP, F])
-def test_what_is_kept_may_be_split_less_than_what_rests(kept):
-    """ZeRO++'s secondary partition, told by axes instead of a number of devices."""
-    layout = make_table(LEAVES, Strategy("own", A, kept, A, A))
+def test_what_is_kept_may_be_split_less_than_what_rests():
+    """ZeRO++'s secondary partition, told by a strategy instead of the argument."""
+    layout = make_table(LEAVES, Strategy("own", A, A, A, reshard_after_forward=4))
     assert layout.by_path["block.w"].stage("kept").axes == F
     assert layout.by_path["head"].stage("kept").axes == W  # the root
     assert layout.policy("block").reshard_after_forward == 4
 
 
-def test_what_is_kept_over_a_group_of_one_is_whole():
-    layout = make_table(LEAVES, Strategy("own", A, Split.GROUP, A, A), {"replica": 8})
+def test_what_is_kept_by_one_device_is_whole():
+    layout = make_table(LEAVES, Strategy("own", A, A, A, reshard_after_forward=1), {"replica": 8})
     assert layout.by_path["block.w"].stage("kept").axes == W
     assert layout.policy("block").reshard_after_forward is False
 
 
 BAD_STRATEGIES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer less split than parameters": ((A, A, A, F), "opt (fsdp) is less split than param (replica/fsdp)"),
-    "optimizer whole": ((F, F, F, W), "opt (whole) is less split than param (fsdp)"),
-    "optimizer over other axes": ((F, F, F, R), "opt (replica) is less split than param (fsdp)"),
+    "optimizer less split than parameters": ((A, A, F), "opt (fsdp) is less split than param (replica/fsdp)"),
+    "optimizer whole": ((F, F, W), "opt (whole) is less split than param (fsdp)"),
+    "optimizer over other axes": ((F, F, R), "opt (replica) is less split than param (fsdp)"),
     "optimizer less split, in words": (
-        (Split.ALL, Split.WHOLE, Split.ALL, Split.GROUP),
+        (Split.ALL, Split.ALL, Split.GROUP),
         "opt (group) is less split than param (all)",
     ),
-    "gradient coarser than parameters": ((F, F, W, F), "grad (whole) is less split than param (fsdp)"),
+    "gradient coarser than parameters": ((F, W, F), "grad (whole) is less split than param (fsdp)"),
     "gradient coarser, in words": (
-        (Split.ALL, Split.ALL, Split.GROUP, Split.ALL),
+        (Split.ALL, Split.GROUP, Split.ALL),
         "grad (group) is less split than param (all)",
     ),
-    "gradient finer than optimizer": ((W, W, A, F), "opt (fsdp) is less split than grad (replica/fsdp)"),
+    "gradient finer than optimizer": ((W, A, F), "opt (fsdp) is less split than grad (replica/fsdp)"),
     "partial with split parameters": (
-        (F, F, Split.PARTIAL, F),
+        (F, Split.PARTIAL, F),
         "grad (partial) needs param (whole), and param is fsdp",
     ),
     "partial with split parameters, in words": (
-        (Split.GROUP, Split.GROUP, Split.PARTIAL, Split.ALL),
+        (Split.GROUP, Split.PARTIAL, Split.ALL),
         "grad (partial) needs param (whole), and param is group",
     ),
-    "kept finer than parameters": ((F, A, F, F), "param (fsdp) is less split than kept (replica/fsdp)"),
-    "kept over far devices": ((A, R, A, A), "kept (replica) must be whole or the minor axes of param (replica/fsdp)"),
-    "kept by node without split parameters": (
-        (W, Split.NODE, W, W),
-        "kept (node) needs split parameters, and param is whole",
-    ),
-    "unknown axis": ((("data",), F, F, F), "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
-    "model axis": ((F, F, F, ("fsdp", "tensor")), "opt=('fsdp', 'tensor') is neither"),
-    "axis twice": ((F, F, ("fsdp", "fsdp"), F), "grad=('fsdp', 'fsdp') is neither"),
-    "axes out of order": ((("fsdp", "replica"), W, A, A), "each once, in the order ('replica', 'fsdp')"),
-    "a bare name": (("fsdp", F, F, F), "param='fsdp' is neither"),
-    "a list": ((["fsdp"], F, F, F), "param=['fsdp'] is neither"),
-    "partial parameters": ((Split.PARTIAL, W, W, W), "param cannot be partial; it is one of whole, group, all"),
-    "a gradient by node": ((F, F, Split.NODE, F), "grad cannot be node; it is one of whole, partial, group, all"),
-    "a partial optimizer": ((W, W, W, Split.PARTIAL), "opt cannot be partial; it is one of whole, group, all"),
-    "kept partial": ((W, Split.PARTIAL, W, W), "kept cannot be partial; it is one of whole, node, group, all"),
+    "kept over axes": ((A, A, A, F), "reshard_after_forward=('fsdp',) is neither True, False, 'node' nor a number"),
+    "kept by another word": ((A, A, A, "group"), "reshard_after_forward='group' is neither True, False, 'node'"),
+    "unknown axis": ((("data",), F, F), "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
+    "model axis": ((F, F, ("fsdp", "tensor")), "opt=('fsdp', 'tensor') is neither"),
+    "axis twice": ((F, ("fsdp", "fsdp"), F), "grad=('fsdp', 'fsdp') is neither"),
+    "axes out of order": ((("fsdp", "replica"), A, A), "each once, in the order ('replica', 'fsdp')"),
+    "a bare name": (("fsdp", F, F), "param='fsdp' is neither"),
+    "a list": ((["fsdp"], F, F), "param=['fsdp'] is neither"),
+    "partial parameters": ((Split.PARTIAL, W, W), "param cannot be partial; it is one of whole, group, all"),
+    "a partial optimizer": ((W, W, Split.PARTIAL), "opt cannot be partial; it is one of whole, group, all"),
 }
 
 
@@ -143,14 +137,14 @@ def test_an_axis_given_by_hand_must_be_in_the_mesh():
     with pytest.raises(
         ValueError, match=r"strategy: 'own' splits opt over axis 'replica', which the mesh lacks; its axes are fsdp"
     ):
-        make_table(LEAVES, Strategy("own", F, F, F, A), FSDP_ONLY)
+        make_table(LEAVES, Strategy("own", F, F, A), FSDP_ONLY)
     with pytest.raises(ValueError, match=r"block\.w: .* splits param over axis 'replica', which the mesh lacks"):
         place({"block.w": P("replica")}, mesh=FSDP_ONLY)
 
 
 def test_axes_that_only_a_word_stands_for_count_as_one_where_the_mesh_lacks_them():
     assert axes(make_table(LEAVES, "full_shard", FSDP_ONLY).by_path["head"])["opt"] == F
-    mixed = Strategy("own", F, F, Split.ALL, Split.ALL)
+    mixed = Strategy("own", F, Split.ALL, Split.ALL)
     assert axes(make_table(LEAVES, mixed, FSDP_ONLY).by_path["head"])["opt"] == F
     assert axes(place({"head": P(None, "fsdp")}, mesh=FSDP_ONLY)["head"])["opt"] == F
 
@@ -264,10 +258,10 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     "no strategy": ({"head": None}, "head: placements: strategy None is unknown"),
     "kept whole in a resharded unit": (
         {"block.w": "shard_grad_op"},
-        "block.w: placed by 'block.w', and strategy 'shard_grad_op' keeps it whole between forward and backward, while "
-        "its unit 'block' is resharded; set that unit's reshard_after_forward with per_unit",
+        "block.w: placed by 'block.w', and strategy 'shard_grad_op' has reshard_after_forward=False, while its "
+        "unit 'block' is resharded; set that unit's reshard_after_forward with per_unit",
     ),
-    "kept by node in a resharded unit": ({"block.w": "hpz"}, "strategy 'hpz' keeps it node between"),
+    "kept by node in a resharded unit": ({"block.w": "hpz"}, "strategy 'hpz' has reshard_after_forward='node'"),
     "nothing matches": (
         {"blok.*": "ddp"},
         "placements 'blok.*' matches no parameter; parameters: block.w, block.scale",
@@ -315,8 +309,14 @@ def test_a_partition_spec_on_a_layer_dim_is_refused():
 
 
 def test_ignored_and_placed_is_refused():
-    with pytest.raises(ValueError, match=r"block\.w: ignored by 'block' and placed by 'block\.w'; choose one"):
+    with pytest.raises(
+        ValueError, match=r"block\.w: placements 'block' \('ignored'\) and 'block\.w' \('ddp'\) collide"
+    ):
         place({"block.w": "ddp"}, ignored="block")
+
+
+def test_ignored_is_a_placement():
+    assert place({"block": "ignored"}) == place(None, ignored="block")
 
 
 def test_ignored_leaves_are_whole_in_their_own_dtype_and_still_trained():

@@ -12,7 +12,7 @@ from jfsdp.layout.mesh import DATA_AXES, make_abstract_mesh, split_mesh
 from jfsdp.layout.policy import OffloadPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import layout_to_dict
-from jfsdp.layout.strategy import STRATEGIES, Strategy
+from jfsdp.layout.strategy import NODE, STRATEGIES, Strategy
 from jfsdp.layout.table import HOST, Layout
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import make_table
@@ -25,13 +25,12 @@ AXES = st.sampled_from([(), ("fsdp",), ("replica",), DATA_AXES])
 
 @st.composite
 def strategies(draw: Any) -> Strategy:
-    """Presets, and strategies of axes: `kept` within `param` within `grad` within `opt`."""
+    """Presets, and strategies of axes: `param` within `grad` within `opt`."""
     if draw(st.booleans()):
         return draw(st.sampled_from([STRATEGIES[name] for name in STRATEGIES]))
-    param, kept, grad, opt = (draw(AXES) for _ in range(4))
+    param, grad, opt = (draw(AXES) for _ in range(3))
     assume(set(param) <= set(grad) <= set(opt))
-    assume(kept in ((), param) or (kept, param) == (("fsdp",), DATA_AXES))
-    return Strategy("own", param, kept, grad, opt)
+    return Strategy("own", param, grad, opt, reshard_after_forward=draw(st.sampled_from([True, False, 1, NODE])))
 
 
 @st.composite
@@ -48,7 +47,7 @@ def arguments(draw: Any) -> dict[str, Any]:
     num = math.prod(sizes[axis] for axis in strategy.axes("param"))
     last = next((sizes[axis] for axis in reversed(strategy.axes("param")) if sizes[axis] > 1), 1)
     numbers = [n for n in range(1, last + 1) if last % n == 0]
-    can_reshard = bool(strategy.axes("kept"))
+    can_reshard = strategy.axes("param") and strategy.reshard_after_forward is not False
     return {
         "leaves": shapes,
         "units": units,

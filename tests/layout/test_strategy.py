@@ -9,17 +9,17 @@ from jfsdp.layout.strategy import ALIASES, STRATEGIES, Split, Strategy, get_stra
 
 ROOT = Path(__file__).parents[2]
 
-# Strategy -> param, kept, grad accumulator, opt.
+# Strategy -> param, grad accumulator, opt, reshard_after_forward.
 TABLE = {
-    "ddp": ("whole", "whole", "whole", "whole"),
-    "zero1": ("whole", "whole", "partial", "all"),
-    "zero2": ("whole", "whole", "all", "all"),
-    "full_shard": ("all", "all", "all", "all"),
-    "shard_grad_op": ("all", "whole", "all", "all"),
-    "hybrid_shard": ("group", "group", "group", "group"),
-    "hybrid_shard_zero2": ("group", "whole", "group", "group"),
-    "hfsdp": ("group", "group", "all", "all"),
-    "hpz": ("all", "node", "all", "all"),
+    "ddp": ("whole", "whole", "whole", True),
+    "zero1": ("whole", "partial", "all", True),
+    "zero2": ("whole", "all", "all", True),
+    "full_shard": ("all", "all", "all", True),
+    "shard_grad_op": ("all", "all", "all", False),
+    "hybrid_shard": ("group", "group", "group", True),
+    "hybrid_shard_zero2": ("group", "group", "group", False),
+    "hfsdp": ("group", "all", "all", True),
+    "hpz": ("all", "all", "all", "node"),
 }
 
 # What other libraries call them: PyTorch FSDP1, FSDP2, DeepSpeed.
@@ -40,13 +40,14 @@ STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "full_shard"}
 
 
 def test_presets_are_the_table_of_the_design():
-    rows = {s.name: tuple(show(split) for split in (s.param, s.kept, s.grad, s.opt)) for s in STRATEGIES.values()}
+    rows = {s.name: (*map(show, (s.param, s.grad, s.opt)), s.reshard_after_forward) for s in STRATEGIES.values()}
     assert rows == TABLE
 
 
 def test_the_table_in_the_documents_is_the_table_in_the_code():
     rows = documented()
-    assert {name: tuple(cells[2:]) for name, cells in rows.items()} == TABLE
+    said = {"-": True, "true": True, "false": False, '"node"': "node"}
+    assert {name: (*cells[2:5], said[cells[5].strip("`")]) for name, cells in rows.items()} == TABLE
 
 
 def test_the_documents_give_every_other_name_beside_its_strategy():
@@ -68,13 +69,13 @@ def test_presets_are_listed_under_their_own_names():
     assert all(strategy.name == name for name, strategy in STRATEGIES.items())
 
 
-AXES = {"whole": (), "partial": (), "node": ("fsdp",), "group": ("fsdp",), "all": ("replica", "fsdp")}
+AXES = {"whole": (), "partial": (), "group": ("fsdp",), "all": ("replica", "fsdp")}
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_stages_name_the_axes_they_use(name):
-    axes = tuple(STRATEGIES[name].axes(stage) for stage in ("param", "kept", "grad", "opt"))
-    assert axes == tuple(AXES[split] for split in TABLE[name])
+    axes = tuple(STRATEGIES[name].axes(stage) for stage in ("param", "grad", "opt"))
+    assert axes == tuple(AXES[split] for split in TABLE[name][:3])
 
 
 def test_aliases_are_the_names_of_other_libraries():
@@ -91,7 +92,7 @@ def test_aliases_do_not_shadow_presets():
 
 
 def test_a_strategy_passes_through():
-    own = Strategy("own", Split.WHOLE, Split.WHOLE, Split.GROUP, Split.ALL)
+    own = Strategy("own", Split.WHOLE, Split.GROUP, Split.ALL)
     assert get_strategy(own) is own
 
 
@@ -109,7 +110,7 @@ def test_an_unknown_name_lists_all_valid_ones(name):
 )
 def test_optimizer_states_less_split_than_parameters_are_refused(param, opt):
     with pytest.raises(ValueError, match=rf"'odd': opt \({opt.value}\) is less split than param \({param.value}\)"):
-        Strategy("odd", param, Split.WHOLE, Split.WHOLE, opt)
+        Strategy("odd", param, Split.WHOLE, opt)
 
 
 @pytest.mark.parametrize(("name", "close"), [("full_shad", "full_shard"), ("zero_3", "zero3"), ("HSDP", None)])

@@ -208,6 +208,7 @@ def test_the_same_units_come_from_a_factory_and_from_an_instance():
 def test_stacks_are_recognised_by_their_shared_first_dim():
     units = resolve(Scanned, Block)
     assert (units["blocks"].stacked, units[ROOT].stacked) == (1, 0)
+    assert (units["blocks"].is_guessed, units[ROOT].is_guessed) == (True, False)
 
 
 def test_modules_of_a_list_are_not_taken_for_stacks():
@@ -216,6 +217,7 @@ def test_modules_of_a_list_are_not_taken_for_stacks():
 
 def test_a_stated_number_of_layer_dims_outranks_the_guess():
     assert resolve(Scanned, Unit(Block, stacked=0))["blocks"].stacked == 0
+    assert not resolve(Scanned, Unit(Block, stacked=1))["blocks"].is_guessed
     assert resolve(Net, Unit(Block, stacked=1))["blocks.0"].stacked == 1
 
 

@@ -266,7 +266,7 @@ def test_one_device_sends_nothing():
 
 def test_between_groups_only_the_shard_of_the_group_is_summed():
     """A strategy by hand: the master over all devices, so that every microbatch is reduced over groups too."""
-    own = jfsdp.Strategy("own", jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.ALL)
+    own = jfsdp.Strategy("own", jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.ALL)
     found = by_what(layout(own, mesh=GROUPS))
     assert found["reduce"] == pytest.approx(2 * P * GROUP_SHARE)
     assert found["reduce over groups"] == pytest.approx(2 * GROUP_SHARE * 2 * P / GROUP)
