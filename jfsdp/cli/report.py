@@ -19,14 +19,13 @@ GB, GIB = 1e9, 2**30
 
 def print_plan(plan: Plan) -> None:
     """Print a plan as tables."""
-    from jfsdp.engine.movements import MANUAL
     from jfsdp.layout.report import summary
     from jfsdp.trainer.options import as_options
 
     console, cluster = make_console(), plan.cluster
     console.print(f"{cluster.describe()}: {summary(plan.layout)}")
     console.print(f"program {plan.program}: {as_options(plan.reason)}")
-    if plan.program == MANUAL:
+    if plan.prefetch:
         ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
         console.print(f"{ahead}, storage {plan.layout.storage}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
-from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -52,7 +52,7 @@ class ShardedApply:
           ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
             on slices that the layout does not know.
         """
-        params = unpack_all(self.layout, dict(params))
+        params = to_leaves(self.layout, dict(params))
         traced, flat = self.trace(fn, params, state, *inputs)
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         return jax.tree.unflatten(traced.tree, self.engine.call_unit(ROOT, traced, root, flat))
@@ -72,7 +72,7 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`; and if no value has a name that a remat is to save.
         """
-        traced, flat = self.trace(fn, unpack_all(self.layout, dict(params)), state, *inputs)
+        traced, flat = self.trace(fn, to_leaves(self.layout, dict(params)), state, *inputs)
         _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
         outs, pull = self.engine.vjp(traced, flat, dict(params))
         (_, out), after = jax.tree.unflatten(traced.tree, outs)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
-from jfsdp.layout.flat import Buffer
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
 
@@ -261,9 +260,9 @@ def cast_floating(values: Any, dtype: str | None) -> Any:
 def num_sliced(leaf: Leaf, ndim: int) -> int:
     """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
     gone = len(leaf.shape) - ndim
-    if isinstance(leaf, Buffer) and gone > leaf.stacked:
+    if leaf.holds != (leaf.path,) and gone > leaf.stacked:
         raise ValueError(
-            f"{leaf.views[0].path}: is stored in one array with others, without its layer dim, but unit "
+            f"{leaf.holds[0]}: is stored in one array with others, without its layer dim, but unit "
             f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
             f"units=[jfsdp.Unit(..., stacked={gone})]"
         )

@@ -68,13 +68,14 @@ def movements(
       held: units that are gathered before the first microbatch and kept to the last.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
     """
-    deferred = deferred_axes(layout, accumulate=accumulate, once=once) if program == MANUAL else ()
+    by_device = program == MANUAL  # `xla` sees the rows of all devices: no axis can wait, and no group is summed first
+    deferred = deferred_axes(layout, accumulate=accumulate, once=once) if by_device else ()
     running, found = layout.gathered(held), []
     for leaf in layout.stored:
         now, times = running.by_path[leaf.path], accumulate * (calls or {}).get(leaf.unit, 1)
         if leaf.unit in held:
             found += _gather(layout, leaf, leaf.source, STEP)
-        for move in of_leaf(running, now, deferred, in_one=program == XLA):
+        for move in of_leaf(running, now, deferred, in_one=not by_device):
             found.append(move if move.when == LAST else dataclasses.replace(move, times=times))
         found += _updates(layout, leaf) if leaf.trainable else ()
     return tuple(found)

@@ -33,7 +33,7 @@ MEMORY_PERCENT = 120
 MANUAL_MEMORY_PERCENT = 200
 
 
-def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool = False) -> dict[str, Any]:
+def compiler_options(mesh: Any, layout: Layout | None = None, *, is_scheduled: bool = False) -> dict[str, Any]:
     """Return compiler options for a step on this mesh's platform. Moves no data.
 
     GPU: XLA's own rematerialization pass is off. Near the memory limit it recomputes gathers without a word and
@@ -43,16 +43,17 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
 
     Args:
       layout: that of the step; None for programs without a backward.
+      is_scheduled: whether gathers are ordered by a schedule of ours.
     """
     if _platform(mesh) not in ("gpu", "cuda", "rocm"):
         return {}
     options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     if layout is None:
         return options
-    options |= {} if layout.buffers else _combined(layout)
+    options |= {} if layout.packed else _combined(layout)
     options["xla_gpu_enable_latency_hiding_scheduler"] = True  # XLA's default on an H100, and not on an A100
     several = {"xla_gpu_experimental_parallel_collective_overlap_limit": NUM_IN_FLIGHT}
-    if is_manual:
+    if is_scheduled:
         # In a list, where no loop bounds them, several in flight let whole gradients pile up: 18.9 GiB, and one 15.8.
         loops = several | {"xla_gpu_memory_limit_slop_factor": MANUAL_MEMORY_PERCENT}
         return options | (loops if any(unit.stacked for unit in layout.units) else {})
@@ -64,7 +65,7 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_manual: bool
 
 
 def _combined(layout: Layout) -> dict[str, Any]:
-    """Return the options by which the collectives of a unit are combined; under flat storage there is one anyway."""
+    """Return the options by which the collectives of a unit are combined, where each leaf moves by itself."""
     whole, shard = unit_bytes(layout)
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": max(whole, COMBINE_BYTES),

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import Engine, Pairs, Pull, to_device
-from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.table import Leaf
@@ -30,7 +30,7 @@ class XlaEngine(Engine):
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root unit by JAX's own rules around the units' derivatives; see `Engine.vjp`."""
-        params = unpack_all(self.layout, source)
+        params = to_leaves(self.layout, source)
         trained = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
 
         def scalar(trained: Arrays) -> tuple[Any, Any]:
@@ -42,7 +42,7 @@ class XlaEngine(Engine):
         total, pull, outs = jax.vjp(scalar, trained, has_aux=True)
 
         def add(cotangent: jax.Array, sums: Arrays | None) -> Arrays:
-            found = pack_all(self.layout, jax.tree.map(to_device, pull(cotangent.astype(total.dtype))[0]))
+            found = to_rest(self.layout, jax.tree.map(to_device, pull(cotangent.astype(total.dtype))[0]))
             grads = {path: x.astype(self.layout.by_path[path].stage("grad").dtype) for path, x in found.items()}
             return grads if sums is None else {path: sums[path] + grad for path, grad in grads.items()}
 

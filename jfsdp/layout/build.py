@@ -11,19 +11,20 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jfsdp.layout.flat import in_buffers
+from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
 from jfsdp.layout.select import Selector, select_leaves
 from jfsdp.layout.strategy import Split, Strategy, get_strategy
-from jfsdp.layout.table import DEVICE, HOST, Layout, Leaf, Stage
+from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Layout, Leaf, Stage
 from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
 Placements = Mapping[Any, str | int | Strategy | PartitionSpec]
 Selectors = Selector | Sequence[Selector] | None
+STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest leaves that are split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,11 @@ def build_layout(
     mesh: Mesh | AbstractMesh,
     strategy: Strategy,
     mp_policy: MixedPrecisionPolicy,
-    min_size: int = DEFAULT_MIN_SIZE,
+    min_size: int | None = None,
     rules: LeafRules | None = None,
     types: Mapping[str, type] | None = None,
     offload: OffloadPolicy | None = None,
-    storage: str = "per_parameter",
+    storage: str = PER_PARAMETER,
 ) -> Layout:
     """Decide every stage of every leaf. Moves no data.
 
@@ -86,12 +87,16 @@ def build_layout(
       rules: what holds for single leaves.
       types: class of each leaf's variable, where the model's API has them.
       offload: what waits in host memory.
+      min_size: leaves below it are replicated; None: as the storage form has it.
       storage: one of `STORAGE_FORMS`.
 
     Raises:
       ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
         that choose nothing or collide, and placements that cannot work.
     """
+    if storage not in STORAGE_FORMS:
+        raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
+    min_size = STORAGE_FORMS[storage] if min_size is None else min_size
     if not hasattr(min_size, "__index__") or min_size < 0:
         raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
     if not isinstance(offload, OffloadPolicy | None):
@@ -120,7 +125,7 @@ def build_layout(
         min_size=min_size,
     )
     _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
-    return in_buffers(layout) if storage == "flat" else layout
+    return in_buffers(layout) if storage == FLAT else layout
 
 
 def _choose(

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from jfsdp.layout.table import Layout, Leaf
 
-STORAGE_FORMS = ("per_parameter", "flat")
+FLAT = "flat"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Buffer(Leaf):
     """
 
     views: tuple[View, ...] = ()
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """The leaves that stand in it, in the order of its chunks."""
+        return tuple(view.path for view in self.views)
 
     @property
     def chunk(self) -> int:
@@ -87,7 +92,7 @@ def in_buffers(layout: Layout) -> Layout:
                 "use storage='per_parameter'"
             )
         buffers.append(_make_buffer(layout, name, leaves))
-    return dataclasses.replace(layout, buffers=tuple(buffers))
+    return dataclasses.replace(layout, storage=FLAT, packed=tuple(buffers))
 
 
 def _name(unit: str, num_before: int) -> str:

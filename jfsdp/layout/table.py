@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -19,10 +19,8 @@ from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
 
-if TYPE_CHECKING:
-    from jfsdp.layout.flat import Buffer
-
 DEVICE, HOST = "device", "pinned_host"
+PER_PARAMETER = "per_parameter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +68,11 @@ class Leaf:
         if stage is None:
             raise ValueError(f"{self.path}: has no stage {name!r} ({self.reason})")
         return stage
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """The leaves that stand in this array at rest: this one."""
+        return (self.path,)
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +128,8 @@ class Layout:
     """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays.
 
     Attributes:
-      buffers: under flat storage, the arrays that hold the leaves; else empty.
+      storage: the storage form; "per_parameter": each leaf is an array at rest.
+      packed: the arrays at rest of another form; else empty.
     """
 
     leaves: tuple[Leaf, ...]
@@ -135,7 +139,8 @@ class Layout:
     strategy: Strategy
     mp_policy: MixedPrecisionPolicy
     min_size: int
-    buffers: tuple[Buffer, ...] = ()
+    storage: str = PER_PARAMETER
+    packed: tuple[Leaf, ...] = ()
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -152,33 +157,22 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        """The leaves by name, and the buffers; an unknown name is a `KeyError` that tells close ones."""
-        return _ByPath({leaf.path: leaf for leaf in (*self.leaves, *self.buffers)})
-
-    @property
-    def storage(self) -> str:
-        """The storage form, "per_parameter" or "flat"."""
-        return "flat" if self.buffers else "per_parameter"
+        """The leaves by name, and what holds them at rest; an unknown name is a `KeyError` that tells close ones."""
+        return _ByPath({leaf.path: leaf for leaf in (*self.leaves, *self.packed)})
 
     @property
     def stored(self) -> tuple[Leaf, ...]:
-        """What stands at rest: the leaves, or under flat storage the buffers that hold them."""
-        return self.buffers or self.leaves
+        """What stands at rest: the leaves, or the arrays that hold several of them each."""
+        return self.packed or self.leaves
 
     @functools.cached_property
     def stored_name(self) -> Mapping[str, str]:
         """By leaf, the name of the array that holds it at rest."""
-        held = {view.path: buffer.path for buffer in self.buffers for view in buffer.views}
-        return {leaf.path: held.get(leaf.path, leaf.path) for leaf in self.leaves}
-
-    def held_by(self, name: str) -> tuple[str, ...]:
-        """Return the leaves in an array at rest: those of a buffer, or the one leaf itself."""
-        views = getattr(self.by_path[name], "views", ())
-        return tuple(view.path for view in views) or (name,)
+        return {path: stored.path for stored in self.stored for path in stored.holds}
 
     def per_parameter(self) -> Layout:
         """Return the same layout with every leaf stored by itself."""
-        return dataclasses.replace(self, buffers=())
+        return dataclasses.replace(self, storage=PER_PARAMETER, packed=())
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit; the root is the empty name.
@@ -229,8 +223,8 @@ class Layout:
             else dataclasses.replace(policy, **_RESHARD)
             for unit, policy in zip(self.units, self.policies, strict=True)
         )
-        leaves, buffers = (tuple(map(change, table)) for table in (self.leaves, self.buffers))
-        return dataclasses.replace(self, leaves=leaves, policies=policies, buffers=buffers)  # type: ignore[arg-type]
+        leaves, packed = (tuple(map(change, table)) for table in (self.leaves, self.packed))
+        return dataclasses.replace(self, leaves=leaves, policies=policies, packed=packed)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

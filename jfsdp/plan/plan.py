@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.engine.manual.schedule import Prefetch
-from jfsdp.engine.movements import MANUAL
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
@@ -62,7 +61,7 @@ class Plan:
 
     Attributes:
       program: "xla" or "manual", and the reason why.
-      prefetch: that of program "manual".
+      prefetch: how far gathers run ahead; None: XLA orders them.
     """
 
     cluster: Cluster
@@ -76,7 +75,7 @@ class Plan:
     reserve_bytes: int
     program: str
     reason: str
-    prefetch: Prefetch
+    prefetch: Prefetch | None
 
     @property
     def limit_bytes(self) -> int:
@@ -151,7 +150,7 @@ class Plan:
             "strategy": self.layout.strategy.name,
             "program": self.program,
             "reason": self.reason,
-            "prefetch": dataclasses.asdict(self.prefetch) if self.program == MANUAL else None,
+            "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
             "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
             "peak_bytes": peak.peak_bytes,

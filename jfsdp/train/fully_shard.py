@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
-from jfsdp.layout.flat import STORAGE_FORMS
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
@@ -27,12 +26,11 @@ from jfsdp.layout.mesh import (
 )
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units
 from jfsdp.modules.model import as_model
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, sums_apart
+from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale
 
 
@@ -102,7 +100,8 @@ def fully_shard(
       LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
         not small, or weights that are repeated over axis `tensor`.
     """
-    _check_available(engine, storage)
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with model_mesh(mesh):
@@ -126,7 +125,7 @@ def fully_shard(
         mesh=mesh,
         strategy=strategy,
         mp_policy=mp_policy,
-        min_size=(0 if storage == "flat" else DEFAULT_MIN_SIZE) if min_size is None else min_size,
+        min_size=min_size,
         rules=LeafRules(shard_dim, frozen, ignored, placements),
         types=flax_model.types,
         offload=offload_policy,
@@ -135,9 +134,9 @@ def fully_shard(
     for warning in advise_memory(layout):
         warnings.warn(warning, LayoutWarning, stacklevel=2)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
-    needs = [f"storage={storage!r}"] * (storage == "flat") + [f"prefetch={prefetch!r}"] * (prefetch is not None)
+    needs = [] if prefetch is None else [f"prefetch={prefetch!r}"]
     given = None if prefetch is None else as_prefetch(prefetch)
-    asked = Asked(engine, given, (*needs, *sums_apart(layout)))
+    asked = Asked(engine, given, (*needs, *needs_of(layout)))
     choose(layout, asked)  # refuses what contradicts itself
     return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
 
@@ -179,10 +178,3 @@ def _check_mesh(mesh: Any) -> None:
                 f"to a batch; a process has {mesh.size // num_processes(mesh)} of the mesh's devices: take a size that "
                 "divides that, or start one process per host, with all devices of the host"
             )
-
-
-def _check_available(engine: str, storage: str) -> None:
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
-    if storage not in STORAGE_FORMS:
-        raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")

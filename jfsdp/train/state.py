@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.engine.at_rest import to_rest
 from jfsdp.engine.engine import Engine, to_device
-from jfsdp.engine.flat import pack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.table import DEVICE, Layout
@@ -29,11 +29,11 @@ class TrainState:
 
     Attributes:
       step: int32 scalar; how many steps were taken, skipped ones included.
-      params: the master parameters by name, in their stored shape (logical, or padded along the split dim); under flat
-        storage the buffers that hold them, by the buffer's name. So `work`.
+      params: the master parameters by name, in their stored shape (logical, or padded along the split dim); or
+        the arrays at rest that hold several of them, by the array's name. So `work`.
       work: the low-precision copy at rest by name, for strategies that keep one; else empty.
       opt_state: what `tx.init` returned for the trained parameters in the model's own tree, its arrays in their stored
-        shape: one for each leaf, under flat storage too.
+        shape: one for each leaf, in every storage form.
       model_state: the model's other state by name (batch statistics, rng keys and counts).
       num_skipped: int32 scalar; how many steps were skipped for non-finite gradients.
       loss_scale: the loss scale of float16 training; else empty.
@@ -69,7 +69,7 @@ def make_state(
     Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
     """
     engine = optimizer.engine
-    stored = engine.constrain(pack_all(engine.layout, params), "param")
+    stored = engine.constrain(to_rest(engine.layout, params), "param")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=stored,

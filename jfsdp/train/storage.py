@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, with_shardings
 
@@ -25,11 +25,11 @@ def by_leaf(state: TrainState) -> TrainState:
 
     Layout:  [layers, chunks * chunk / axes] -> [D/axes F] each.
     Cost:    none between devices.
-    Memory:  a second copy of the parameters, under flat storage, until one of the two is dropped; all other arrays are
-             those of the state given.
+    Memory:  a second copy of the parameters, where leaves share arrays, until one of the two is dropped; all other
+             arrays are those of the state given.
     """
     layout = state.layout
-    return _place(unpack_all, layout, state, layout.per_parameter()) if layout.buffers else state
+    return _place(to_leaves, layout, state, layout.per_parameter()) if layout.packed else state
 
 
 def in_storage(state: TrainState, layout: Layout) -> TrainState:
@@ -37,7 +37,7 @@ def in_storage(state: TrainState, layout: Layout) -> TrainState:
 
     Layout, Cost, Memory: as `by_leaf`.
     """
-    return _place(pack_all, layout, state, layout) if layout.buffers else state
+    return _place(to_rest, layout, state, layout) if layout.packed else state
 
 
 def shapes_by_leaf(state: TrainState) -> TrainState:
@@ -47,7 +47,7 @@ def shapes_by_leaf(state: TrainState) -> TrainState:
 
 def opened(state: TrainState) -> TrainState:
     """Do what `by_leaf` does inside a `jit`, without placing anything."""
-    params, work = _convert(unpack_all, state.layout, (state.params, state.work))
+    params, work = _convert(to_leaves, state.layout, (state.params, state.work))
     return dataclasses.replace(state, params=params, work=work, layout=state.layout.per_parameter())
 
 
@@ -61,9 +61,9 @@ def _converter(form: Form, layout: Layout) -> Callable[[Any], Any]:
     return functools.partial(_convert, form, layout)
 
 
-def _place(form: Form, buffers: Layout, state: TrainState, layout: Layout) -> TrainState:
-    """Bring parameters and copies from the form of the state into that of `layout`; `buffers` is the flat one."""
-    convert, trees = _converter(form, buffers), (state.params, state.work)
+def _place(form: Form, packed: Layout, state: TrainState, layout: Layout) -> TrainState:
+    """Bring parameters and copies from the form of the state into that of `layout`; in `packed` leaves share arrays."""
+    convert, trees = _converter(form, packed), (state.params, state.work)
     mesh: Any = state.step.sharding.mesh  # type: ignore[attr-defined]
     shapes = jax.eval_shape(convert, trees)
     stages = zip(shapes, ("param", "work"), strict=True)

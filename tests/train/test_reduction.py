@@ -7,7 +7,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.train.step.choice import sums_apart
+from jfsdp.train.step.choice import needs_of
 from jfsdp.train.step.step import StepConfig
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
@@ -34,7 +34,7 @@ def layout(**settings: Any) -> jfsdp.Layout:
     ],
 )
 def test_sums_in_another_dtype_than_weights_travel_in_are_named(settings, found):
-    assert sums_apart(layout(**settings)) == found
+    assert needs_of(layout(**settings)) == found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

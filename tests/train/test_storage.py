@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfsdp
-from jfsdp.engine.flat import pack, unpack
+from jfsdp.engine.at_rest import pack, unpack
+from jfsdp.layout.flat import Buffer
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.wire.theory import expected_wire
 from jfsdp.train.account import account
@@ -60,11 +61,11 @@ def test_a_unit_is_one_array_per_stage():
 def test_a_chunk_is_what_the_device_holds_of_each_leaf():
     model = make()
     state, leaves = model.init(TX), by_leaf(model.init(TX))
-    for buffer in model.layout.buffers:
+    for buffer in model.layout.packed:
         for shard in state.params[buffer.path].addressable_shards:
             own = [
-                next(x.data for x in leaves.params[view.path].addressable_shards if x.device == shard.device)
-                for view in buffer.views
+                next(x.data for x in leaves.params[path].addressable_shards if x.device == shard.device)
+                for path in buffer.holds
             ]
             lead = shard.data.shape[:-1]
             wanted = np.concatenate([np.asarray(x).reshape(*lead, -1) for x in own], axis=-1)
@@ -132,15 +133,15 @@ def test_the_state_of_an_optimizer_has_the_structure_that_its_init_returned():
 
 def test_frozen_leaves_have_a_buffer_of_their_own_and_are_not_reduced():
     model = make(frozen=["blocks.up"])
-    names = {buffer.path for buffer in model.layout.buffers}
+    names = {buffer.path for buffer in model.layout.packed}
     assert names == {"flat_param", "blocks.flat_param", "blocks.flat_param_2"}
-    frozen = next(buffer for buffer in model.layout.buffers if not buffer.trainable)
-    assert model.layout.held_by(frozen.path) == ("blocks.up.bias", "blocks.up.kernel")
+    frozen = next(buffer for buffer in model.layout.packed if not buffer.trainable)
+    assert frozen.holds == ("blocks.up.bias", "blocks.up.kernel")
     before = jax.device_get(model.init(TX).params)
     after = jax.device_get(train(model)[0].params)
     assert not [role for role in model.init(TX).roles.arrays if (role.leaf or "").startswith("blocks.up")]
     changed = {name: bool((after[name] != before[name]).any()) for name in after}
-    assert changed == {buffer.path: buffer.trainable for buffer in model.layout.buffers}
+    assert changed == {buffer.path: buffer.trainable for buffer in model.layout.packed}
 
 
 def test_leaves_of_other_dtypes_have_buffers_of_their_own():
@@ -154,7 +155,7 @@ def test_leaves_of_other_dtypes_have_buffers_of_their_own():
             return self.tower(tokens) * self.half[...].astype(jnp.float32).mean() + self.table[...].sum() * 0
 
     layout = make(Mixed).layout
-    assert {buffer.dtype for buffer in layout.buffers} == {"float32", "bfloat16", "int32"}
+    assert {buffer.dtype for buffer in layout.packed} == {"float32", "bfloat16", "int32"}
     found, wanted = train(make(Mixed))[1], train(make(Mixed, storage="per_parameter"))[1]
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
 
@@ -220,8 +221,9 @@ def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
         engine="manual",
         storage="flat",
     ).layout
-    for buffer in layout.buffers:
-        leaves = {path: layout.by_path[path] for path in layout.held_by(buffer.path)}
+    for buffer in layout.packed:
+        assert isinstance(buffer, Buffer)
+        leaves = {path: layout.by_path[path] for path in buffer.holds}
         values = {path: jax.random.normal(jax.random.key(0), x.stored_shape) for path, x in leaves.items()}
         packed = pack(buffer, values)
         assert packed.shape == buffer.shape

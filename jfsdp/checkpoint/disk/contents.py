@@ -69,7 +69,7 @@ class Stored:
 
 def contents(state: TrainState) -> list[Stored]:
     """List the arrays of a state, or of its shapes, in the order of its tree. Moves no data between devices."""
-    buffers = {buffer.path: buffer for buffer in state.layout.buffers}
+    buffers = {buffer.path: buffer for buffer in state.layout.packed if isinstance(buffer, Buffer)}
     shapes = {role.name: role.shape for role in state.roles.arrays}
     shapes |= {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
     found, roles = [], iter(state.roles.arrays)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfsdp.engine.at_rest import close_grads, one_to_rest, rest_of
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.engine import SCOPE, scoped
-from jfsdp.engine.flat import close_grads, pack_one, stored_shards
 from jfsdp.engine.manual.forward import LoopRecord
 from jfsdp.engine.manual.program import Call, Item, Loop
 from jfsdp.engine.manual.weights import Gathers, at, join, put_at, zeros
@@ -62,7 +62,7 @@ class Sums:
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
         """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
-        gone = stored_shards(self.layout, shards)
+        gone = rest_of(self.layout, shards)
         stored = close_grads(self.layout, grads, gone)
         if stored:
             self.waiting.append(Waiting(unit, {name: gone[name] for name in stored}, iteration, stored))
@@ -129,7 +129,7 @@ class Sums:
         ]
 
     def _trained(self, call: Call) -> dict[str, int]:
-        stored = stored_shards(self.layout, call.shards)
+        stored = rest_of(self.layout, call.shards)
         return {name: gone for name, gone in stored.items() if self.layout.by_path[name].trainable}
 
 
@@ -160,7 +160,7 @@ class Backward:
     def _leave_root(self, place: int, cts: Cotangents) -> None:
         """Let the gradients of those weights of the root wait that no item before this one reads."""
         for name in self.step.first_use.get(place, []):
-            variables = {path: self.step.root_vars[path] for path in self.step.engine.layout.held_by(name)}
+            variables = {path: self.step.root_vars[path] for path in self.step.engine.layout.by_path[name].holds}
             if self.step.derivatives.is_trained(name) and any(var in cts for var in variables.values()):
                 grads = {path: _pop(cts, var) for path, var in variables.items()}
                 self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
@@ -174,13 +174,13 @@ class Backward:
     def _total(self, name: str, cts: Cotangents) -> jax.Array:
         """Return a gradient as it is stored, and what calls outside the schedule add to it."""
         found, layout = self.sums.reduced.get(name), self.step.engine.layout
-        in_place = {path: cts.get(self.step.shard_vars.get(path)) for path in layout.held_by(name)}
+        in_place = {path: cts.get(self.step.shard_vars.get(path)) for path in layout.by_path[name].holds}
         if any(grad is not None for grad in in_place.values()):
             rest = {
                 path: self.sums.zeros(path, 0) if grad is None else self.step.engine.finish_in_place(path, grad)
                 for path, grad in in_place.items()
             }
-            added = pack_one(layout, name, rest)
+            added = one_to_rest(layout, name, rest)
             found = added if found is None else found + added
         return self.sums.zeros(name, 0) if found is None else found
 

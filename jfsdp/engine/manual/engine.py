@@ -22,8 +22,8 @@ from typing import Any
 import jax
 
 from jfsdp.compat import ClosedJaxpr
+from jfsdp.engine.at_rest import open_full, rest_of
 from jfsdp.engine.engine import Pull
-from jfsdp.engine.flat import open_full, stored_shards
 from jfsdp.engine.manual.backward import Backward
 from jfsdp.engine.manual.collectives import LocalEngine
 from jfsdp.engine.manual.derivatives import Derivatives
@@ -140,7 +140,7 @@ class Step:
     def open(self, call: Call, full: Arrays) -> Arrays:
         """Return a call's gathered weights leaf by leaf."""
         layout = self.engine.layout
-        return open_full(layout, full, stored_shards(layout, call.shards))
+        return open_full(layout, full, rest_of(layout, call.shards))
 
     def gather_root(self, names: Sequence[str], tie: Any) -> Arrays:
         """Gather weights of the root; return them leaf by leaf, and keep of them what their policy says."""
@@ -178,7 +178,7 @@ class Step:
         uses: dict[int, list[str]] = {}
         reads = [*([*item.inputs, *self.own(item).values()] for item in self.block.items), self.block.outputs]
         for name in dict.fromkeys(map(self.engine.layout.stored_name.__getitem__, self.root_vars)):
-            own = [self.root_vars[path] for path in self.engine.layout.held_by(name)]
+            own = [self.root_vars[path] for path in self.engine.layout.by_path[name].holds]
             readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in own))
             place = next(readers, None)
             if place is not None:

@@ -53,7 +53,7 @@ class Forward:
     def _gather_root(self, names: Sequence[str], env: Env, tie: Any) -> None:
         """Gather stored weights of the root, if they are not here."""
         layout, variables = self.step.engine.layout, self.step.root_vars
-        missing = [name for name in names if variables[layout.held_by(name)[0]] not in env]
+        missing = [name for name in names if variables[layout.by_path[name].holds[0]] not in env]
         if missing:
             full = self.step.gather_root(missing, tie)
             env.update({variables[path]: value for path, value in full.items()})

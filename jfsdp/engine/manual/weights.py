@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.flat import stored_shards
+from jfsdp.engine.at_rest import rest_of
 from jfsdp.engine.manual.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
 
@@ -57,7 +57,7 @@ class Weights:
         self.kept: dict[Call, Any] = {}
 
     def _stored(self, call: Call) -> dict[str, int]:
-        return stored_shards(self.engine.layout, call.shards)
+        return rest_of(self.engine.layout, call.shards)
 
     def _shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
         """Return what a call takes of the weights at rest, as they are stored."""

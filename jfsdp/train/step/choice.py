@@ -20,8 +20,13 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jfsdp.engine.manual.schedule import Prefetch
+from jax.sharding import Mesh
+
+from jfsdp.engine.engine import Engine
+from jfsdp.engine.manual.engine import ManualEngine
+from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.step.survey import Survey
 
@@ -53,11 +58,26 @@ class Asked:
 
 
 class Choice(NamedTuple):
-    """A program, or None where it is open; the reason in words; and what to warn of."""
+    """What was chosen.
+
+    Attributes:
+      program: its name; None where it is open.
+      reason: in words.
+      notes: what to warn of.
+      prefetch: how far its gathers run ahead; None: XLA orders them.
+      waits: whether what the loss and the model do still decides, or may forbid it.
+    """
 
     program: str | None
     reason: str
     notes: tuple[str, ...] = ()
+    prefetch: Prefetch | None = None
+    waits: bool = False
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the loss is computed of each device's rows by themselves."""
+        return self.program == MANUAL
 
 
 def choose(
@@ -80,7 +100,23 @@ def choose(
         notes.append(f"{reason}: {_ALIKE}; draw from keys in the model's state")
     if found and program == XLA and found.gathers_rows and layout.data_axes:
         notes.append(_GATHERS)
-    return Choice(program, reason, tuple(notes))
+    prefetch = as_prefetch(asked.prefetch) if program == MANUAL else None
+    return Choice(program, reason, tuple(notes), prefetch, found is None and program != XLA)
+
+
+def make_engine(
+    program: str | None, layout: Layout, mesh: Mesh, asked: Asked, *, later: tuple[str, ...], own_axes: tuple[str, ...]
+) -> Engine:
+    """Make the engine of a program. Moves no data.
+
+    Args:
+      later: the axes that wait for the last microbatch, where the program can leave any.
+      own_axes: the mesh axes over which the model states shardings of its own.
+    """
+    if program == XLA:
+        return XlaEngine(layout, mesh)
+    is_asked = asked.engine == MANUAL or asked.prefetch is not None
+    return ManualEngine(layout, mesh, later, own_axes, as_prefetch(asked.prefetch), is_asked)
 
 
 def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: Survey | None) -> tuple[str | None, str]:
@@ -152,11 +188,12 @@ def _is_split_further(leaf: Leaf) -> bool:
     return leaf.trainable and bool(split) and leaf.stage("grad").axes != split
 
 
-def sums_apart(layout: Layout) -> list[str]:
-    """Say of units whose gradients are to be summed in another dtype than they have: XLA could not. Moves no data."""
-    found = []
+def needs_of(layout: Layout) -> list[str]:
+    """Say what of a layout XLA could not do: arrays that are to move together, sums in another dtype. Moves no data."""
+    found = [f"storage={layout.storage!r}"] if layout.packed else []
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:
             found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} travel in {use})")
-    return found[:1]
+            break
+    return found

@@ -28,14 +28,11 @@ from jax.sharding import PartitionSpec
 from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.manual.engine import ManualEngine
-from jfsdp.engine.manual.schedule import as_prefetch
-from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
+from jfsdp.engine.movements import deferred_axes
 from jfsdp.engine.unit import Arrays
-from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
 from jfsdp.train.state import trainable
-from jfsdp.train.step.choice import Asked, Choice, choose
+from jfsdp.train.step.choice import Asked, Choice, choose, make_engine
 from jfsdp.train.step.loss import Loss, as_loss, merge
 from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
 
@@ -90,7 +87,7 @@ class Gradients:
         if self.is_decided:
             return self.choice
         mesh = self.apply.engine.mesh
-        if self.choice.program != XLA or model_axes(mesh):
+        if self.choice.waits or model_axes(mesh):
             found: list[Survey] = []
             # From shapes alone: arrays may be those of devices that are not there.
             jax.eval_shape(lambda *arrays: found.append(self._survey(*arrays)), source, model_state, batch)
@@ -148,12 +145,10 @@ class Gradients:
         held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
         if held:
             source, layout = source | engine.gather_all(held), layout.gathered(self.held)
-        if (program or self.choice.program) == MANUAL:
-            later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
-            ahead, is_asked = self.asked.prefetch, self.asked.engine == MANUAL or self.asked.prefetch is not None
-            manual = ManualEngine(layout, engine.mesh, later, self.own_axes, as_prefetch(ahead), is_asked)
-            return ShardedApply(self.apply.model, manual), source
-        return ShardedApply(self.apply.model, XlaEngine(layout, engine.mesh)), source
+        later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
+        name = program or self.choice.program
+        made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
+        return ShardedApply(self.apply.model, made), source
 
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
         """Sum over the microbatches of the rows at hand, as the program reduces each."""

@@ -77,7 +77,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
     _check_weight(gradients, *arrays)
-    if gradients.choice.program == XLA:
+    if not gradients.choice.by_device:
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
     parts, _ = _run(gradients, _parts, arrays, options)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
-from jfsdp.engine.manual.schedule import as_prefetch
+from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
@@ -138,7 +138,6 @@ class BatchStep:
     """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
 
     Attributes:
-      prefetch: how far gathers run ahead in program `manual`.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class BatchStep:
         asked = asked or Asked()
         if config.reduce == "once" and config.accumulate > 1:
             asked = dataclasses.replace(asked, needs=(*asked.needs, "reduce='once'"))
-        self.prefetch = as_prefetch(asked.prefetch)
         held, once = config.held_units(self.layout), config.reduces_once(self.layout)
         is_scaled = loss_scale is not None
         self._gradients = Gradients(apply, loss_fn, asked, config.accumulate, once, held, is_scaled)
@@ -171,6 +169,11 @@ class BatchStep:
         return self._gradients.choice.program
 
     @property
+    def prefetch(self) -> Prefetch | None:
+        """How far its gathers run ahead; None where XLA orders them, or the program is not known yet."""
+        return self._gradients.choice.prefetch
+
+    @property
     def reason(self) -> str:
         """Why it is that program, in words."""
         return self._gradients.choice.reason
@@ -178,7 +181,7 @@ class BatchStep:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What the step is compiled with, once its program is known: jfsdp's own and those of its configuration."""
-        own = compiler_options(self.mesh, self.layout, is_manual=self.program == MANUAL)
+        own = compiler_options(self.mesh, self.layout, is_scheduled=self.prefetch is not None)
         options = own | dict(self.config.compiler_options or {})
         return {name: value for name, value in options.items() if value is not None}
 

@@ -10,6 +10,7 @@ import jax
 
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import (
     all_eqns,
     depends_on,
@@ -23,7 +24,6 @@ from jfsdp.engine.dataflow import (
     unread,
 )
 from jfsdp.engine.engine import SCOPE, is_key
-from jfsdp.engine.flat import unpack_all
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
 from jfsdp.layout.table import Layout
@@ -127,7 +127,7 @@ class _Trace:
             self.is_sum = hasattr(value, "total")
             return as_loss(value)
 
-        self.traced, self._flat = apply.trace(as_sum, unpack_all(apply.layout, dict(source)), model_state, rows)
+        self.traced, self._flat = apply.trace(as_sum, to_leaves(apply.layout, dict(source)), model_state, rows)
         self.jaxpr = self.traced.jaxpr
         given = [x.ndim > 0 for x in jax.tree.leaves(rows)]
         num_root = len(self.jaxpr.invars) - self.traced.num_flat

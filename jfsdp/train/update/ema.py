@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.layout.table import Layout
@@ -114,9 +114,9 @@ def _place(
     engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     here = (jax.tree.map(to_device, values) for values in (params, averages))
-    opened, new = (unpack_all(engine.layout, values) for values in here)
+    opened, new = (to_leaves(engine.layout, values) for values in here)
     # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state. Averages may be of
     # some leaves of an array only, and of another dtype.
     cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in (opened | new).items()}
-    stored = pack_all(engine.layout, cast)
+    stored = to_rest(engine.layout, cast)
     return stored, make_work(engine, stored)

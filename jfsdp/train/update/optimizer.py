@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import Engine, pad_leaf
-from jfsdp.engine.flat import pack_all, unpack_all
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.table import Leaf
 from jfsdp.modules.model import ParamTree
@@ -133,12 +133,12 @@ class ShardedOptimizer:
 
     def _cut_all(self, values: Arrays) -> Arrays:
         layout = self.engine.layout
-        if layout.buffers:
-            values = self.engine.constrain(unpack_all(layout, dict(values)), "opt")
+        if layout.packed:
+            values = self.engine.constrain(to_leaves(layout, dict(values)), "opt")
         return {path: self._cut(path, x) for path, x in values.items()}
 
     def _pad_all(self, values: Arrays) -> Arrays:
-        return pack_all(self.engine.layout, {path: self._pad(path, x) for path, x in values.items()})
+        return to_rest(self.engine.layout, {path: self._pad(path, x) for path, x in values.items()})
 
     def _cut_state(self, role: Role, value: Any) -> Any:
         return self._cut(role.leaf or "", value) if role.padding else value

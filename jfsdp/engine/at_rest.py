@@ -1,6 +1,8 @@
-"""Between the buffers of flat storage and the leaves in them; see [Note: what a buffer looks like] in layout/flat.py.
+"""Between leaves and the arrays that hold them at rest; outside this file nobody asks what such an array looks like.
 
-Everything here is a reshape, a slice or a concatenation inside each device's own part: no byte moves between devices.
+Each leaf is an array of its own, or several stand in one buffer: see [Note: what a buffer looks like] in
+layout/flat.py. Everything here is a reshape, a slice or a concatenation inside each device's own part: no byte moves
+between devices.
 """
 
 from __future__ import annotations
@@ -62,42 +64,42 @@ def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.
     return chunks.reshape(*chunks.shape[:num_lead], chunks.shape[-2] * buffer.chunk)
 
 
-def pack_one(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.Array:
+def one_to_rest(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.Array:
     """Return the array at rest of this name, of the leaves that it holds, in their stored shape or parts of it."""
-    buffer = next((buffer for buffer in layout.buffers if buffer.path == name), None)
-    return leaves[name] if buffer is None else pack(buffer, leaves)
+    stored = layout.by_path[name]
+    return pack(stored, leaves) if isinstance(stored, Buffer) else leaves[name]
 
 
-def pack_all(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, Any]:
+def to_rest(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays at rest of leaves by name, in their stored shape: all leaves of a buffer, or none.
 
     What is at rest already stays. Moves no data between devices.
     """
-    there = [buffer for buffer in layout.buffers if buffer.views[0].path in leaves]
+    there = [buffer for buffer in _buffers(layout) if buffer.views[0].path in leaves]
     at_rest = {name: value for name, value in leaves.items() if layout.stored_name.get(name, name) == name}
     return at_rest | {buffer.path: pack(buffer, leaves) for buffer in there}
 
 
-def unpack_all(layout: Layout, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves in arrays at rest by name; undoes `pack_all`. Leaves among them stay.
+def to_leaves(layout: Layout, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves in arrays at rest by name; undoes `to_rest`. Leaves among them stay.
 
     Moves no data between devices.
     """
     opened = dict(stored)
-    for buffer in layout.buffers:
+    for buffer in _buffers(layout):
         if buffer.path in opened:
             opened |= unpack(buffer, opened.pop(buffer.path))
     return opened
 
 
-def stored_shards(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
+def rest_of(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
     """Return the arrays at rest that hold the leaves of a call, with the number of layer dims gone. Moves no data.
 
     Raises:
       ValueError: if the call takes some leaves of a buffer and not the others.
     """
     stored = {layout.stored_name[path]: gone for path, gone in shards.items()}
-    for buffer in layout.buffers:
+    for buffer in _buffers(layout):
         missing = [view.path for view in buffer.views if view.path not in shards]
         if buffer.path in stored and missing:
             raise ValueError(
@@ -109,10 +111,10 @@ def stored_shards(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
 
 def open_full(layout: Layout, full: Mapping[str, jax.Array], gone: Mapping[str, int]) -> dict[str, jax.Array]:
     """Return gathered weights leaf by leaf, in their logical shape. Moves no data between devices."""
-    if not layout.buffers:
+    if not layout.packed:
         return dict(full)
     opened: dict[str, jax.Array] = {}
-    for buffer in layout.buffers:
+    for buffer in _buffers(layout):
         if buffer.path in full:
             opened |= unpack(buffer, full[buffer.path], gone[buffer.path])
     return unpad_all([(layout.by_path[path], gone[layout.stored_name[path]]) for path in opened], opened)
@@ -120,9 +122,13 @@ def open_full(layout: Layout, full: Mapping[str, jax.Array], gone: Mapping[str, 
 
 def close_grads(layout: Layout, grads: Mapping[str, jax.Array], gone: Mapping[str, int]) -> dict[str, jax.Array]:
     """Return gradients of logical leaves in the form in which they are stored. Moves no data between devices."""
-    if not layout.buffers:
+    if not layout.packed:
         return dict(grads)
     padded = pad_all([(layout.by_path[path], gone[layout.stored_name[path]]) for path in grads], grads)
     names = {layout.stored_name[path] for path in grads}
-    buffers = [buffer for buffer in layout.buffers if buffer.path in names]
+    buffers = [buffer for buffer in _buffers(layout) if buffer.path in names]
     return {buffer.path: pack(buffer, padded, gone[buffer.path]) for buffer in buffers}
+
+
+def _buffers(layout: Layout) -> list[Buffer]:
+    return [stored for stored in layout.packed if isinstance(stored, Buffer)]
