@@ -113,7 +113,7 @@ def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
 
     from jfsdp.checkpoint.convert import write_source
     from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
-    from jfsdp.modules.model import as_model
+    from jfsdp.modules.adapt import as_model
     from jfsdp.trainer.job import load_job, parse_config
 
     job = load_job(model, None).with_config(**parse_config(fields))

@@ -1,6 +1,7 @@
 """The house rules that a machine can read: who may import whom, what `import jfsdp` costs, what is public."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import re
@@ -88,6 +89,13 @@ def test_a_forbidden_import_would_be_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "FILES", [tmp_path / "layout" / "bad.py"])
     assert violations("layout") == ["layout.bad imports jfsdp", "layout.bad imports jfsdp.engine.xla"]
+
+
+def test_no_import_leads_back_to_where_it_stands():
+    """In functions and for type checkers alike."""
+    graph = {module_name(file): {name.removeprefix("jfsdp.") for name in imports(file)} for file in FILES}
+    graph["layout.table"].remove("layout.report")  # print(layout) is what report.py writes of it
+    graphlib.TopologicalSorter({name: others & graph.keys() for name, others in graph.items()}).prepare()
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)

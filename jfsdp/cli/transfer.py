@@ -242,7 +242,7 @@ def _leaves(job: Job) -> dict[str, Any]:
     """Return the parameters of a job by name: logical shapes and dtypes. Allocates nothing."""
     import jax
 
-    from jfsdp.modules.model import as_model
+    from jfsdp.modules.adapt import as_model
 
     return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in as_model(job.model).params.items()}
 

@@ -28,7 +28,7 @@ from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units
-from jfsdp.modules.model import as_model
+from jfsdp.modules.adapt import as_model
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale

@@ -10,8 +10,8 @@ from jfsdp.cli import main
 from jfsdp.cli.report import print_search
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.plan import EagerComputation
+from jfsdp.plan.search.candidates import Candidate, Outcome, Search
 from jfsdp.plan.search.jobs import plan_job
-from jfsdp.plan.search.search import Candidate, Outcome, Search
 from jfsdp.trainer.options import StepOptions
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")

@@ -10,9 +10,10 @@ import pytest
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search.bounds import bound_job, estimate_job
+from jfsdp.plan.search.candidates import Outcome, pareto_front
 from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, shard_planned
-from jfsdp.plan.search.pareto import pareto_front, plot_front
-from jfsdp.plan.search.search import Outcome, SearchSpace, search_job
+from jfsdp.plan.search.pareto import plot_front
+from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, value_names, xla_choices
 from jfsdp.trainer.options import StepOptions, parse_xla
 from jfsdp.trainer.recipes import load_recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jfsdp.engine.at_rest import close_grads, one_to_rest, rest_of
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.engine import SCOPE, scoped
+from jfsdp.engine.manual.collectives import LocalEngine
 from jfsdp.engine.manual.forward import LoopRecord
 from jfsdp.engine.manual.program import Call, Item, Loop
+from jfsdp.engine.manual.step import Step
 from jfsdp.engine.manual.weights import Gathers, at, join, put_at, zeros
 from jfsdp.engine.unit import Arrays, part
 from jfsdp.layout.units import ROOT
-
-if TYPE_CHECKING:
-    from jfsdp.engine.manual.engine import ManualEngine, Step
 
 Cotangents = dict[Any, Any]
 
@@ -53,7 +52,7 @@ class Sums:
       reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
     """
 
-    def __init__(self, engine: ManualEngine, sums: Arrays | None):
+    def __init__(self, engine: LocalEngine, sums: Arrays | None):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
         self.landed: list[Landed] = []

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.manual.derivatives import run_item
 from jfsdp.engine.manual.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.manual.step import Step
 from jfsdp.engine.manual.weights import Gathers, at, join
 from jfsdp.engine.unit import part
-
-if TYPE_CHECKING:
-    from jfsdp.engine.manual.engine import Step
 
 Env = dict[Any, Any]
 
@@ -42,7 +40,7 @@ class Forward:
         """Run the program on its inputs, the weights of the root apart; return its outputs."""
         block, first_use = self.step.block, self.step.first_use
         env: Env = dict(zip(block.inputs, flat, strict=False)) | block.consts
-        is_ahead = self.step.engine.prefetch.forward != 0
+        is_ahead = self.step.prefetch.forward != 0
         for place, item in enumerate(block.items):
             self._gather_root(first_use.get(place, []), env, None)
             due = first_use.get(place + 1, []) if is_ahead and not isinstance(item, Code) else []

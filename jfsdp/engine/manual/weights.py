@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.at_rest import rest_of
+from jfsdp.engine.manual.collectives import LocalEngine
 from jfsdp.engine.manual.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
-
-if TYPE_CHECKING:
-    from jfsdp.engine.manual.engine import ManualEngine
 
 Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration
 
@@ -52,7 +50,7 @@ class Weights:
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
     """
 
-    def __init__(self, engine: ManualEngine, source: Arrays, looped: frozenset[Call]):
+    def __init__(self, engine: LocalEngine, source: Arrays, looped: frozenset[Call]):
         self.engine, self.source, self._looped = engine, source, looped
         self.kept: dict[Call, Any] = {}
 
@@ -63,6 +61,11 @@ class Weights:
         """Return what a call takes of the weights at rest, as they are stored."""
         values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
         return {name: jax.ShapeDtypeStruct(x.shape[gone:], x.dtype) for name, gone, x in values}
+
+    def _moves(self, call: Call, stage: str | None = None) -> bool:
+        """Tell whether a call's weights must be gathered from another device."""
+        leaves = [self.engine.layout.by_path[path] for path in call.shards]
+        return any(leaf.stage(stage or leaf.source).axes for leaf in leaves)
 
     def movement(self, call: Call) -> Movement:
         """Return how a call's weights move."""
@@ -76,13 +79,13 @@ class Weights:
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the forward; None where there is nothing to wait for."""
-        return self.gather(call, iteration, tie) if self.engine.moves(call) else None
+        return self.gather(call, iteration, tie) if self._moves(call) else None
 
     def fetch_back(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the backward; None where there is nothing to wait for."""
         if call not in self.kept:
             return self.fetch(call, iteration, tie)
-        return self._regather(call, iteration, tie) if self.engine.moves(call, "kept") else None
+        return self._regather(call, iteration, tie) if self._moves(call, "kept") else None
 
     def take(self, found: Arrays | None, call: Call, iteration: Any, tie: Any) -> Arrays:
         """Return a call's full weights as they are stored: those found on their way, or those that are here."""
@@ -98,7 +101,7 @@ class Weights:
 
     def _keeps(self, call: Call) -> Callable[[Arrays], Arrays] | None:
         """Return what keeps a call's weights; None where nothing is kept, also of what rests whole."""
-        return self.movement(call).keep if call.needs_backward and self.engine.moves(call) else None
+        return self.movement(call).keep if call.needs_backward and self._moves(call) else None
 
     def make_room(self, loop: Loop) -> None:
         """Make room for what the iterations of a loop keep."""

@@ -1,43 +1,19 @@
-"""Which candidates no other beats in both memory and time, and a picture of all of them."""
+"""A picture of all candidates, memory against time, and of those that no other beats in both."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
 from jfsdp.plan.picture import check_picture, make_figure
-
-if TYPE_CHECKING:
-    from jfsdp.plan.search.search import Candidate, Search
+from jfsdp.plan.search.candidates import Candidate, Search
 
 _GIB = 2**30
 _WIDTH = 130  # characters of a line under the picture
 _MAX_NAMED = 12  # the fastest of the front
 _FAR = 1.5  # times the GPU's limit: what needs more is drawn at the edge
-
-
-class Point(Protocol):
-    """What a front needs of a candidate."""
-
-    @property
-    def needed_bytes(self) -> int: ...
-
-    @property
-    def item_s(self) -> float: ...
-
-
-P = TypeVar("P", bound=Point)
-
-
-def pareto_front(points: Iterable[P]) -> tuple[P, ...]:
-    """Return the points that none beats in memory without being slower; leanest first. Of equal ones, the first."""
-    front: list[P] = []
-    for point in sorted(points, key=lambda point: (point.needed_bytes, point.item_s)):
-        if not front or point.item_s < front[-1].item_s:
-            front.append(point)
-    return tuple(front)
 
 
 def plot_front(search: Search, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from jfsdp.checkpoint.foreign.mapping import bind
 from jfsdp.checkpoint.foreign.pretrained import load_pretrained
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
-from jfsdp.modules.model import as_model
+from jfsdp.modules.adapt import as_model
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job, parse_config

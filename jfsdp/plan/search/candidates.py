@@ -1,0 +1,200 @@
+"""What a search considered and what became of it: candidates, the front that none beats, and the best as a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from jfsdp.plan.search.space import changes
+from jfsdp.trainer.options import StepOptions
+
+
+class Point(Protocol):
+    """What a front needs of a candidate."""
+
+    @property
+    def needed_bytes(self) -> int: ...
+
+    @property
+    def item_s(self) -> float: ...
+
+
+P = TypeVar("P", bound=Point)
+
+
+def pareto_front(points: Iterable[P]) -> tuple[P, ...]:
+    """Return the points that none beats in memory without being slower; leanest first. Of equal ones, the first."""
+    front: list[P] = []
+    for point in sorted(points, key=lambda point: (point.needed_bytes, point.item_s)):
+        if not front or point.item_s < front[-1].item_s:
+            front.append(point)
+    return tuple(front)
+
+
+class Outcome(enum.Enum):
+    """What became of a candidate."""
+
+    PLANNED = "planned"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Options that a search considered, and what became of them; numbers are of one device, None where not planned.
+
+    Attributes:
+      changes: the fields that differ from the options that the user gave.
+      reason: why it was not planned.
+      fits, needed_bytes, step_s, items_per_s, exposed_s, mfu, compile_s: as in `Plan`.
+    """
+
+    options: StepOptions
+    changes: dict[str, Any]
+    outcome: Outcome
+    reason: str = ""
+    fits: bool = False
+    needed_bytes: int = 0
+    step_s: float = math.inf
+    items_per_s: float = 0.0
+    exposed_s: float = 0.0
+    mfu: float | None = None
+    compile_s: float = 0.0
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan of it."""
+        return self.outcome is Outcome.PLANNED
+
+    @property
+    def item_s(self) -> float:
+        """Predicted seconds per item and GPU: what the search makes small."""
+        return 1 / self.items_per_s if self.items_per_s else math.inf
+
+    @property
+    def label(self) -> str:
+        """What is changed, as NAME=VALUE by the names of the fields."""
+        return " ".join(f"{name}={_word(value)}" for name, value in self.changes.items()) or "as given"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        plain = {"changes": _plain(self.changes), "outcome": self.outcome.value, "reason": self.reason}
+        if not self.is_planned:
+            return plain
+        names = ("fits", "needed_bytes", "step_s", "items_per_s", "exposed_s", "mfu", "compile_s")
+        return plain | {name: getattr(self, name) for name in names}
+
+
+def _word(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a search found.
+
+    Attributes:
+      tried: every candidate in the order in which it was considered; the first is what the user gave.
+      item: "token" or "image".
+      limit_bytes: what a step may take of a GPU's memory.
+      elapsed_s: seconds that the search took.
+      is_complete: whether it ended by itself and not by its budget.
+      title: the model and the cluster.
+      base: the recipe that the options came from, whose other fields the winner's recipe keeps.
+    """
+
+    tried: tuple[Candidate, ...]
+    item: str
+    limit_bytes: int
+    elapsed_s: float
+    is_complete: bool
+    title: str
+    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def default(self) -> Candidate:
+        """The options as the user gave them."""
+        return self.tried[0]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; of equals the leanest. None if nothing fits."""
+        return min((one for one in self.tried if one.fits), key=rank, default=None)
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """Those that fit, and than which none is both leaner and as fast; the leanest first."""
+        return pareto_front(one for one in self.tried if one.fits)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster per item the best is predicted to be than what was given; None if that does not fit."""
+        return self.default.item_s / self.best.item_s if self.best and self.default.fits else None
+
+    @property
+    def advice(self) -> str:
+        """Where nothing fits: what came nearest, and what would help. Otherwise empty."""
+        if self.best is not None:
+            return ""
+        planned = [one for one in self.tried if one.is_planned]
+        if not planned:
+            reasons = dict.fromkeys(one.reason for one in self.tried)
+            return f"{self.title}: no candidate could be planned: {'; '.join(list(reasons)[:3])}"
+        least = min(planned, key=lambda one: one.needed_bytes)
+        return (
+            f"{self.title}: nothing that was tried fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
+            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); take more nodes, a shorter sequence, a smaller batch "
+            "per device, --remat full, --offload opt_state,params, or GPUs with more memory"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data: bytes per device, seconds per step."""
+        return {
+            "title": self.title,
+            "item": self.item,
+            "limit_bytes": self.limit_bytes,
+            "elapsed_s": self.elapsed_s,
+            "is_complete": self.is_complete,
+            "default": self.default.to_dict(),
+            "best": self.best and self.best.to_dict(),
+            "front": [one.to_dict() for one in self.front],
+            "gain": self.gain,
+            "advice": self.advice,
+            "recipe": self.recipe() if self.best else None,
+            "tried": [one.to_dict() for one in self.tried],
+        }
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults.
+
+        Raises:
+          ValueError: if nothing fits.
+        """
+        if self.best is None:
+            raise ValueError(self.advice)
+        found = changes(self.best.options, StepOptions()) | changes(self.best.options, self.default.options)
+        return {**self.base, **_plain({"model": self.best.options.model} | found)}
+
+    def write_recipe(self, path: str | Path) -> None:
+        """Write the best as a file that `--recipe FILE.json` takes.
+
+        Raises:
+          ValueError: if nothing fits, or the file is not named *.json.
+        """
+        if Path(path).suffix != ".json":
+            raise ValueError(f"{path}: a recipe is a file *.json; rename it")
+        Path(path).write_text(json.dumps(self.recipe(), indent=2) + "\n", encoding="utf-8")
+
+
+def rank(one: Candidate) -> tuple[float, int]:
+    """Order the fastest first, of equally fast ones the leanest."""
+    return one.item_s, one.needed_bytes
