@@ -6,6 +6,7 @@ extension points.
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import jax
@@ -40,6 +41,26 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
 def effort(level: int) -> dict[str, Any]:
     """Return the option for XLA's own optimization level, as this JAX spells it."""
     return {"optimization_level": level if jax.__version_info__ < (0, 11) else f"O{level}"}
+
+
+_UNDER_WAY: collections.deque[jax.Array] = collections.deque()
+MAX_UNDER_WAY = 8
+
+
+def keep_pace(found: jax.Array) -> None:
+    """Wait until at most MAX_UNDER_WAY programs behind the arrays given here are under way on simulated CPU devices.
+
+    Before JAX 0.12 several CPU devices hang once over 32 programs of one device are under way: threads that carry out
+    programs wait for room on a device, and none is left for those that would make it. docs/log.md, 2026-11-23.
+    """
+    devices = found.sharding.device_set
+    if jax.__version_info__ >= (0, 12) or len(devices) == 1 or next(iter(devices)).platform != "cpu":
+        return
+    _UNDER_WAY.append(found)
+    while len(_UNDER_WAY) > MAX_UNDER_WAY:
+        first = _UNDER_WAY.popleft()
+        if not first.is_deleted():
+            first.block_until_ready()
 
 
 def describe_topology(topology: str, target_config: str) -> Any:

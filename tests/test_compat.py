@@ -5,6 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.extend.core import Primitive
@@ -15,6 +16,7 @@ from jfsdp import compat
 from jfsdp.engine.dataflow import unread
 from jfsdp.engine.options import compiler_options
 from jfsdp.plan import Cluster, find_gpu, topology_devices
+from tests.models_small import Block, Tower, make_batches, token_loss
 
 
 def test_it_is_small():
@@ -28,6 +30,19 @@ def test_the_axes_of_a_shard_map_are_read():
     )
     (eqn,) = [e for e in jax.make_jaxpr(split)(jnp.ones(8)).jaxpr.eqns if e.primitive.name == "shard_map"]
     assert compat.manual_axes(eqn) == {"fsdp"}
+
+
+def test_few_steps_are_under_way_on_simulated_devices():
+    """More than 32 hang for ever before JAX 0.12, with nothing of jfsdp's in the program."""
+    model = jfsdp.fully_shard(Tower, units=[Block], min_size=20)
+    tx, found = optax.sgd(1e-3), []
+    step, state = model.train_step(token_loss, tx, check_loss=False), model.init(tx)
+    batch = step.shard_batch(make_batches(1)[0])
+    for _ in range(60):
+        state, metrics = step(state, batch)
+        found.append(metrics["loss"])
+        if jax.__version_info__ < (0, 12):
+            assert all(loss.is_ready() for loss in found[: -compat.MAX_UNDER_WAY])
 
 
 def test_xla_takes_the_options_of_this_version():

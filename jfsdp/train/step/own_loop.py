@@ -41,7 +41,7 @@ class GradStep(BatchStep):
         """
         state, batch = self.prepare(state, batch)
         grads, model_state, metrics = self._jitted(state, batch)
-        self.finished(batch)
+        self.finished(batch, metrics)
         return dataclasses.replace(state, model_state=model_state), grads, metrics
 
     @functools.cached_property

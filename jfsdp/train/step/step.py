@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.manual.schedule import Prefetch
@@ -217,9 +218,10 @@ class BatchStep:
             self._is_checked = True
         return state, batch
 
-    def finished(self, batch: Any) -> None:
+    def finished(self, batch: Any, metrics: Metrics) -> None:
         """Say that a step over this batch was taken: later ones are of the same structure."""
         self._batch_shape = batch_shape(batch)
+        keep_pace(metrics["loss"])
 
     def shard_batch(self, batch: Any) -> Any:
         """Put a batch where the step wants it: dim 0 split over the data axes.
@@ -313,7 +315,7 @@ class TrainStep(BatchStep):
         result = self._compile_for(state)(donated, lent, batch)
         for value in jax.tree.leaves(lent):
             value.delete()
-        self.finished(batch)
+        self.finished(batch, result[1])
         return result
 
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
