@@ -1,4 +1,9 @@
-"""The models of this repository at toy size, with what a parity case needs: factory, loss, units, batches."""
+"""The models of this repository at toy size, and smaller ones of their forms: what parity compares.
+
+Each has what a case needs: factory, loss, units, batches. The small ones compile twice as fast, so the pairwise arrays
+are of them: Tower (stacked, or a list) in NNX for Llama, a Linen stack with a tied head for GPT-2, and batch statistics
+for the Vision Transformer.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 
+import tests.models_small as small
 from jfsdp_models.gpt2 import GPT2, Block  # pyright: ignore[reportMissingImports]
 from jfsdp_models.gpt2_config import GPT2Config  # pyright: ignore[reportMissingImports]
 from jfsdp_models.llama import DecoderLayer, Llama  # pyright: ignore[reportMissingImports]
@@ -91,9 +98,62 @@ def vit():
     return Case(lambda rngs: ViT(config, rngs), classification_loss, [EncoderBlock], images)
 
 
+class TiedTower(linen.Module):
+    """A stack whose head is the embedding, as GPT-2's is."""
+
+    @linen.compact
+    def __call__(self, tokens):
+        embed = linen.Embed(VOCAB, 24, name="embed")
+        kinds: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        x, _ = linen.scan(small.LinenBlock, **kinds)(24, name="blocks")(embed(tokens), None)
+        return embed.attend(x)
+
+
+class NormBlock(nnx.Module):
+    """A block with batch statistics, as the Vision Transformer's has them here."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(24, rngs=rngs)
+        self.up = nnx.Linear(24, 40, rngs=rngs)
+        self.down = nnx.Linear(40, 24, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class NormTower(nnx.Module):
+    def __init__(self, rngs):
+        self.patch = nnx.Linear(IMAGE, 24, rngs=rngs)
+        self.blocks = nnx.List([NormBlock(rngs) for _ in range(2)])
+        self.head = nnx.Linear(24, CLASSES, rngs=rngs)
+
+    def __call__(self, pixels):
+        x = self.patch(pixels[..., 0])
+        for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def tower(stacked, num_layers=2):
+    def source(rngs):
+        return small.Tower(rngs, stacked, dim=24, num_layers=num_layers, vocab=VOCAB)
+
+    return Case(source, small.token_loss, [small.Block], tokens)
+
+
+# Deep ones: deep enough for loops that prefetch leaves some iterations alike.
 MODELS = {"llama": llama(True), "llama-list": llama(False), "gpt2": gpt2(), "vit": vit()}
 PUBLISHED = tuple(MODELS)
-MODELS["llama-deep"] = llama(True, num_layers=6)  # deep enough for loops that prefetch leaves some iterations alike
+MODELS |= {
+    "tower": tower(True),
+    "tower-list": tower(False),
+    "tied": Case(
+        (TiedTower(), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), small.token_loss, [small.LinenBlock], tokens
+    ),
+    "norm": Case(NormTower, classification_loss, [NormBlock], images),
+}
+SMALL = tuple(MODELS)[len(PUBLISHED) :]
+MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, num_layers=6)}
 
 
 def batches(model, num, rows, seed=0):

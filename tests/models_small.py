@@ -24,15 +24,15 @@ class Block(nnx.Module):
 class Tower(nnx.Module):
     """Embedding, residual blocks (stacked under a scan, or a list), head."""
 
-    def __init__(self, rngs, stacked=True, dim=16, num_layers=3):
+    def __init__(self, rngs, stacked=True, dim=16, num_layers=3, vocab=VOCAB):
         self.stacked = stacked
-        self.embed = nnx.Embed(VOCAB, dim, rngs=rngs)
+        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
         if stacked:
             make = nnx.vmap(lambda rngs: Block(dim, rngs), in_axes=0, out_axes=0)
             self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
         else:
             self.blocks = nnx.List([Block(dim, rngs) for _ in range(num_layers)])
-        self.head = nnx.Linear(dim, VOCAB, rngs=rngs)
+        self.head = nnx.Linear(dim, vocab, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)

@@ -16,12 +16,13 @@ from tests.thin import thin
 
 COLUMNS = {
     "strategy": list(jfsdp.STRATEGIES),
-    "model": ["llama-deep", "llama-list", "gpt2"],
+    "model": ["tower-deep", "tower-list", "tied"],
     "mesh": ["8", "2x4", "3"],
     "prefetch": [0, 1, 2],
     "accumulate": [1, 2],
     "storage": ["per_parameter", "flat"],
 }
+PUBLISHED = COLUMNS | {"model": ["llama-deep", "llama-list", "gpt2"]}
 
 
 def run(strategy, model, mesh, prefetch, accumulate, storage):
@@ -37,6 +38,12 @@ def run(strategy, model, mesh, prefetch, accumulate, storage):
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
 def test_five_steps_equal_one_device(strategy, model, mesh, prefetch, accumulate, storage):
     """Every pair of values of two columns stands in some row."""
+    run(strategy, model, mesh, prefetch, accumulate, storage)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(tuple(PUBLISHED), cover(PUBLISHED))
+def test_published_models_equal_one_device(strategy, model, mesh, prefetch, accumulate, storage):
     run(strategy, model, mesh, prefetch, accumulate, storage)
 
 
@@ -59,51 +66,51 @@ def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, ac
 
 CASES = {
     "gathered once": ("llama-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
-    "reduced once": ("llama-list", "8", "full_shard", {}, {"reduce": "once"}),
+    "reduced once": ("tower-list", "8", "full_shard", {}, {"reduce": "once"}),
     "reduced and gathered once": (
-        "gpt2",
+        "tied",
         "2x4",
         "hybrid_shard",
         {},
         {"reduce": "once", "reshard_after_backward": False},
     ),
-    "hpz, root too": ("llama-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
+    "hpz, root too": ("tower-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
     "hpz over groups, depth 2": (
-        "llama-deep",
+        "tower-deep",
         "2x4",
         "full_shard",
         {"reshard_after_forward": 2, "prefetch": 2},
         {},
     ),
-    "root freed after forward": ("gpt2", "8", "full_shard", {"reshard_after_forward": True}, {}),
+    "root freed after forward": ("tied", "8", "full_shard", {"reshard_after_forward": True}, {}),
     "flat, root freed after forward": (
-        "llama-list",
+        "tower-list",
         "8",
         "full_shard",
         {"reshard_after_forward": True, "storage": "flat"},
         {},
     ),
     "root held over microbatches": ("gpt2", "2x4", "full_shard", {}, {"reshard_after_backward": {"": False}}),
-    "flat, layers held over microbatches": (
-        "llama-deep",
+    "flat, blocks held over microbatches": (
+        "tower-deep",
         "8",
         "hybrid_shard",
         {"storage": "flat"},
-        {"reshard_after_backward": {"layers": False}},
+        {"reshard_after_backward": {"blocks": False}},
     ),
-    "dots saved": ("llama-deep", "8", "full_shard", {"remat": "dots"}, {}),
-    "nothing recomputed": ("gpt2", "3", "full_shard", {"remat": "none"}, {}),
-    "flat, gathered once": ("gpt2", "8", "full_shard", {"storage": "flat"}, {"reshard_after_backward": False}),
-    "flat, reduced once": ("llama-deep", "2x4", "full_shard", {"storage": "flat"}, {"reduce": "once"}),
-    "flat, hpz": ("llama-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4}, {}),
+    "dots saved": ("tower-deep", "8", "full_shard", {"remat": "dots"}, {}),
+    "nothing recomputed": ("tied", "3", "full_shard", {"remat": "none"}, {}),
+    "flat, gathered once": ("tied", "8", "full_shard", {"storage": "flat"}, {"reshard_after_backward": False}),
+    "flat, reduced once": ("tower-deep", "2x4", "full_shard", {"storage": "flat"}, {"reduce": "once"}),
+    "flat, hpz": ("tower-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4}, {}),
     "flat, offloaded": (
-        "llama-list",
+        "tower-list",
         "8",
         "zero2",
         {"storage": "flat", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
         {},
     ),
-    "offloaded": ("llama-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
+    "offloaded": ("tower-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
 }
 
 
@@ -113,7 +120,7 @@ def test_every_setting_equals_one_device(case):
     check(model, mesh, strategy, 2, 0.5, {"engine": "manual", "prefetch": 1} | options, **step_options)
 
 
-@pytest.mark.parametrize("model", ["llama-deep", pytest.param("llama-list", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("model", thin(["tower-deep", "tower-list", "llama-deep", "llama-list"], 4))
 def test_the_depth_of_prefetch_changes_no_bit(model):
     found = [train(model, prefetch) for prefetch in (0, 1, 2, jfsdp.Prefetch(0, 1))]
     for other in found[1:]:
