@@ -15,6 +15,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.train.state import TrainState
 from tests.checkpoint.elastic import Net
+from tests.pairwise import cover
 from tests.states import logical
 
 DIM, LAYERS = 12, 3
@@ -66,7 +67,12 @@ def lived_in(state: TrainState) -> TrainState:
     return TrainState(**{**vars(state), "opt_state": state.roles.map(change, state.opt_state)})
 
 
-CASES = list(itertools.product(("nnx", "linen"), OPTIMIZERS, (True, False), STORAGES))
+COLUMNS = {"api": ["nnx", "linen"], "optimizer": list(OPTIMIZERS), "stacked": [True, False], "storage": list(STORAGES)}
+PAIRS = cover(COLUMNS)
+CASES = [
+    pytest.param(*case, marks=[] if case in PAIRS else [pytest.mark.proof])
+    for case in itertools.product(*COLUMNS.values())
+]
 
 
 @pytest.mark.parametrize(("api", "optimizer", "stacked", "storage"), CASES)

@@ -1,6 +1,8 @@
 """Engine "manual" on models of every shape: what it schedules, what it leaves in place and says so, what it refuses."""
 
 import collections
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.trainer.job import find_job
 from tests import hlo
-from tests.engine.test_wire import compiled_wire, lower
+from tests.engine.test_wire import compiled, compiled_wire
 from tests.models_small import Block, Tower, make_batches, token_loss
 
 TX = optax.sgd(0.1)
@@ -55,6 +57,7 @@ CALLS = {
     "vmap": lambda model, block, x: nnx.vmap(lambda b, x: b(x), in_axes=(None, 0))(block, x),
     "nested": lambda model, block, x: model.pair(block(x)),
 }
+SAME = ("jit", "remat", "vmap")  # as functions they are the chain called once
 IN_PLACE = ("remat", "vmap", "nested")
 
 
@@ -79,10 +82,16 @@ def assert_close(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, wanted)
 
 
+@functools.cache
+def trained(how):
+    """What engine "auto" makes of a chain whose units are called so."""
+    return train(lambda rngs: Chain(rngs, how), square, [rows()] * 2, (Block, Pair) if how == "nested" else (Block,))
+
+
 @pytest.mark.parametrize("how", list(CALLS))
 def test_units_called_in_any_way_train_as_under_auto(how):
     source, units = (lambda rngs: Chain(rngs, how)), (Block, Pair) if how == "nested" else (Block,)
-    wanted = train(source, square, [rows()] * 2, units)
+    wanted = trained("once" if how in SAME else how)
     if how in IN_PLACE:
         unit = "pair.inner" if how == "nested" else "blocks.0"
         with pytest.warns(UserWarning, match=rf"units {unit} are called inside another unit, a nested"):
@@ -90,6 +99,12 @@ def test_units_called_in_any_way_train_as_under_auto(how):
     else:
         found = train(source, square, [rows()] * 2, units, engine="manual")
     assert_close(found, wanted)
+
+
+@functools.cache
+def trained_without_prefetch():
+    source = lambda rngs: Tower(rngs, stacked=False)  # noqa: E731
+    return train(source, token_loss, make_batches(2), engine="manual", prefetch=0)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +117,8 @@ def test_units_called_in_any_way_train_as_under_auto(how):
 )
 def test_lists_of_units_change_no_bit(prefetch):
     source = lambda rngs: Tower(rngs, stacked=False)  # noqa: E731
-    batches = make_batches(2)
-    wanted = train(source, token_loss, batches, engine="manual", prefetch=0)
-    found = train(source, token_loss, batches, engine="manual", prefetch=prefetch)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    found = train(source, token_loss, make_batches(2), engine="manual", prefetch=prefetch)
+    jax.tree.map(np.testing.assert_array_equal, found, trained_without_prefetch())
 
 
 @pytest.mark.parametrize(
@@ -171,11 +184,17 @@ class Gated(nnx.Module):
         return run(gated(x, self.frozen, self.gate), self.blocks)
 
 
+GATED: dict[str, Any] = {"units": ("frozen", "blocks"), "frozen": ["frozen"]}
+
+
+@functools.cache
+def trained_gate():
+    return train(Gated, square, [rows()] * 2, **GATED)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_loop_whose_calls_need_no_gradient_keeps_that_of_others_apart(prefetch):
-    options = {"units": ("frozen", "blocks"), "frozen": ["frozen"]}
-    wanted = train(Gated, square, [rows()] * 2, **options)
-    assert_close(train(Gated, square, [rows()] * 2, engine="manual", prefetch=prefetch, **options), wanted)
+    assert_close(train(Gated, square, [rows()] * 2, engine="manual", prefetch=prefetch, **GATED), trained_gate())
 
 
 @pytest.mark.parametrize("depends", ["rows", "nothing"])
@@ -254,14 +273,23 @@ def test_a_root_that_is_resharded_is_gathered_again_where_its_backward_reads_it(
     assert found == groups
 
 
+def bare_batch():
+    return np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+
+
+@functools.cache
+def on_one_device():
+    plain = jfsdp.fully_shard(Bare, min_size=1, mesh=jfsdp.make_mesh(devices=jax.devices()[:1]))
+    return plain.train_step(square, TX)(plain.init(TX), bare_batch())[1]
+
+
 @pytest.mark.parametrize("held", [{}, {"": False}, {"layers.*": False}, False])
 def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
     model = jfsdp.fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
-    batch = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
-    step = model.train_step(square, TX, accumulate=2, reshard_after_backward=held)
+    batch = bare_batch()
+    step = model.train_step(square, TX, accumulate=2, reshard_after_backward=held, check_loss=False)
     _, metrics = step(model.init(TX), batch)
-    plain = jfsdp.fully_shard(Bare, min_size=1, mesh=jfsdp.make_mesh(devices=jax.devices()[:1]))
-    _, wanted = plain.train_step(square, TX)(plain.init(TX), batch)
+    wanted = on_one_device()
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], wanted["grad_norm"], rtol=1e-5)
 
@@ -314,6 +342,11 @@ def test_a_weight_that_is_read_outside_its_units_calls_is_refused_since_a_device
     source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     with pytest.raises(ValueError, match=r"blocks.*is read outside the calls of its unit 'blocks\.\d'.*weight decay"):
         train(source, loss, [rows()], engine="manual", storage=storage)
+
+
+@pytest.mark.parametrize("loss", [decayed, peeked])
+def test_a_weight_that_is_read_outside_its_units_calls_counts_once_where_a_device_has_all_of_it(loss):
+    source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     whole = train(source, loss, [rows()], strategy="ddp")
     assert_close(train(source, loss, [rows()], engine="manual", strategy="ddp"), whole)
     groups = {"strategy": "hybrid_shard", "mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
@@ -358,7 +391,7 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
         units=find_job("llama-8b").units,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
     ).layout
-    program = lower(engine="manual", num_layers=6, seq_len=1024).compile()
+    program = compiled(engine="manual", num_layers=6, seq_len=1024)
     assert not jfsdp.audit(program, layout, min_overlap=0.99).findings
     sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
     assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"

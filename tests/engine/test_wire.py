@@ -35,8 +35,13 @@ def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("f
 
 
 @functools.cache
+def compiled(**options):
+    return lower(**options).compile()
+
+
+@functools.cache
 def compiled_wire(**options):
-    found = hlo.collectives(lower(**options).compile().as_text(), NUM_DEVICES)
+    found = hlo.collectives(compiled(**options).as_text(), NUM_DEVICES)
     return found, hlo.wire_bytes(found)
 
 
@@ -102,7 +107,7 @@ def test_the_program_does_not_grow_with_depth():
 
 
 def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
-    arguments = lower().compile().memory_analysis().argument_size_in_bytes
+    arguments = compiled().memory_analysis().argument_size_in_bytes
     batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(find_job("llama-8b").batch(1, 8192)))
     assert arguments == pytest.approx(12 * PARAMETERS / NUM_DEVICES + batch, abs=4096)
 

@@ -10,9 +10,9 @@ SEQ_LEN = 512
 
 
 @functools.cache
-def job(num_layers=2, **config):
+def job(num_layers=2, attention="cudnn", **config):
     narrow = {"dim": 1024, "ffn_dim": 2048, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 4096} | config
-    return find_job("llama-8b").with_config(num_layers=num_layers, attention="cudnn", **narrow)
+    return find_job("llama-8b").with_config(num_layers=num_layers, attention=attention, **narrow)
 
 
 def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):

@@ -16,6 +16,7 @@ from jfsdp.plan.wire.audit import audit, read_module
 from jfsdp.testing import assert_collectives
 from jfsdp.train.step import step as step_module
 from tests.plan import programs
+from tests.thin import thin
 
 BARE = {
     "xla_gpu_all_gather_combine_threshold_bytes": None,
@@ -51,13 +52,15 @@ def test_a_step_as_it_should_be_passes():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"config": (("stacked", False),)},
-        {"strategy": "hybrid_shard", "mesh": (("replica", 2), ("fsdp", 4)), "accumulate": 2},
-        {"strategy": "hfsdp", "mesh": (("replica", 2), ("fsdp", 4))},
-        {"strategy": "ddp"},
-    ],
-    ids=["list", "hybrid", "hfsdp", "ddp"],
+    thin(
+        [
+            {"strategy": "hybrid_shard", "mesh": (("replica", 2), ("fsdp", 4)), "accumulate": 2},
+            {"strategy": "hfsdp", "mesh": (("replica", 2), ("fsdp", 4))},
+            {"config": (("stacked", False),)},
+            {"strategy": "ddp"},
+        ]
+    ),
+    ids=["hybrid", "hfsdp", "list", "ddp"],
 )
 def test_other_strategies_and_forms_pass(options):
     text, layout = programs.program(**options)

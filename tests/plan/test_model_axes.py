@@ -1,6 +1,6 @@
 """What a model's own shardings over `tensor` put on the wire: told apart from the strategy's, and no trap.
 
-At Llama-3-8B's dims with two layers, compiled for 16 H100s that are not there.
+A narrow Llama of two layers, compiled for 16 H100s that are not there.
 """
 
 import functools
@@ -13,8 +13,8 @@ from jfsdp.plan.program.hlo import parse_module
 from jfsdp.plan.wire.audit import audit
 from jfsdp.plan.wire.axes import is_own
 from jfsdp.plan.wire.ledger import OWN, make_ledger
-from jfsdp.trainer.job import find_job
 from tests import hlo
+from tests.plan import programs
 from tests.thin import thin
 
 NUM_DEVICES = 16
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* splits wha
 
 @functools.cache
 def program(engine, fsdp, tensor):
-    job = find_job("llama-8b").with_config(num_layers=2, attention="xla")
+    job = programs.job(attention="xla")
     model = jfsdp.fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(2), fsdp=fsdp, tensor=tensor),

@@ -1,6 +1,7 @@
 """The search for a fast step that fits; but for one test with a planner made of arithmetic."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -52,6 +53,14 @@ def search(options=TINY, cluster=NODE, space=SMALL, planner=fake_plan, **more):
 class Point:
     needed_bytes: int
     item_s: float
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounds():
+    """A bound is a function of its options and of the cluster; searches here ask for the same ones again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jfsdp.plan.search.search.bound_job", functools.cache(bound_job))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,9 @@ def test_without_a_scale_the_gradients_of_float16_underflow():
     norms = []
     for scale in (LossScale(initial=1.0), LossScale(initial=2.0**16)):
         model = make(loss_scale=scale)
-        norms.append(float(model.train_step(tiny, TX)(model.init(TX), make_batches(1)[0])[1]["grad_norm"]))
+        norms.append(
+            float(model.train_step(tiny, TX, check_loss=False)(model.init(TX), make_batches(1)[0])[1]["grad_norm"])
+        )
     full = make(param_dtype=None)
     wanted = float(full.train_step(tiny, TX)(full.init(TX), make_batches(1)[0])[1]["grad_norm"])
     assert abs(norms[1] / wanted - 1) < 0.05

@@ -179,7 +179,7 @@ def differences(name: str, api: str, place: str) -> dict[str, float]:
     return params | arrays
 
 
-@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED))
+@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 3))
 def test_a_recipe_equals_one_device(name, api, place):
     errors = differences(name, api, place)
     worst = max(errors, key=errors.__getitem__)

@@ -110,7 +110,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+# test_recipes.py trains masks and factored moments under flat storage too.
+@pytest.mark.parametrize("name", thin(["partition", "masked decay", "bfloat16 moments and averages", "adafactor"]))
 def test_optimizers_see_the_leaves_by_name_and_shape(name):
     tx = OPTIMIZERS[name]
     wanted, metrics = train(make(storage="per_parameter", min_size=0), tx)
@@ -197,9 +198,23 @@ def test_a_state_goes_out_of_its_buffers_and_back():
 shapes = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=4)
 
 
-@given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_devices=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+buffers = given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_devices=st.integers(1, 5))
+
+
+@buffers
+@settings(max_examples=30, deadline=None)
 def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
+    check_buffers(shapes, num_layers, num_devices)
+
+
+@pytest.mark.proof
+@buffers
+@settings(max_examples=300, deadline=None)
+def test_very_many_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
+    check_buffers(shapes, num_layers, num_devices)
+
+
+def check_buffers(shapes, num_layers, num_devices):
     lead = () if num_layers is None else (num_layers,)
 
     class Odd(nnx.Module):

@@ -80,10 +80,19 @@ FROZEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard"])
-@pytest.mark.parametrize("frozen", thin(FROZEN.values(), 2), ids=list(FROZEN))
-def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state(strategy, frozen):
-    model = make(strategy, frozen=frozen)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    thin(
+        [
+            (name, strategy)
+            for strategy in ("full_shard", "zero1", "hybrid_shard")
+            for name in ("glob", "predicate", "leaf")
+        ],
+        4,
+    ),
+)
+def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state(name, strategy):
+    model = make(strategy, frozen=FROZEN[name])
     state = model.init(TX)
     first = {name: np.asarray(x) for name, x in state.params.items()}
     step = model.train_step(token_loss, TX, accumulate=2, check_loss=False)
@@ -114,8 +123,10 @@ def memories(arrays):
     return {x.sharding.memory_kind for x in jax.tree.leaves(arrays) if x.ndim}
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
-@pytest.mark.parametrize("part", ["params", "opt_state"])
+@pytest.mark.parametrize(
+    ("part", "strategy"),
+    thin([("params", "zero1"), ("params", "full_shard"), ("opt_state", "full_shard"), ("opt_state", "zero1")]),
+)
 def test_what_is_offloaded_stands_in_host_memory_before_and_after_a_step(strategy, part):
     model = make(strategy, "bfloat16", offload_policy=jfsdp.OffloadPolicy(**{part: True}))
     states = [model.init(TX)]
