@@ -12,6 +12,7 @@ import pytest
 from flax import traverse_util
 
 from jfsdp_models import gpt2, losses, optimizers  # pyright: ignore[reportMissingImports]
+from tests.thin import thin
 
 SMALL = gpt2.GPT2Config(
     vocab_size=61, num_positions=32, dim=32, num_layers=3, num_heads=4, dropout=0.0, attention_dropout=0.0
@@ -130,7 +131,7 @@ def test_stacked_and_listed_blocks_are_the_same_model():
     np.testing.assert_allclose(model.apply(variables, tokens), other.apply(same, tokens), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", thin([True, False]))
 def test_initialization_is_the_published_one(stacked):
     config = dataclasses.replace(gpt2.PRESETS["gpt2"], num_layers=3, vocab_size=500, stacked=stacked)
     flat = flatten(gpt2.GPT2(config).init(jax.random.key(0), make_tokens()))
@@ -187,7 +188,7 @@ def test_a_token_outside_the_vocabulary_is_loud():
     assert np.isnan(model.apply(variables, jnp.full((1, 4), SMALL.vocab_size))).any()
 
 
-@pytest.mark.parametrize(("stacked", "dropout"), [(True, 0.0), (False, 0.0), (True, 0.1)])
+@pytest.mark.parametrize(("stacked", "dropout"), thin([(True, 0.0), (False, 0.0), (True, 0.1)]))
 def test_bfloat16_weights_meet_no_float32_matmul_with_a_weight(stacked, dropout):
     model, variables = make_model(stacked=stacked, dropout=dropout, attention_dropout=dropout)
     variables = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), variables)

@@ -89,7 +89,7 @@ def square(model, batch):
 def check_manual(source, units, **options):
     """Train under the manual engine, where each device sees its rows; compare with one device."""
     model = jfsdp.fully_shard(source, units=units, min_size=1, engine="manual", **options)
-    state, step, batches = model.init(ADAM), model.train_step(square, ADAM), [data(), data(seed=1)]
+    state, step, batches = model.init(ADAM), model.train_step(square, ADAM, check_loss=False), [data(), data(seed=1)]
     for batch in batches:
         state, _ = step(state, batch)
     wanted = reference.train(source, square, ADAM, batches).params

@@ -35,6 +35,41 @@ def train(*options, cwd=None):
     return subprocess.run(command(*options), capture_output=True, text=True, env=environment(), cwd=cwd, timeout=300)
 
 
+REFUSED = """
+import contextlib, importlib.util, io, json, sys
+
+spec = importlib.util.spec_from_file_location("train_script", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+script.configure_xla(simulate_devices=2)
+script.configure_xla = lambda **_: None  # before JAX starts, so once; all command lines ask for the same
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = script.main(json.loads(line))
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refuse():
+    """Give command lines that end before training to one process, whose start is most of their time."""
+    script = [sys.executable, "-c", REFUSED, str(ROOT / "scripts" / "train.py")]
+    with subprocess.Popen(
+        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        given, told = process.stdin, process.stdout
+        assert given is not None and told is not None
+
+        def run(*options):
+            given.write(json.dumps([str(option) for option in options]) + "\n")
+            given.flush()
+            return subprocess.CompletedProcess(options, *json.loads(told.readline()))
+
+        yield run
+        given.close()
+
+
 def read_metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -223,9 +258,9 @@ def test_a_run_goes_on_with_other_settings_that_only_round(unbroken, workspace, 
         (["--mesh", "fsdp=3"], "but there are 2"),
     ],
 )
-def test_a_run_is_not_continued_as_another(unbroken, options, more, words):
+def test_a_run_is_not_continued_as_another(unbroken, options, more, words, refuse):
     before = {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")}
-    done = train(*options, "--run-dir", unbroken[0], *more)
+    done = refuse(*options, "--run-dir", unbroken[0], *more)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")} == before, "nothing may be touched"
@@ -511,12 +546,12 @@ def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tm
     assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4
 
 
-def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path):
-    done = train(*options, "--run-dir", tmp_path / "run", "--data", tmp_path / "nothing")
+def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path, refuse):
+    done = refuse(*options, "--run-dir", tmp_path / "run", "--data", tmp_path / "nothing")
     assert done.returncode == 2 and "no such file or directory" in done.stderr
     assert not (tmp_path / "run").exists(), "a run that never began leaves no directory"
     (tmp_path / "file").write_text("")
-    done = train(*options, "--run-dir", tmp_path / "file" / "run")
+    done = refuse(*options, "--run-dir", tmp_path / "file" / "run")
     assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
 
 
