@@ -10,7 +10,6 @@ from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import parse_module
 from jfsdp.plan.time.timeline import Rates, overlapped_share, simulate
 from jfsdp.plan.time.work import Kind, Matmul, Work, num_matmuls, work_of
-from tests.plan.compiled import NUM_DEVICES, SEQ_LEN, two_layers
 
 H100S = hardware.Cluster(hardware.find_gpu("h100"), 8)
 
@@ -310,18 +309,3 @@ def test_a_square_matmul_of_4096_takes_what_was_measured():
     size = Matmul(1, 4096, 4096, 4096, "bf16")
     seconds = Rates(H100S).work_s(Work(Kind.MATMUL, size.num_flops, 3 * 2 * 4096**2, (size,)))
     assert size.num_flops / seconds == pytest.approx(780e12, rel=0.03)
-
-
-def test_a_compiled_llama_step_computes_the_flops_of_its_matrices_and_its_time_adds_up():
-    """By formula: weights forward, twice backward, and once more in the layers (full remat), but not the last of them.
-
-    Attention that is not fused has two matmuls forward, two again, and four backward; its mask saves nothing.
-    """
-    module = two_layers("full_shard")
-    found = simulate(module, find_collectives(module, NUM_DEVICES), Rates(H100S))
-    layer, down, head = 218_112_000 - 2 * 4096, 4096 * 14336, 128256 * 4096
-    scores = 32 * SEQ_LEN * SEQ_LEN * 128
-    assert found.matmul_flops == 2 * SEQ_LEN * (2 * (4 * layer - down) + 3 * head) + 2 * 2 * 8 * scores
-    assert found.step_s == pytest.approx(sum(found.critical.values()))
-    assert 0 < (found.overlapped_share or 0) < 1, "by default XLA hides a part"
-    assert 0 < found.exposed_s < found.wire_s
