@@ -98,25 +98,27 @@ def check_manual(source, units, **options):
     assert error < 1e-3, leaf
 
 
+def some(names, *quick):
+    """Leave all names but those of `quick` to the proofs."""
+    return [pytest.param(name, marks=[pytest.mark.proof] * (name not in quick)) for name in names]
+
+
 UNITS = {"itself": [Core], "beside": [Outer], "nested": [Outer, Core]}
 
 
-@pytest.mark.parametrize("units", UNITS)
+# "nested" has the shared module as a unit too, and within another.
+@pytest.mark.parametrize("units", some(UNITS, "nested", "beside"))
 def test_a_module_that_two_parents_hold_trains_as_on_one_device(units):
     model = check_nnx(Net, mean_square, data(), UNITS[units])
     owner = "" if units == "beside" else "blocks.0.core"
     assert model.layout.by_path["blocks.0.core.linear.kernel"].unit == owner
 
 
-def others_as_proofs(quick):
-    return [units if units == quick else pytest.param(units, marks=pytest.mark.proof) for units in UNITS]
-
-
 in_place = pytest.mark.filterwarnings("ignore:units .* are called inside another unit")
 
 
 @in_place
-@pytest.mark.parametrize("units", others_as_proofs("beside"))
+@pytest.mark.parametrize("units", some(UNITS, "beside"))
 def test_a_module_that_two_parents_hold_trains_under_the_manual_engine_too(units):
     options = {
         "nested": {"reshard_after_forward": False},
@@ -217,7 +219,7 @@ def linen_net(has_state=True):
 LINEN_UNITS = {"itself": [LinenCore], "beside": [LinenOuter], "nested": [LinenOuter, LinenCore]}
 
 
-@pytest.mark.parametrize("units", LINEN_UNITS)
+@pytest.mark.parametrize("units", some(LINEN_UNITS, "nested", "beside"))
 def test_a_linen_module_that_two_parents_hold_trains_as_on_one_device(units):
     module, example = linen_net()
     model = check_linen(module, example, mean_square, data(), LINEN_UNITS[units], mutable=["batch_stats"])
@@ -226,6 +228,6 @@ def test_a_linen_module_that_two_parents_hold_trains_as_on_one_device(units):
 
 
 @in_place
-@pytest.mark.parametrize("units", others_as_proofs("nested"))
+@pytest.mark.parametrize("units", some(UNITS, "nested"))
 def test_a_linen_module_that_two_parents_hold_trains_under_the_manual_engine_too(units):
     check_manual(linen_net(has_state=False), LINEN_UNITS[units])
