@@ -16,7 +16,7 @@ endif
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := jfsdp models scripts tests
+SOURCES := jfsdp models scripts tests docs/conf.py
 
 QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_choice.py tests/train/test_reduction.py \
   tests/plan/test_theory.py tests/plan/test_hlo.py tests/engine/test_schedule.py tests/trainer/test_options.py \
@@ -24,7 +24,7 @@ QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_
   tests/engine/test_manual_parity.py::test_the_depth_of_prefetch_changes_no_bit
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick lint format proofs clean
+.PHONY: help install train test quick lint format proofs docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,15 @@ format: install ## Format, and fix what the linter can
 
 proofs: install ## Run the slow, exhaustive tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m proof $(ARGS)
+
+docs: $(VENV)/.docs ## Make the site, build/docs/index.html, to open in a browser; broken links fail
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "The site is build/docs/index.html."
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean: ## Remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info models/build models/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,9 +1,16 @@
-"""Every Python example in the README and the docs runs; those of a page go on from one another."""
+"""Python examples in the README and the docs run, those of a page one after another; links lead somewhere; the site has
+every page and every public name. None of it needs what `make docs` installs."""
 
+import collections
+import inspect
 import pathlib
 import re
 
 import pytest
+
+import jfsdp
+import jfsdp.plan
+import jfsdp.testing
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,3 +27,57 @@ def test_examples_run_in_their_order(page, tmp_path, monkeypatch):
     names = {"__name__": "example"}
     for number, code in enumerate(EXAMPLES[page]):
         exec(compile(code, f"{page} example {number}", "exec"), names)
+
+
+def prose(page: pathlib.Path) -> str:
+    return re.sub(r"^( *```).*?^\1 *$", "", page.read_text(), flags=re.S | re.M)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Those that GitHub makes of a page's headings, and so does the site."""
+    seen = collections.Counter()
+    for title in re.findall(r"^#+ +(.+?) *$", prose(page), re.M):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        seen[slug] += 1
+        seen[f"{slug}-{seen[slug] - 1}"] += seen[slug] > 1
+    return set(+seen)
+
+
+def leads_somewhere(page: pathlib.Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.is_file() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    links = re.findall(r"\]\(([^)\s]+)", re.sub(r"`[^`]*`", "", prose(page)))
+    relative = [link for link in links if not re.match(r"\w+:", link)]
+    assert [link for link in relative if not leads_somewhere(page, link)] == []
+
+
+def test_a_link_to_nowhere_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One `step`, [two](x.md)\n```\n# no heading\n```\n## One step two\n")
+    assert anchors(page) == {"one-step-two", "one-step-two-1"}
+    assert leads_somewhere(page, "page.md#one-step-two-1")
+    assert not leads_somewhere(page, "#one-step-two-2")
+    assert not leads_somewhere(page, "other.md")
+
+
+def test_the_site_lists_every_page():
+    listed = re.findall(r"^(?:.* <)?([\w/-]+)>?$", (ROOT / "docs" / "index.md").read_text(), re.M)
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.rst")]
+    names = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages}
+    assert sorted(listed) == sorted(names - {"index"} | {"self"})
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("*.rst")]
+    listed = re.findall(r"^\.\. (?:autofunction|autoclass|py:data):: jfsdp\.(\S+)$", "\n".join(pages), re.M)
+    assert jfsdp.plan.audit is jfsdp.audit
+    plan = [f"plan.{name}" for name in jfsdp.plan.__all__ if name != "audit"]
+    own = [value for value in vars(jfsdp.testing).values() if inspect.getmodule(value) is jfsdp.testing]
+    testing = [f"testing.{value.__name__}" for value in own if not value.__name__.startswith("_")]
+    assert sorted(listed) == sorted([*jfsdp.__all__, *plan, *testing])

@@ -1,0 +1,70 @@
+"""How `make docs` builds the site: the README and docs/*.md as they stand, and the reference from docstrings."""
+
+import pathlib
+import re
+from typing import Any
+
+import jfsdp
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+project = "jfsdp"
+release = jfsdp.__version__
+html_title = f"{project} {release}"
+html_theme = "furo"
+html_show_search_summary = False  # a page opened from the disk may not fetch others
+html_copy_source = html_domain_indices = html_show_copyright = False
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+# Pages: the anchors of headings are GitHub's, and a fence without a language is plain text.
+myst_heading_anchors = 4
+highlight_language = "none"
+
+# Docstrings: `name` is code, and a link where the reference has that name.
+default_role = "py:obj"
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # Sphinx cannot read the repr of a function
+python_maximum_signature_line_length = 80
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+
+def to_code(found: re.Match) -> str:
+    """Write Markdown's code as reST's: a plain name may be a link, all else is literal; letters after need a break."""
+    code, after = found.groups()
+    code = f"`{code}`" if re.fullmatch(r"[\w.]+", code) else f"``{code}``"
+    return rf"{code}\ {after}" if after else code
+
+
+def to_rest(_app, what, _name, _obj, _options, lines: list[str]) -> None:
+    """Turn the sections that only jfsdp has into fields, which look like Args and Raises, and code into reST's."""
+    text = re.sub(r"^(Layout|Cost|Memory|Source): +", r"\n:\1: ", "\n".join(lines), flags=re.M)
+    lines[:] = re.sub(r"`([^`]+)`(\w?)", to_code, text).split("\n")
+    if what == "property":
+        lines[:0] = ["..", ""]  # an empty comment: of a first line, napoleon takes what is before a colon for a type
+
+
+def skip(_app, _what, _name, obj: Any, _skip, _options) -> bool | None:
+    """Leave out what `NamedTuple` makes of its fields; the class tells them under Attributes."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def links_to_readme(_app, _name, source: list[str]) -> None:
+    """The README is the site's first page, docs/index.md."""
+    source[0] = source[0].replace("](../README.md", "](index.md")
+
+
+def links_in_readme(_app, _path, _name, source: list[str]) -> None:
+    """Seen from docs/index.md, the files that the README links to stand one folder up."""
+
+    def one_up(found: re.Match) -> str:
+        return f"](../{found[1]}" if (ROOT / found[1]).is_file() else found[0]
+
+    source[0] = re.sub(r"\]\(([\w./-]+)", one_up, source[0])
+
+
+def setup(app) -> None:
+    app.connect("autodoc-process-docstring", to_rest, priority=400)  # before napoleon
+    app.connect("autodoc-skip-member", skip)
+    app.connect("source-read", links_to_readme)
+    app.connect("include-read", links_in_readme)
