@@ -37,6 +37,7 @@ from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.config import TrainConfig
 
 INTERRUPTED = 130
+SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")
 
 
 class UsageError(ValueError):
@@ -111,9 +112,9 @@ def _describe(error: ValueError | OSError) -> str:
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
     """Go on as the run to resume did in what its command leaves out of what may change: no option left out changes it.
 
-    So for its schedule, and for what it keeps: a checkpoint that it protected is not deleted.
+    So for its schedule, and for what it saves and keeps: a checkpoint that it protected is not deleted.
     """
-    kept = {name: stored[name] for name in (*CHANGEABLE, "keep_every", "keep_best") if name in stored}
+    kept = {name: stored[name] for name in (*CHANGEABLE, *SAVING) if name in stored}
     again = parse(argv, kept)
     left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
     if left_out:

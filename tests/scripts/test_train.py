@@ -286,7 +286,7 @@ def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
     (tmp_path / "own_jobs.py").write_text(STEEP)
     ours = [*options[options.index("--seq-len") :], "--factory", "own_jobs:steep", "--param-dtype", "none"]
     ours += ["--sample-tokens", 0, "--run-dir", tmp_path / "run", "--steps", 40, "--checkpoint-every", 5]
-    ours += ["--eval-fraction", 0, "--max-grad-norm", "none", "--warmup", 0, "--keep-every", 5]
+    ours += ["--eval-fraction", 0, "--max-grad-norm", "none", "--warmup", 0, "--keep", 0]
     ours[ours.index("--learning-rate") + 1] = 1e3
     done = train(*ours, cwd=tmp_path)
     assert done.returncode == 1
@@ -304,6 +304,8 @@ def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["changes"] == [change]
     place = ours.index("--learning-rate")
     less = [*ours[:place], *ours[place + 2 :]]
+    while "--keep" in less:
+        del less[less.index("--keep") : less.index("--keep") + 2]
     done = train(*less, "--resume", "--steps", 42, "--skip-nonfinite", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "left out, so as the run had it: --learning-rate 0.1" in done.stdout
@@ -311,6 +313,8 @@ def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
     changes = json.loads((tmp_path / "run" / "config.json").read_text())["changes"]
     assert changes == [change, {"after_step": 40, "skip_nonfinite": [False, True]}]
     assert read_metrics(tmp_path / "run")[-1]["learning_rate"] <= 0.1
+    there = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert set(range(saved, 41, 5)) <= there, "what the run protected is deleted by one that says nothing of it"
 
 
 # ---- other models, other data ----
