@@ -80,8 +80,7 @@ def initialize_processes(coordinator: str | None, num_processes: int | None, pro
 
     Args:
       coordinator: HOST:PORT of process 0; "auto" finds it and the rest from Slurm, Open MPI and others that JAX knows;
-        None: as the environment says (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), or a single
-        process where it says nothing.
+        None: where `JAX_COORDINATOR_ADDRESS` is set, as "auto" with this address; else a single process.
       num_processes, process_id: needed with HOST:PORT.
 
     Raises:
