@@ -38,6 +38,7 @@ class Job:
       flops_per_token: `f(seq_len) -> FLOPs` of one token (where `data` is "images": of one image) forward and backward,
         for MFU; None if unknown.
       configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
+        What `dataclasses.replace` changed of a job stays: see `with_config`.
       config: the model's configuration, any dataclass; written beside checkpoints.
       pretrained: how checkpoints of Hugging Face call the model's parameters, a dict (docs/pretrained.md); None: the
         model has none there.
@@ -65,22 +66,46 @@ class Job:
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:
             raise ValueError(f"job {self.name!r}: data={self.data!r} is unknown; the kinds are {', '.join(DATA_KINDS)}")
+        if self.configure is not None and not isinstance(self.configure, _Configure):
+            made = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+            object.__setattr__(self, "configure", _Configure(self.configure, made))
 
     def with_config(self, **fields: Any) -> Job:
         """Return this job with fields of its model configuration changed.
 
+        What was replaced of the job since its `configure` was given (a loss, units) is kept as it is.
+
         Raises:
-          ValueError: if the job has no `configure`, or its configuration refuses a field.
+          ValueError: if the job has no `configure`, its model was replaced, or its configuration refuses a field.
         """
         if not fields:
             return self
         if self.configure is None:
             raise ValueError(f"job {self.name!r} has no configurable fields; asked to change {', '.join(fields)}")
+        assert isinstance(self.configure, _Configure)
+        own = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
+        own = {name: value for name, value in own.items() if name not in ("config", "configure")}
+        if "model" in own:
+            raise ValueError(
+                f"job {self.name!r}: its model was replaced, and configure= makes another; asked to change "
+                f"{', '.join(fields)}: give the job a configure= that makes this model"
+            )
         try:
-            return as_job(self.configure(**fields), self.name)
+            return dataclasses.replace(as_job(self.configure.make(**fields), self.name), **own)
         except TypeError as error:
             known = [f.name for f in dataclasses.fields(self.config)] if dataclasses.is_dataclass(self.config) else []
             raise ValueError(f"job {self.name!r}: {error}; its fields are {', '.join(known) or 'unknown'}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Configure:
+    """A job's `configure`, and the fields of the job to which it was given."""
+
+    make: Callable[..., Any]
+    made: Mapping[str, Any]
+
+    def __call__(self, **fields: Any) -> Any:
+        return self.make(**fields)
 
 
 def as_job(value: Any, name: str) -> Job:

@@ -217,3 +217,15 @@ def test_with_config_refuses_an_unknown_field_and_lists_the_known():
 def test_with_config_of_a_job_without_configuration_is_refused():
     with pytest.raises(ValueError, match="job 'mine' has no configurable fields; asked to change dim, depth"):
         as_job(FIELDS, "mine").with_config(dim=9, depth=1)
+
+
+def test_what_was_replaced_of_a_job_stays_when_its_configuration_changes():
+    job = dataclasses.replace(as_job(configurable(), "mine"), loss=repr, units=["blocks"])
+    changed = job.with_config(dim=9).with_config(dim=7)
+    assert (changed.loss, changed.units, changed.config, changed.batch) == (repr, ["blocks"], Config(dim=7), print)
+
+
+def test_a_job_whose_model_was_replaced_does_not_get_another_one_from_its_configuration():
+    job = dataclasses.replace(as_job(configurable(), "mine"), model=repr)
+    with pytest.raises(ValueError, match=r"job 'mine': its model was replaced, .* asked to change dim: give the job"):
+        job.with_config(dim=9)
