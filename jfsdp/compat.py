@@ -7,6 +7,9 @@ extension points.
 from __future__ import annotations
 
 import collections
+import os
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -18,6 +21,18 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jfsdp.extras import load
 
 __all__ = ["ClosedJaxpr", "Literal", "core", "dce_jaxpr", "define_prng_impl"]
+
+
+_NOT_THE_USERS = tuple(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, jax.__file__))
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program: the first one above that is neither jfsdp's nor JAX's."""
+    # From Python 3.12 on warnings.warn does this itself: skip_file_prefixes.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Checks that the configurations of the models share."""
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_args
 
 from .attention import AttentionChoice
@@ -26,6 +26,10 @@ def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
             raise ValueError(f"{type(config).__name__}.{field}={value!r} must be a whole number from 1 to {most:,}")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def require_positive(config: Any, *fields: str) -> None:
     """Refuse fields that are not above 0 and finite.
 
@@ -34,9 +38,9 @@ def require_positive(config: Any, *fields: str) -> None:
     """
     for field in fields:
         value = getattr(config, field)
-        if not 0 < value < math.inf:
+        if not _is_number(value) or not 0 < value < math.inf:
             raise ValueError(
-                f"{type(config).__name__}.{field}={value} must be positive and finite; pass another {field}="
+                f"{type(config).__name__}.{field}={value!r} must be a number, positive and finite; pass another {field}="
             )
 
 
@@ -48,9 +52,9 @@ def require_fraction(config: Any, *fields: str) -> None:
     """
     for field in fields:
         value = getattr(config, field)
-        if not 0 <= value < 1:
+        if not _is_number(value) or not 0 <= value < 1:
             raise ValueError(
-                f"{type(config).__name__}.{field}={value} must be at least 0 and below 1; 0 switches it off"
+                f"{type(config).__name__}.{field}={value!r} must be a number, at least 0 and below 1; 0 switches it off"
             )
 
 

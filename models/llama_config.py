@@ -77,6 +77,9 @@ class LlamaConfig:
         require_counts(self, "num_layers", most=MOST_LAYERS)
         require_counts(self, "num_heads", "num_kv_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps", "rope_theta")
+        require_counts(self, *(name for name in ("head_dim", "local_window_size") if getattr(self, name) is not None))
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")
         require_bool(self, "tied", "qkv_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
@@ -93,11 +96,6 @@ class LlamaConfig:
             raise ValueError(
                 f"LlamaConfig.head_dim={self.head_size} must be positive and even, since the rotary embedding pairs "
                 "its halves; pass another head_dim="
-            )
-        if self.local_window_size is not None and self.local_window_size < 1:
-            raise ValueError(
-                f"LlamaConfig.local_window_size={self.local_window_size} must be at least 1 (the query itself); "
-                "pass None for no window"
             )
         require_attention(self)
 

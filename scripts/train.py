@@ -2,7 +2,7 @@
 
 A recipe names defaults; any option on the command line overrides it. Exit status: 0 also after SIGINT or SIGTERM during
 training (the step is finished and saved; a second signal kills), 2 for what cannot be begun as it was asked (an option,
-a path, data, weights, a checkpoint to resume from), 1 for other errors.
+a path, data, weights, a checkpoint to resume from), 4 for a checkpoint that is damaged, 1 for other errors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from jfsdp.launch.runtime import (
     configure_xla,
     enable_compilation_cache,
     initialize_processes,
+    plain_warnings,
     without_plugin_chatter,
 )
-from jfsdp.trainer.options import CHANGEABLE, as_options
+from jfsdp.trainer.options import CHANGEABLE, check_known, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.config import TrainConfig
 
-INTERRUPTED = 130
+DAMAGED, INTERRUPTED = 4, 130
 SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")
 
 
@@ -48,6 +49,7 @@ def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainCo
     """Read the command line over what a run to resume had, and over the defaults of its recipe."""
     args = _with_bare_resume(argv)
     try:
+        check_known(args, TrainConfig)
         default = dataclasses.replace(recipe_defaults(TrainConfig(), args), **kept or {})
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -79,12 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debug = "--debug" in argv
     try:
         config = parse(argv)
-        train(config, argv)
+        with plain_warnings():
+            train(config, argv)
     except (ValueError, OSError) as error:
         if is_debug:
             raise
-        print(f"train.py: error: {_describe(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        print(f"train.py: error: {describe_error(error, TrainConfig)}", file=sys.stderr)
+        from jfsdp.checkpoint.disk.files import is_damage
+
+        return DAMAGED if is_damage(error) else 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("train.py: interrupted; what was saved before stands", file=sys.stderr)
         return INTERRUPTED
@@ -101,12 +106,6 @@ def start_jax() -> None:
             jax.devices()
         except RuntimeError as error:
             raise UsageError(f"JAX does not start: {error}") from error
-
-
-def _describe(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.strerror}: {str(error.filename)!r}"
-    return as_options(str(error))
 
 
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:

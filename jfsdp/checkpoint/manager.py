@@ -6,12 +6,12 @@ import operator
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jfsdp.compat import warn
 from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
@@ -141,7 +141,7 @@ class Checkpointer:
         if best is not None and best.metric not in metrics:
             there = ", ".join(metrics) or "none"
             told = f"step {step} is saved without the metric {best.metric!r}, so it is not among the best"
-            warnings.warn(f"{told}; its metrics are {there}", stacklevel=3)
+            warn(f"{told}; its metrics are {there}")
 
     def _prepare(self, step: int) -> None:
         """Check the step, and become the only writer."""
@@ -212,7 +212,7 @@ class Checkpointer:
         try:
             self._prune()
         except OSError as error:
-            warnings.warn(f"checkpoints {self.directory}: older steps cannot be deleted: {error}", stacklevel=2)
+            warn(f"checkpoints {self.directory}: older steps cannot be deleted: {error}")
 
     def _metrics(self, step: int) -> dict[str, float]:
         if self._keep.best is None:
@@ -258,7 +258,7 @@ class Checkpointer:
             earlier = [other for other in steps if other < step]
             if not fall_back or not earlier:
                 raise
-            warnings.warn(f"{error}. Falling back to step {earlier[-1]}", stacklevel=2)
+            warn(f"{error}. Falling back to step {earlier[-1]}")
             how: dict[str, Any] = {"only": only, "skip": skip, "one_replica": one_replica, "fall_back": True}
             return self.restore(like, earlier[-1], **how)
         extras = read_manifest(path)["extra"]

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.trainer.options import StepOptions, as_options
+from jfsdp.trainer.options import StepOptions, as_options, check_numbers
 
 BROKEN = 4
 
@@ -41,6 +41,7 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.search.jobs import find_planned_job, shard_planned
         from jfsdp.plan.wire.audit import audit, read_module
 
+        check_numbers(self, tolerance=0, min_overlap=0, gpus_per_node=1)
         if not self.program:
             raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
         module = read_module(Path(self.program).expanduser())

@@ -154,7 +154,7 @@ class Prune:
         return 0
 
 
-_KINDS = {
+KINDS = {
     "inspect": Inspect,
     "verify": Verify,
     "diff": Diff,
@@ -172,7 +172,7 @@ def _command() -> Any:
     import operator
 
     kinds = [
-        Annotated[kind, tyro.conf.subcommand(name, description=inspect.getdoc(kind))] for name, kind in _KINDS.items()
+        Annotated[kind, tyro.conf.subcommand(name, description=inspect.getdoc(kind))] for name, kind in KINDS.items()
     ]
     return functools.reduce(operator.or_, kinds)
 

@@ -14,13 +14,13 @@ import tyro
 
 import jfsdp
 from jfsdp.cli.audit import AuditProgram
-from jfsdp.cli.checkpoint import Checkpoint
+from jfsdp.cli.checkpoint import BROKEN, KINDS, Checkpoint
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
-from jfsdp.launch.runtime import without_plugin_chatter
-from jfsdp.trainer.options import as_options
+from jfsdp.launch.runtime import plain_warnings, without_plugin_chatter
+from jfsdp.trainer.options import ShardingOptions, check_known, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
 
@@ -65,6 +65,17 @@ def make_command(args: Sequence[str]) -> Any:
     return functools.reduce(operator.or_, commands)
 
 
+def kind_of(args: Sequence[str]) -> type | None:
+    """Return the type of the subcommand that arguments name; None: they name none."""
+    kinds: dict[str, type] = COMMANDS
+    for arg in args[:2]:
+        kind = kinds.get(arg)
+        if kind is not Checkpoint:
+            return kind
+        kinds = KINDS
+    return None
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run a subcommand; print errors of the user's making in one line.
 
@@ -77,6 +88,8 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"jfsdp {jfsdp.__version__}")
         return 0
     try:
+        if kind := kind_of(args):
+            check_known(args, kind)
         kinds = make_command(args)
     except ValueError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
@@ -90,13 +103,16 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     with without_plugin_chatter():
         import jax  # noqa: F401
+
+        from jfsdp.checkpoint.disk.files import is_damage
     try:
-        return command.run()
+        with plain_warnings():
+            return command.run()
     except FactoryError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
-        print(f"jfsdp: error: {as_options(str(error))}", file=sys.stderr)
-        return 2
+        print(f"jfsdp: error: {describe_error(error, kind or ShardingOptions)}", file=sys.stderr)
+        return BROKEN if is_damage(error) else 2

@@ -15,7 +15,7 @@ import tyro
 
 from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.options import StepOptions, check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
@@ -66,6 +66,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.cluster.target import PlanUnavailable
         from jfsdp.plan.time.chart import plot_timeline
 
+        check_numbers(self, reserve=0, budget=0)
         cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
         self._check_files()
         if self.analytic:

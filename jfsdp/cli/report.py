@@ -160,9 +160,14 @@ def print_search(search: Search) -> None:
         console.print(search.advice)
         return
     gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
-    end = "" if search.is_complete else " (the budget ended it)"
-    console.print(f"best: {search.best.label}")
-    console.print(f"{gain}; {len(search.tried)} candidates in {search.elapsed_s:.0f} s{end}")
+    planned = [one for one in search.tried if one.is_planned]
+    of = "" if search.is_complete else f" of the {len(planned)} that were planned"
+    console.print(f"best{of}: {search.best.label}")
+    console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
+    if not search.is_complete:
+        other = f"; no other {', '.join(search.untried)} was tried" if search.untried else ""
+        longest = max(one.compile_s for one in planned)
+        console.print(f"--budget ended the search{other}; give it more seconds (a candidate takes up to {longest:.0f})")
 
 
 _LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.trainer.options import Dtype, optional
+from jfsdp.trainer.options import Dtype, check_numbers, optional
 
 if TYPE_CHECKING:
     from jfsdp.trainer.job import Job
@@ -118,6 +118,7 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 
+        check_numbers(self, max_shard_gb=0, max_length=1)
         path = find_checkpoint(self.path)
         stored = CheckpointSource(path).manifest["config"] or {}
         job = _find_job(self, stored)

@@ -70,7 +70,7 @@ class ShardedApply:
           gradients.
 
         Raises:
-          ValueError: as `__call__`; and if no value has a name that a remat is to save.
+          ValueError: as `__call__`; and if no value has a name that a remat gives.
         """
         traced, flat = self.trace(fn, to_leaves(self.layout, dict(params)), state, *inputs)
         _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
@@ -171,7 +171,7 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
     unused = sorted(wanted - seen)
     if unused:
         raise ValueError(
-            f"remat is to save {', '.join(unused)}, and no value in the model has that name; names given there by "
+            f"remat names {', '.join(unused)}, and no value in the model has that name; names given there by "
             f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen)) or 'none'}"
         )
 

@@ -16,9 +16,13 @@ flat storage 6.2 %.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh
 
 from jfsdp.compat import pipelining
@@ -62,6 +66,33 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_scheduled: b
         "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
         **pipelining("all_gather", "all_reduce"),
     }
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that the XLA of this process does not take. Cost: compiles a program of one number.
+
+    Raises:
+      ValueError: as `naming_options`.
+    """
+    with naming_options():
+        jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
+
+
+@contextlib.contextmanager
+def naming_options() -> Iterator[None]:
+    """Say of an option that XLA refuses which one it is.
+
+    Raises:
+      ValueError: naming the option, and what XLA says of its value.
+    """
+    try:
+        yield
+    except Exception as error:  # JAX wraps XLA's refusals in a RuntimeError of its own, from 0.10.2 to 0.12
+        if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
+            raise ValueError(f"--xla {unknown[1]}: the XLA of this jaxlib has no such option; leave it out") from error
+        if refused := re.search(r"While setting option (\w+), ([^\n]*)", str(error)):
+            raise ValueError(f"--xla {refused[1]}: {refused[2].rstrip('. ')}; give another value") from error
+        raise
 
 
 def _combined(layout: Layout) -> dict[str, Any]:

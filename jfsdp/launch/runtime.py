@@ -9,8 +9,10 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
@@ -67,6 +69,21 @@ def without_plugin_chatter() -> Iterator[None]:
         finally:
             sys.stderr.flush()
             os.dup2(stderr.fileno(), 2)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings of ours as a line of a command line: who gave options has no line of Python to look at."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, UserWarning):
+                return shown(message, category, *where, **more)
+            return print(f"warning: {message}", file=sys.stderr, flush=True)
+
+        warnings.showwarning = show
+        yield
 
 
 def merge_flags(text: str, flags: dict[str, str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jfsdp.compat import warn
 from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
@@ -132,7 +132,7 @@ def fully_shard(
         storage=storage,
     )
     for warning in advise_memory(layout):
-        warnings.warn(warning, LayoutWarning, stacklevel=2)
+        warn(warning, LayoutWarning)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
     needs = [] if prefetch is None else [f"prefetch={prefetch!r}"]
     given = None if prefetch is None else as_prefetch(prefetch)

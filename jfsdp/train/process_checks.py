@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jfsdp.compat import warn
 from jfsdp.launch.hosts import gather_json
 
 
@@ -36,11 +36,10 @@ def compare_batches(batch: Any) -> None:
         raise ValueError(f"the batch mixes a process's own rows with global arrays: {kinds[0]}; {remedy}")
     same = max(([i for i, other in enumerate(told) if other == found] for found in told), key=len)
     if len(same) > 1 and whose == {"own"}:
-        warnings.warn(
+        warn(
             f"processes {', '.join(map(str, same))} gave the same batch, {kinds[0]}, and each of its rows counts "
             f"{len(same)} times: an array that is not spread over processes holds the process's own rows. Give each "
-            "process other rows, B/num_processes of them, or make one global array: jax.make_array_from_callback",
-            stacklevel=5,
+            "process other rows, B/num_processes of them, or make one global array: jax.make_array_from_callback"
         )
 
 

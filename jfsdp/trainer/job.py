@@ -65,7 +65,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:
-            raise ValueError(f"job {self.name!r}: data={self.data!r} is unknown; the kinds are {', '.join(DATA_KINDS)}")
+            raise ValueError(
+                f"job {self.name!r}: data {self.data!r} is no kind of data; the kinds are {', '.join(DATA_KINDS)}"
+            )
         if self.configure is not None and not isinstance(self.configure, _Configure):
             made = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
             object.__setattr__(self, "configure", _Configure(self.configure, made))
@@ -190,7 +192,7 @@ def parse_config(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise ValueError(f"model-config {pair!r} is not KEY=VALUE, such as num_layers=2")
+            raise ValueError(f"--model-config {pair!r} is not KEY=VALUE, such as num_layers=2")
         fields[key] = _literal(value)
     return fields
 

@@ -7,8 +7,9 @@ Importing it imports neither JAX nor the rest of jfsdp, since a training script 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -40,6 +41,7 @@ Name = Annotated[str | None, optional(str, "NAME")]
 Location = Annotated[str | None, optional(str, "PATH")]
 Dtype = Annotated[str | None, optional(str, "DTYPE")]
 OFFLOADABLE = ("params", "grads", "opt_state")
+MOST = 2**31 - 1  # of what is counted: JAX's indices
 REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 
 
@@ -181,8 +183,16 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     """Return the options as keyword arguments of `train_step`.
 
     Raises:
-      ValueError: as `step_arguments`, and for an option of XLA that is not NAME=VALUE.
+      ValueError: as `step_arguments`, for a batch that cannot be cut or a row without items, and for an option of XLA that is not
+        NAME=VALUE.
     """
+    check_numbers(options, batch_per_device=1, seq_len=1, accumulate=1)
+    rows, parts = options.batch_per_device, options.accumulate
+    if rows % parts:
+        raise ValueError(
+            f"--batch-per-device {rows} cannot be cut into --accumulate {parts} microbatches; make it a multiple of "
+            f"{parts}"
+        )
     return step_arguments(options) | {
         "max_grad_norm": options.max_grad_norm,
         "skip_nonfinite": options.skip_nonfinite,
@@ -257,16 +267,74 @@ ROUNDING = (
 ROUNDING += ("reduce", "reshard_after_backward")
 
 
-def as_options(message: str) -> str:
-    """Say a message of the library in the words of the command line: `--reduce once` for `reduce="once"`."""
-    names = "|".join(["check_loss", *(field.name for field in dataclasses.fields(ShardingOptions))])
+def check_numbers(options: Any, **least: float) -> None:
+    """Refuse numbers below their least, and beyond what is ever counted; None is none.
 
-    def spell(found: re.Match[str]) -> str:
-        option, value = found[1].replace("_", "-"), found[2].strip("\"'")
-        is_no = found[1] in ("reshard_after_backward", "check_loss") and value == "False"
-        return f"--no-{option}" if is_no else f"--{option} {value}"
+    Raises:
+      ValueError: naming the option, its value, and what it takes.
+    """
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= MOST:
+            raise ValueError(f"{spell(name)} {value} must be a number from {low:g} to {MOST:,}")
 
-    return re.sub(rf"\b({names})=(\"\w+\"|'\w+'|\w+)", spell, message)
+
+def check_known(args: Sequence[str], kind: type) -> None:
+    """Refuse options that a command does not have.
+
+    Args:
+      kind: the dataclass of its options.
+
+    Raises:
+      ValueError: naming the first, and those that may have been meant.
+    """
+    names = [spell(field.name) for field in dataclasses.fields(kind)]
+    known = {*names, *(name.replace("--", "--no-", 1) for name in names), "--help"}
+    for arg in args:
+        name = arg.partition("=")[0].replace("_", "-")
+        if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
+            close = ", ".join(_close_options(name, names)) or "others; --help lists them"
+            raise ValueError(f"{arg.partition('=')[0]}: there is no such option; there is {close}")
+
+
+def _close_options(name: str, names: Iterable[str]) -> list[str]:
+    """Return the options that are spelled alike, begin with the same letters, or share a word with a name."""
+    names, words = list(names), set(name.strip("-").split("-"))
+    initials = [other for other in names if "".join(word[0] for word in other[2:].split("-")) == name[2:]]
+    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    sharing = [other for other in names if words & set(other[2:].split("-"))]
+    return list(dict.fromkeys([*initials, *alike, *sharing]))[:4]
+
+
+def spell(name: str) -> str:
+    """Return the option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def describe_error(error: Exception, kind: Any) -> str:
+    """Say an error in one line, in the words of the command that `kind` is the options of."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.strerror}: {str(error.filename)!r}"
+    return as_options(str(error), kind)
+
+
+def as_options(message: str, kind: Any = ShardingOptions) -> str:
+    """Say a message of the library in the words of a command line: `--reduce once` for `reduce="once"`.
+
+    Args:
+      kind: the dataclass of the command's options, or one of it.
+    """
+    names = "|".join(["check_loss", *(field.name for field in dataclasses.fields(kind))])
+
+    def say(found: re.Match[str]) -> str:
+        option, value = spell(found[1]), (found[2] or "").strip("\"'")
+        if value in ("True", "False"):
+            return option if value == "True" else option.replace("--", "--no-", 1)
+        return f"{option} {value}".strip()
+
+    message = re.sub(rf"(^|: )({names})(?= ['\"\d])", lambda found: found[1] + spell(found[2]), message)
+    value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
+    return re.sub(rf"(?<![\w.-])({names})=({value})?(?![\w=])", say, message)
 
 
 def word_or_none(text: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import typing
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
@@ -43,8 +44,10 @@ def _read_file(path: str) -> Mapping[str, Any]:
             fields = json.load(file)
     except FileNotFoundError as error:
         raise ValueError(f"recipe {path!r}: there is no such file") from error
+    except OSError as error:
+        raise ValueError(f"recipe {path!r}: cannot be read ({error.strerror}); name a file *.json") from error
     except ValueError as error:
-        raise ValueError(f"recipe {path!r}: is not JSON: {error}") from error
+        raise ValueError(f"recipe {path!r}: is not JSON: {error}; write one object of options") from error
     if not isinstance(fields, dict):
         raise ValueError(f"recipe {path!r}: must be a JSON object of options, not {type(fields).__name__}")
     return fields
@@ -65,7 +68,12 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     unknown = [field for field in fields if field not in known and field not in ignore]
     if unknown:
         raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}; options are {', '.join(known)}")
+    hints = typing.get_type_hints(type(options))
     given = {field: _as_field(value) for field, value in fields.items() if field in known}
+    for field, value in given.items():
+        if not _is_of(value, hints[field]):
+            kind = str(hints[field]).removeprefix("<class '").removesuffix("'>")
+            raise ValueError(f"recipe {name!r}: {field}={value!r} is no {kind}; write another value")
     return dataclasses.replace(options, **given)  # type: ignore[type-var]
 
 
@@ -81,6 +89,17 @@ def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[
     if option_value("--factory", args) and not option_value("--model", args):
         return dataclasses.replace(default, model=None)  # type: ignore[type-var]
     return default
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Tell whether a value is of the type of a field: of the few that options have."""
+    if kinds := typing.get_args(hint):
+        if typing.get_origin(hint) is tuple:
+            return isinstance(value, tuple) and all(isinstance(item, kinds[0]) for item in value)
+        return any(_is_of(value, kind) for kind in kinds)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _as_field(value: Any) -> Any:

@@ -419,7 +419,7 @@ def step_saving(remat, **options):
 
 @pytest.mark.parametrize("remat", [("hiden",), jfsdp.SaveNames(("hidden",), ("hiden",))])
 def test_a_name_to_save_that_no_value_has_is_refused_with_the_names_there_are(remat):
-    with pytest.raises(ValueError, match=r"remat is to save hiden, and no value .*checkpoint_name: hidden\b"):
+    with pytest.raises(ValueError, match=r"remat names hiden, and no value .*checkpoint_name: hidden\b"):
         step_saving(remat)
 
 

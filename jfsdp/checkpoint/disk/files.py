@@ -39,6 +39,11 @@ class DamagedError(ValueError):
     """A checkpoint that is not as it was written; the message names the files."""
 
 
+def is_damage(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it was raised from, says that a checkpoint is damaged."""
+    return error is not None and (isinstance(error, DamagedError) or is_damage(error.__cause__))
+
+
 def damaged(path: Any, what: str) -> DamagedError:
     """Return the error for a checkpoint in which something is not as it was written."""
     remedy = "restore another step (--resume STEP), or an older one with fall_back=True (--fall-back)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfsdp.compat import warn
 from jfsdp.checkpoint.disk.contents import one_array
 from jfsdp.checkpoint.disk.places import find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
@@ -122,7 +122,7 @@ def load_pretrained(
     lines = sorted({line for found in gather_json(counted.lines()) for line in found})
     refuse_nonfinite(path, lines, allow=allow_nonfinite)
     if lines:
-        warnings.warn(f"{path}: {'; '.join(lines)}", stacklevel=2)
+        warn(f"{path}: {'; '.join(lines)}")
     return model.init_from(tx, dict(zip(leaves, arrays, strict=True)), seed)
 
 

@@ -15,13 +15,12 @@ backward has passed that use.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jfsdp.compat import ClosedJaxpr
+from jfsdp.compat import warn, ClosedJaxpr
 from jfsdp.engine.engine import Pull
 from jfsdp.engine.manual.backward import Backward
 from jfsdp.engine.manual.collectives import LocalEngine
@@ -74,11 +73,10 @@ class ManualEngine(LocalEngine):
         block, in_place = read_program(ClosedJaxpr(traced.jaxpr, ()), shards, self.calls)
         step = Step(self, self.prefetch, block, shards, dict(source))
         if in_place and self.is_asked and self.prefetch != Prefetch(0, 0):
-            warnings.warn(
+            warn(
                 f"units {', '.join(in_place[:4])} are called inside another unit, a nested or reversed loop, a "
                 "vmap, a derivative or a remat of the model's own, where no schedule reaches them: they are gathered "
-                "when they are called, without prefetch; for a remat use jfsdp's own (remat=)",
-                stacklevel=2,
+                "when they are called, without prefetch; for a remat use jfsdp's own (remat=)"
             )
         forward = Forward(step)
         outs = forward.run(flat)

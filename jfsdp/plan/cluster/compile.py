@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jfsdp.compat import reset_compilation_cache
+from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffers import read_dump
 
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
@@ -79,13 +80,8 @@ def without_cache() -> Iterator[None]:
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    try:
+    with naming_options():
         return lowered.compile(compiler_options=options)
-    except Exception as error:  # JAX wraps XLA's refusals in a RuntimeError of its own, from 0.10.2 to 0.12
-        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-        if unknown is None:
-            raise
-        raise ValueError(f"--xla {unknown[1]}: the XLA of this jaxlib has no such option") from error
 
 
 def _module_name(text: str) -> str:

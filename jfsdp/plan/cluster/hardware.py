@@ -152,8 +152,10 @@ class Cluster:
             object.__setattr__(self, "gpus_per_node", self.gpu.gpus_per_node)
         name, most = self.gpu.name, self.gpu.domain_size
         if self.nodes < 1 or self.gpus_per_node < 1 or self.nodes_per_domain < 0:
-            counts = f"nodes={self.nodes}, gpus_per_node={self.gpus_per_node}, nodes_per_domain={self.nodes_per_domain}"
-            raise ValueError(f"{name}: {counts} must be at least 1")
+            counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node}
+            counts |= {"nodes_per_domain": self.nodes_per_domain} if self.nodes_per_domain else {}
+            bad = ", ".join(f"{count}={value}" for count, value in counts.items() if value < 1)
+            raise ValueError(f"{name}: {bad} must be at least 1")
         if self.gpus_per_node > most:
             raise ValueError(
                 f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} joins; "

@@ -62,10 +62,13 @@ def read_target_config(path: str | Path) -> str:
     """Read a GpuTargetConfigProto in text form. Where a GPU is attached, XLA's own tools print one.
 
     Raises:
-      ValueError: if it is not such a text.
-      OSError: if it cannot be read.
+      ValueError: if it is not such a text, or cannot be read.
     """
-    text = Path(path).read_text()
+    try:
+        text = Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"--target-config {path}: cannot be read ({reason}); name a *.txtpb file of XLA's") from error
     if "gpu_device_info" not in text:
         raise ValueError(f"{path}: no target config, since it has no gpu_device_info {{...}}; XLA's are *.txtpb files")
     return text

@@ -36,6 +36,15 @@ def pareto_front(points: Iterable[P]) -> tuple[P, ...]:
     return tuple(front)
 
 
+KINDS = {
+    "strategy and mesh": {"strategy", "mesh", "sharding_factor", "reshard_after_forward"},
+    "remat": {"remat"},
+    "batch": {"batch_per_device", "accumulate", "reshard_after_backward"},
+    "engine": {"engine", "prefetch", "storage"},
+    "XLA's options": {"xla"},
+}
+
+
 class Outcome(enum.Enum):
     """What became of a candidate."""
 
@@ -141,6 +150,12 @@ class Search:
         return self.default.item_s / self.best.item_s if self.best and self.default.fits else None
 
     @property
+    def untried(self) -> tuple[str, ...]:
+        """The kinds of options of which no other value was planned, in the order of the search."""
+        changed = {name for one in self.tried if one.is_planned for name in one.changes}
+        return tuple(kind for kind, names in KINDS.items() if not changed & names)
+
+    @property
     def advice(self) -> str:
         """Where nothing fits: what came nearest, and what would help. Otherwise empty."""
         if self.best is not None:
@@ -164,6 +179,7 @@ class Search:
             "limit_bytes": self.limit_bytes,
             "elapsed_s": self.elapsed_s,
             "is_complete": self.is_complete,
+            "untried": list(self.untried),
             "default": self.default.to_dict(),
             "best": self.best and self.best.to_dict(),
             "front": [one.to_dict() for one in self.front],

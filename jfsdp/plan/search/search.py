@@ -39,7 +39,7 @@ from jfsdp.trainer.options import StepOptions
 __all__ = ["Candidate", "Outcome", "Search", "SearchSpace", "search_job"]
 
 BUDGET_S = 900.0
-_XLA_SHARE = 0.25  # of the budget is kept for the last stage
+_XLA_SHARE = 0.25  # of the budget is kept for the last stage, if a candidate takes less
 
 
 def search_job(
@@ -87,7 +87,8 @@ def search_job(
 
 def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     given, cluster = tries.default, tries.cluster
-    tries.share = 1 - _XLA_SHARE
+    # A part in which not one candidate fits is no use to XLA's options, and would be missing elsewhere.
+    tries.share = 1 - _XLA_SHARE if _XLA_SHARE * tries.budget_s >= tries.longest_s else 1.0
     tries.try_all(placements(given, cluster, space))
     names = value_names(given, cluster) if space.remats is None else ()
     for one in [] if tries.fitting() else tries.best(1):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jfsdp.compat import core
+from jfsdp.compat import core, warn
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import deferred_axes
@@ -95,7 +94,7 @@ class Gradients:
             self.choice = self._choose(found[0])
             self._warn_of_axes(found[0])
         for note in self.choice.notes:
-            warnings.warn(note, stacklevel=4)
+            warn(note)
         self.is_decided = True
         return self.choice
 
@@ -103,11 +102,10 @@ class Gradients:
         mesh = self.apply.engine.mesh
         unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes]
         if unused:
-            warnings.warn(
+            warn(
                 f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
                 "devices repeat each other's work; state one in the model (jax.lax.with_sharding_constraint), or give "
-                f"its devices to {' or '.join(map(repr, DATA_AXES))}",
-                stacklevel=4,
+                f"its devices to {' or '.join(map(repr, DATA_AXES))}"
             )
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:

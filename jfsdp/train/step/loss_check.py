@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.compat import define_prng_impl
+from jfsdp.compat import define_prng_impl, warn
 from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import is_key, to_device
 from jfsdp.engine.movements import MANUAL, XLA
@@ -85,7 +84,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     problem = first or (moved and f"{moved} with all weights moved a little (with those given it agrees by chance)")
     if problem and _draws_elsewhere(jaxpr):
         reason = "from random keys that are not in the model's state, and on each device others than for all rows"
-        warnings.warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not", stacklevel=4)
+        warn(f"{problem}. But the loss draws {reason}: that may be the difference, or not")
     elif problem:
         raise ValueError(f"{problem}; {_remedy(gradients, problem)}; check_loss=False skips this comparison")
 

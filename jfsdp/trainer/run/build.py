@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from jfsdp.engine.options import check_options
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
@@ -57,15 +58,17 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
     job = load_job(config.model, config.factory)
     job = job.with_config(**fields_of_weights(config, job) | parse_config(config.model_config))
     row_items = check_source(config, job)
+    arguments = options.train_arguments(config)
+    if config.xla:
+        check_options({name: value for name, value in arguments["compiler_options"].items() if value is not None})
     model = options.shard_job(config, job, make_run_mesh(config))
     loop = make_loop(config, model.loss_scale is not None)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
     tx = options.make_optimizer(config, job, schedule)
-    step = model.train_step(job.loss, tx, **options.train_arguments(config), check_loss=config.check_loss)
+    step = model.train_step(job.loss, tx, **arguments, check_loss=config.check_loss)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
-    check_rows(config, model)
     decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
     return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
 
@@ -89,16 +92,6 @@ def make_run_mesh(config: TrainConfig) -> Any:
     except ValueError as error:
         simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
         raise ValueError(f"{error}{simulated}") from error
-
-
-def check_rows(config: TrainConfig, model: ShardedModel) -> None:
-    """Refuse a batch that cannot be cut into its microbatches, in the words of the step."""
-    if config.batch_per_device < 1 or config.batch_per_device % max(1, config.accumulate):
-        shards = num_data_shards(dict(model.layout.mesh_sizes))
-        raise ValueError(
-            f"batch_per_device={config.batch_per_device} ({config.batch_per_device * shards} rows on {shards} data "
-            f"shards) cannot be cut into accumulate={config.accumulate} microbatches; make it a multiple of that"
-        )
 
 
 def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -39,10 +40,17 @@ def newest_run_dir(name: str, root: str = "runs") -> Path:
     Raises:
       ValueError: if there is none.
     """
-    found = sorted(path for path in Path(root).glob(f"{name}-*-*") if checkpoint_steps(path))
+    runs = Path(root).iterdir() if Path(root).is_dir() else ()
+    found = sorted(path for path in runs if _is_of(path, name) and checkpoint_steps(path))
     if not found:
-        raise ValueError(f"no run to resume: {root}/{name}-* holds no checkpoints; name the run with --run-dir")
+        wanted = f"{root}/{name}-DATE-TIME"
+        raise ValueError(f"--resume: there is no {wanted} with checkpoints to go on from; name the run with --run-dir")
     return found[-1]
+
+
+def _is_of(run_dir: Path, name: str) -> bool:
+    """Tell whether `new_run_dir` gave a directory its name: gpt2-tiny-DATE-TIME is no run of gpt2."""
+    return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}", run_dir.name) is not None
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:

@@ -157,6 +157,11 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
+        if not os.path.exists(self._file.name):
+            raise OSError(
+                f"{self._file.name} was removed while the run wrote to it; leave the directory of a run alone, and "
+                "begin the run again"
+            )
         try:
             self._file.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
         except OSError as error:

@@ -36,7 +36,7 @@ class ImageSource:
         if job.num_classes is None or not isinstance(batch, Mapping) or not {"images", "labels"} <= batch.keys():
             raise ValueError(
                 f"job {job.name!r} does not take batches of images and labels (with num_classes), which is what its "
-                "data='images' gives"
+                "field `data`, 'images', says"
             )
         if not is_images(config.data):
             raise ValueError(

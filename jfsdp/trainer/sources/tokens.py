@@ -44,7 +44,7 @@ class TokenSource:
         if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
             raise ValueError(
                 f"job {job.name!r} does not take batches of tokens and targets (with a vocab_size), which is what "
-                "data='tokens' gives; a job for images says data='images'"
+                "field `data` of a job, 'tokens', says; a job for images says 'images'"
             )
         if is_images(config.data) and not Path(config.data).is_dir():
             raise ValueError(f"data {config.data!r} are images, and job {job.name!r} takes tokens; choose other --data")
