@@ -40,7 +40,7 @@ def require_positive(config: Any, *fields: str) -> None:
         value = getattr(config, field)
         if not _is_number(value) or not 0 < value < math.inf:
             raise ValueError(
-                f"{type(config).__name__}.{field}={value!r} must be a number, positive and finite; pass another {field}="
+                f"{type(config).__name__}.{field}={value!r} must be positive and finite; pass another {field}="
             )
 
 
@@ -54,7 +54,7 @@ def require_fraction(config: Any, *fields: str) -> None:
         value = getattr(config, field)
         if not _is_number(value) or not 0 <= value < 1:
             raise ValueError(
-                f"{type(config).__name__}.{field}={value!r} must be a number, at least 0 and below 1; 0 switches it off"
+                f"{type(config).__name__}.{field}={value!r} must be at least 0 and below 1; 0 switches it off"
             )
 
 

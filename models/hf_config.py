@@ -50,12 +50,13 @@ class Options:
         return self.take(name)
 
     def count(self, name: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-        """Return an option that counts something; without a default it must be there.
+        """Return an option that counts something; null is absent, and without a default it must be there.
 
         Raises:
           ValueError: if it is no whole number from 1 to `most`: nothing is made of so many parts unseen.
         """
-        value = self.need(name) if default is None else self.take(name, default)
+        value = self.need(name) if default is None else self.take(name)
+        value = default if value is None else value
         if not is_count(value, most):
             raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most:,}; fetch config.json again")
         return value

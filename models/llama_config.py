@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from .attention import AttentionChoice
-from .checks import MOST_HEADS, MOST_LAYERS, require_attention, require_bool, require_counts, require_positive
+from .checks import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_SIZE,
+    is_count,
+    require_attention,
+    require_bool,
+    require_counts,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,13 @@ class LlamaConfig:
         require_counts(self, "num_layers", most=MOST_LAYERS)
         require_counts(self, "num_heads", "num_kv_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps", "rope_theta")
-        require_counts(self, *(name for name in ("head_dim", "local_window_size") if getattr(self, name) is not None))
+        if self.head_dim is not None:
+            require_counts(self, "head_dim")
+        if self.local_window_size is not None and not is_count(self.local_window_size, MOST_SIZE):
+            raise ValueError(
+                f"LlamaConfig.local_window_size={self.local_window_size!r} must be at least 1 (the query itself); "
+                "pass None for no window"
+            )
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")
         require_bool(self, "tied", "qkv_bias", "qk_norm", "stacked")

@@ -136,9 +136,10 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         stored = runs.read_config(run_dir) if config.resume else {}
         config = as_before(config, stored.get("config", {}), argv) if stored else config
         run = Run(config, build(config, stored), run_dir, stored, begin)
+        is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if enable_compilation_cache(config.cache_dir) is None and config.cache_dir is not None:
+    if not is_cached and config.cache_dir is not None:
         print("note: --cache-dir is not used: XLA loses the order of collectives in programs for several CPU devices")
     try:
         run.run()

@@ -26,7 +26,7 @@ ALLOWED = {
     "modules": ("layout",),
     "engine": ("compat", "layout", "modules"),
     "train": ("compat", "layout", "modules", "engine", "launch.hosts"),
-    "checkpoint": ("layout", "train.state", "train.update.roles", "launch.hosts"),
+    "checkpoint": ("compat", "layout", "train.state", "train.update.roles", "launch.hosts"),
     "trainer": ("compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
     "plan": ("compat", "layout", "engine", "train", "trainer.job", "trainer.options", "extras"),
     "launch": ("compat",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import shutil
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import warn
 from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
@@ -19,6 +19,7 @@ from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
+from jfsdp.compat import warn
 from jfsdp.train.state import TrainState
 
 _DELETED, _LOCK = "to-delete", "lock"
@@ -146,6 +147,10 @@ class Checkpointer:
     def _prepare(self, step: int) -> None:
         """Check the step, and become the only writer."""
         latest = self.latest()
+        if self._lock is not None and not self.directory.is_dir():
+            raise FileNotFoundError(
+                errno.ENOENT, "was removed while a run saved to it, with all its checkpoints", str(self.directory)
+            )
         if step in self.steps():
             raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
         if step < 0 or (latest is not None and step < latest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -93,7 +94,7 @@ class Period:
     """
 
     def __init__(self, steps: int = 0, minutes: float = 0):
-        if steps < 0 or minutes < 0:
+        if not (steps >= 0 and 0 <= minutes < math.inf):
             raise ValueError(f"checkpoint_every={steps} and checkpoint_minutes={minutes} must be 0 (never) or positive")
         self.steps, self.minutes = steps, minutes
         self.restart()

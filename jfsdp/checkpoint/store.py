@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
-from jfsdp.checkpoint.disk.errors import check_path, check_space, readable_errors
+from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
 from jfsdp.checkpoint.disk.places import local_path
@@ -116,6 +116,7 @@ def start_save(
             partial.mkdir()
 
     only_first(prepare)
+    in_all(lambda: check_open_files(path))
     pieces = in_all(lambda: copy_pieces(state))  # orbax would wait long for a process that cannot hold its copy
     with readable_errors(path, needed):
         writer.start(partial, path, pieces, documents, on_commit)

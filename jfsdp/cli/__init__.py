@@ -13,7 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MissingExtra as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 2
-    from jfsdp.cli.commands import main as run
+    from jfsdp.launch.runtime import without_plugin_chatter
+
+    with without_plugin_chatter():  # the commands import JAX
+        from jfsdp.cli.commands import main as run
 
     return run(argv)
 

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import tyro
 
 import jfsdp
+from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.checkpoint import BROKEN, KINDS, Checkpoint
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
-from jfsdp.launch.runtime import plain_warnings, without_plugin_chatter
+from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.options import ShardingOptions, check_known, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
@@ -101,10 +102,6 @@ def main(args: Sequence[str] | None = None) -> int:
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    with without_plugin_chatter():
-        import jax  # noqa: F401
-
-        from jfsdp.checkpoint.disk.files import is_damage
     try:
         with plain_warnings():
             return command.run()

@@ -111,6 +111,8 @@ class PlanJob(StepOptions):
             if name and Path(name).suffix not in known:
                 raise ValueError(f"{option} {name}: must end in {' or '.join(known)}")
         for name in (self.write_recipe, self.plot, self.dump_hlo, self.timeline):
+            if name and Path(name).expanduser().is_dir():
+                raise ValueError(f"{name}: is a directory; name a file in it")
             if name and not Path(name).expanduser().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 

@@ -27,7 +27,7 @@ class Convert:
     """Write a checkpoint anew: other dtypes, layers stacked or listed, some of the arrays, chunks for another mesh.
 
     To be restored on another mesh, strategy, engine, storage or form of layers, a checkpoint needs none of this. Of a
-    run the newest step is taken. Exit status: 0; 2 for a wrong path or option, or a damaged checkpoint.
+    run the newest step is taken. Exit status: 0; 2 for a wrong path or option, 4 for a damaged checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -91,8 +91,8 @@ class Export(_ModelOptions):
     """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
 
     Of a run the newest step is taken; the model is the one that the run says it is. A tokenizer is not written: copy
-    its files to TARGET. Exit status: 0; 2 for a wrong path or option, a damaged checkpoint, or values that are not
-    finite.
+    its files to TARGET. Exit status: 0; 2 for a wrong path or option, or values that are not finite; 4 for
+    a damaged checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -118,7 +118,7 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 
-        check_numbers(self, max_shard_gb=0, max_length=1)
+        check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
         stored = CheckpointSource(path).manifest["config"] or {}
         job = _find_job(self, stored)
@@ -196,13 +196,12 @@ class Import(_ModelOptions):
 
 def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
     """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
-    from jfsdp.checkpoint.foreign.pretrained import has_config, pretrained_fields
+    from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
     from jfsdp.trainer.job import parse_config
 
     if not has_config(path) or not job.pretrained:
         return job
-    fields = pretrained_fields(path, job.pretrained)
-    return job.with_config(**{**fields, **parse_config(changed)})
+    return fit_job(job, path, parse_config(changed))
 
 
 def _find_job(options: _ModelOptions, config: Any) -> Job:
@@ -224,7 +223,10 @@ def _find_job(options: _ModelOptions, config: Any) -> Job:
         )
     from_config = as_name_map(job.pretrained).from_config
     if "pretrained" in given and from_config is not None:
-        job = job.with_config(**from_config(given["pretrained"]))
+        try:
+            job = job.with_config(**from_config(given["pretrained"]))
+        except ValueError as error:
+            raise ValueError(f"--model {job.name}: the checkpoint is of another: {error}") from error
     return job.with_config(**parse_config(fields))
 
 

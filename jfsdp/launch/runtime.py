@@ -113,7 +113,11 @@ def initialize_processes(coordinator: str | None, num_processes: int | None, pro
     import jax
 
     address = None if coordinator == "auto" else coordinator
-    jax.distributed.initialize(coordinator_address=address, num_processes=num_processes, process_id=process_id)
+    try:
+        jax.distributed.initialize(coordinator_address=address, num_processes=num_processes, process_id=process_id)
+    except ValueError as error:
+        remedy = "give --coordinator HOST:PORT, --num-processes N and --process-id, a number below N"
+        raise ValueError(f"--coordinator {coordinator}: JAX cannot tell the processes ({error}); {remedy}") from error
 
 
 def enable_compilation_cache(directory: str | Path | None) -> Path | None:
@@ -135,6 +139,11 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
         jax.config.update("jax_enable_compilation_cache", False)  # whatever JAX_COMPILATION_CACHE_DIR says
         return None
     path = (Path(directory).expanduser() if directory else default_cache_dir()) / _machine()
+    if directory:  # into one that cannot be written JAX writes nothing, and goes on
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--cache-dir {directory}: cannot be made ({error.strerror}); name another") from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -77,7 +77,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
         text = ",".join(f"{name}={size}" for name, size in ordered.items())
         raise ValueError(
             f"mesh {text} needs {'a multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
-            f"{num_devices}; change the sizes, give one axis size -1, or pass devices="
+            f"{num_devices}; change the sizes or the devices, or give one axis size -1"
         )
     return resolved
 

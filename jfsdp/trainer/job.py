@@ -84,6 +84,11 @@ class Job:
             return self
         if self.configure is None:
             raise ValueError(f"job {self.name!r} has no configurable fields; asked to change {', '.join(fields)}")
+        known = [f.name for f in dataclasses.fields(self.config)] if dataclasses.is_dataclass(self.config) else []
+        if unknown := [name for name in fields if known and name not in known]:
+            raise ValueError(
+                f"job {self.name!r}: its configuration has no field {unknown[0]!r}; its fields are {', '.join(known)}"
+            )
         assert isinstance(self.configure, _Configure)
         own = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
         own = {name: value for name, value in own.items() if name not in ("config", "configure")}
@@ -95,7 +100,6 @@ class Job:
         try:
             return dataclasses.replace(as_job(self.configure.make(**fields), self.name), **own)
         except TypeError as error:
-            known = [f.name for f in dataclasses.fields(self.config)] if dataclasses.is_dataclass(self.config) else []
             raise ValueError(f"job {self.name!r}: {error}; its fields are {', '.join(known) or 'unknown'}") from error
 
 

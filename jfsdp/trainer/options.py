@@ -167,8 +167,9 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
     """Return the options as arguments of `train_step`.
 
     Raises:
-      ValueError: for a reduction that is neither every nor once.
+      ValueError: for a reduction that is neither every nor once, and no microbatch, or too many.
     """
+    check_numbers(options, accumulate=1)
     reduce = word_or_none(options.reduce)
     if reduce not in (None, "every", "once"):
         raise ValueError(f"--reduce {reduce!r} is unknown; use every, once, or none (as the strategy says)")
@@ -183,17 +184,18 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     """Return the options as keyword arguments of `train_step`.
 
     Raises:
-      ValueError: as `step_arguments`, for a batch that cannot be cut or a row without items, and for an option of XLA that is not
-        NAME=VALUE.
+      ValueError: as `step_arguments`, for a batch that cannot be cut or a row without items, and for an option
+        of XLA that is not NAME=VALUE.
     """
-    check_numbers(options, batch_per_device=1, seq_len=1, accumulate=1)
+    arguments = step_arguments(options)
+    check_numbers(options, batch_per_device=1, seq_len=1)
     rows, parts = options.batch_per_device, options.accumulate
     if rows % parts:
         raise ValueError(
             f"--batch-per-device {rows} cannot be cut into --accumulate {parts} microbatches; make it a multiple of "
             f"{parts}"
         )
-    return step_arguments(options) | {
+    return arguments | {
         "max_grad_norm": options.max_grad_norm,
         "skip_nonfinite": options.skip_nonfinite,
         "compiler_options": parse_xla(options.xla),
@@ -299,10 +301,12 @@ def check_known(args: Sequence[str], kind: type) -> None:
 
 def _close_options(name: str, names: Iterable[str]) -> list[str]:
     """Return the options that are spelled alike, begin with the same letters, or share a word with a name."""
-    names, words = list(names), set(name.strip("-").split("-"))
+    names, words = list(names), tuple(name.strip("-").split("-"))
     initials = [other for other in names if "".join(word[0] for word in other[2:].split("-")) == name[2:]]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    sharing = [other for other in names if words & set(other[2:].split("-"))]
+    sharing = [
+        other for other in names if any(word in words or words[0].startswith(word) for word in other[2:].split("-"))
+    ]
     return list(dict.fromkeys([*initials, *alike, *sharing]))[:4]
 
 
@@ -334,7 +338,7 @@ def as_options(message: str, kind: Any = ShardingOptions) -> str:
 
     message = re.sub(rf"(^|: )({names})(?= ['\"\d])", lambda found: found[1] + spell(found[2]), message)
     value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
-    return re.sub(rf"(?<![\w.-])({names})=({value})?(?![\w=])", say, message)
+    return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", say, message)
 
 
 def word_or_none(text: str | None) -> str | None:

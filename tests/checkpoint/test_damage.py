@@ -149,6 +149,7 @@ def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):
     with pytest.warns(UserWarning, match="Falling back to step") as told:
         state, extra = other.restore(state_of(1), fall_back=True)
     assert (int(state.step), extra, len(told)) == (1, {"data": 1}, 2)
+    assert {warning.filename for warning in told} == {__file__}
     shutil.rmtree(directory / "1" / "arrays")
     with (
         pytest.warns(UserWarning, match="Falling back to step"),

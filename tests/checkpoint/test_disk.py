@@ -12,6 +12,7 @@ import pytest
 
 import jfsdp
 from jfsdp.checkpoint.disk import commit, pieces, writer
+from jfsdp.checkpoint.disk.errors import check_open_files
 from tests.checkpoint.test_damage import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -241,3 +242,11 @@ def test_of_many_that_save_one_checkpoint_exactly_one_does(tmp_path):
     assert len(found) == 1 == len(list(tmp_path.iterdir()))
     assert all("is being written by" in message or "exists already" in message for message in told), told
     assert int(jfsdp.restore(tmp_path / "c", like=states[0]).step) == found[0]
+
+
+def test_a_save_that_would_run_out_of_open_files_is_refused_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr("jfsdp.checkpoint.disk.errors.OPEN_FILES", 1 << 40)
+    monkeypatch.setattr("resource.getrlimit", lambda what: (4096, 4096))
+    with pytest.raises(OSError, match=r"ulimit -n") as told:
+        check_open_files(tmp_path / "1")
+    assert told.value.errno == errno.EMFILE and told.value.filename == str(tmp_path / "1")

@@ -125,10 +125,10 @@ def test_inspect_does_not_believe_a_damaged_manifest(content, call, run, tmp_pat
     (damaged / "manifest.json").write_text(content)
     for options in ([], ["--json"]):
         status, out, err = call("inspect", damaged, *options)
-        assert (status, out) == (2, "") and "manifest.json is not as it was written" in err
+        assert (status, out) == (4, "") and "manifest.json is not as it was written" in err
     status, out, _ = call("inspect", tmp_path / "run", "--json")
     problems = [row["problem"] for row in json.loads(out)]
-    assert (status, problems[0], problems[2]) == (0, None, None) and "manifest.json" in problems[1]
+    assert (status, problems[0], problems[2]) == (4, None, None) and "manifest.json" in problems[1]
 
 
 def test_verify_is_0_for_whole_steps_and_4_with_the_file_for_a_damaged_one(call, run, tmp_path):
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_neither_converted_nor_exported(call, step, tmp_
     for verb in ("convert", "export"):
         status, out, err = call(verb, tmp_path / "bad", tmp_path / "out")
         error = err.splitlines()[-1]
-        assert (status, out) == (2, "")
+        assert (status, out) == (4, "")
         assert "is damaged: arrays/" in error and "SHA-256 differs" in error
         assert not (tmp_path / "out").exists()
 
@@ -293,8 +293,8 @@ BAD = {
     "cast of nothing": (("convert", "STEP", "OUT", "--dtype", "nope=bfloat16"), "dtype 'nope' matches no"),
     "only nothing": (("convert", "STEP", "OUT", "--only", "nope"), "matches no array; names begin with"),
     "skip all": (("convert", "STEP", "OUT", "--skip", "**"), "leave nothing"),
-    "no list": (("convert", "STEP", "OUT", "--stack", "layers"), "stack='layers'"),
-    "no stack": (("convert", "STEP", "OUT", "--unstack", "nope"), "unstack='nope'"),
+    "no list": (("convert", "STEP", "OUT", "--stack", "layers"), "--stack layers"),
+    "no stack": (("convert", "STEP", "OUT", "--unstack", "nope"), "--unstack nope"),
     "mesh": (("convert", "STEP", "OUT", "--mesh", "fdsp=2"), "fdsp"),
     "target": (("convert", "STEP", "THERE"), "exists already"),
     "inside": (("convert", "STEP", "INSIDE"), "is inside of it"),
@@ -302,7 +302,7 @@ BAD = {
     "export target": (("export", "STEP", "THERE"), "exists already"),
     "import target": (("import", "HF", "THERE", *MODEL), "exists already"),
     "export dtype": (("export", "STEP", "OUT", "--dtype", "int8"), "int8"),
-    "max length": (("export", "STEP", "OUT", "--max-length", "0"), "max_length=0 must be at least 1"),
+    "max length": (("export", "STEP", "OUT", "--max-length", "0"), "--max-length 0 must be a number from 1"),
     "max length of a table": (
         ("export", "STEP", "OUT", "--model", "gpt2-tiny", "--max-length", "99"),
         "has no max_position_embeddings",
@@ -322,7 +322,7 @@ BAD = {
     "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
     "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),
     "prune a step": (("prune", "STEP"), "is one checkpoint; prune takes the directory of a run"),
-    "keep none": (("prune", "RUN", "--keep", "0"), "keep=0 must be at least 1"),
+    "keep none": (("prune", "RUN", "--keep", "0"), "--keep 0 must be at least 1"),
     "best": (("prune", "RUN", "--keep-best", "eval_loss:most"), "'most'"),
 }
 

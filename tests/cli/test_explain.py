@@ -203,11 +203,11 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are "),
         (
             ("--model", "llama-tiny", "--strategy", "zero4"),
-            "strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp, zero1",
+            "--strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp, zero1",
         ),
         (
             ("--model", "llama-tiny", "--param-dtype", "int8"),
-            "param_dtype 'int8' is not one of float32, bfloat16, float16",
+            "--param-dtype 'int8' is not one of float32, bfloat16, float16",
         ),
         (
             ("--model", "llama-tiny", "--mesh", "data=8"),
@@ -218,7 +218,7 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-tiny", "--sharding-factor", "3"), "--sharding-factor 3 does not divide the 8 devices"),
         (("--model", "llama-tiny", "--remat", "some"), "--remat 'some' is unknown; use none, full, dots, names:a,b"),
         (("--model", "llama-tiny", "--offload", "all"), "--offload 'all' is unknown; use any of params, grads"),
-        (("--model", "llama-tiny", "--frozen", "head"), "frozen 'head' matches no parameter; parameters: embed"),
+        (("--model", "llama-tiny", "--frozen", "head"), "--frozen 'head' matches no parameter; parameters: embed"),
         (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
         (
             ("--model", "llama-tiny", "--reduce", "once", "--accumulate", "2", "--engine", "xla"),
@@ -227,7 +227,7 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-tiny", "--storage", "flat", "--engine", "xla"), "or use --engine manual"),
         (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
         (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
-        (("--model", "llama-tiny", "--model-config", "layers"), "model-config 'layers' is not KEY=VALUE"),
+        (("--model", "llama-tiny", "--model-config", "layers"), "--model-config 'layers' is not KEY=VALUE"),
         ((), "give exactly one of --model NAME and --factory module:function"),
         (("--model", "llama-tiny", "--factory", "a:b"), "give exactly one of --model NAME and --factory"),
         (("--factory", "explained_jobs:none"), "module explained_jobs has no 'none'"),
@@ -293,9 +293,7 @@ def test_help_of_explain_lists_its_options(capsys):
         assert option in out
 
 
-@pytest.mark.parametrize(
-    "args", [("explore",), ("explain", "--modle", "llama-tiny"), ("explain", "--min-size", "many")]
-)
+@pytest.mark.parametrize("args", [("explore",), ("--modle", "llama-tiny"), ("explain", "--min-size", "many")])
 def test_arguments_that_do_not_parse_end_with_status_2(capsys, args):
     with pytest.raises(SystemExit) as end:
         main(args)

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.engine.options import COMBINE_BYTES, compiler_options, unit_bytes
+from jfsdp.engine.options import COMBINE_BYTES, check_options, compiler_options, unit_bytes
 from jfsdp.trainer.job import find_job
 from tests import hlo
 
@@ -58,3 +58,9 @@ def test_this_xla_knows_every_option():
     x = jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)
     double = jax.jit(lambda x: x + x, compiler_options=compiler_options(mesh, model.layout))
     assert "add" in (double.lower(x).compile().as_text() or "")
+
+
+@pytest.mark.parametrize("given", [{"nothere": 1}, {"xla_cpu_enable_fast_math": "banana"}])
+def test_an_option_that_xla_refuses_is_named(given):
+    with pytest.raises(ValueError, match=f"--xla {next(iter(given))}:"):
+        check_options(given)

@@ -11,6 +11,7 @@ import pytest
 import jfsdp
 from jfsdp.plan.memory import buffers
 from jfsdp.plan.memory import peak as memory
+from jfsdp.plan.memory.judge import describe_operation
 from jfsdp.plan.program.flow import Flow
 from jfsdp.plan.program.hlo import parse_module
 from jfsdp.train.account import account
@@ -246,3 +247,17 @@ def test_fits_leaves_room_for_the_reserve():
 def test_a_dump_that_is_not_there_says_how_to_make_one(tmp_path):
     with pytest.raises(ValueError, match="xla_dump_to"):
         buffers.read_dump(tmp_path, "jit__step")
+
+
+@pytest.mark.parametrize(
+    ("op_name", "words"),
+    [
+        ("jit(_step)/transpose(jvp(transpose(jvp())))", "backward"),
+        ("jit(_step)/jvp(jfsdp.gather.layers)/all_gather", "gathering layers for its forward"),
+        ("jit(_step)/jfsdp.update/add", "the optimizer's update"),
+        ("jit(_step)/transpose(jvp(Model))/head/dot_general", "backward (Model/head/dot_general)"),
+        ("", "forward"),
+    ],
+)
+def test_the_fullest_moment_is_named_without_the_words_of_jax(op_name, words):
+    assert describe_operation(op_name) == words

@@ -162,8 +162,11 @@ def test_xla_says_that_it_cannot_wait_for_the_last_microbatch(strategy):
     model, step = step_of(Net, loss, MESH, {"strategy": strategy, "engine": "xla"}, AGAIN)
     assert "every microbatch is reduced over replica" in step.decide(model.abstract_state(TX), BATCH)
     model, step = step_of(Net, scalar, MESH, {"strategy": strategy}, AGAIN)
-    with pytest.warns(UserWarning, match="scalar.*every microbatch is reduced over .*and not the last one only"):
+    with pytest.warns(
+        UserWarning, match="scalar.*every microbatch is reduced over .*and not the last one only"
+    ) as told:
         step.decide(model.abstract_state(TX), BATCH)
+    assert told[0].filename == __file__
 
 
 TRACED = {

@@ -95,7 +95,7 @@ def test_an_archive_that_unpacks_to_more_than_the_limit_is_not_unpacked(tmp_path
 
 
 def test_what_is_no_file_of_images_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"'stdlib': not images; pass 'digits', or a .npz file"):
+    with pytest.raises(ValueError, match=r"data 'stdlib': not images; pass 'digits', or a .npz file"):
         open_images(ImageConfig("stdlib"))
     with pytest.raises(ValueError, match=r"No such file or directory; name a .npz file"):
         open_images(ImageConfig(str(tmp_path / "nothing.npz")))

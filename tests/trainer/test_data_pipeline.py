@@ -226,7 +226,7 @@ def test_evaluation_rows_do_not_depend_on_the_number_of_processes(uneven_documen
 
 def test_more_processes_than_documents_raises_with_remedy(one_row_documents):
     data = open_data(DataConfig(one_row_documents, eval_fraction=0))
-    with pytest.raises(ValueError, match="12 training documents cannot be shared by 13 processes; cut files smaller"):
+    with pytest.raises(ValueError, match="12 training documents cannot be shared by 13 processes; give more data"):
         make_train_iterator(data, batch_size=1, process_count=13)
 
 

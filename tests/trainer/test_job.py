@@ -53,7 +53,7 @@ def test_anything_else_is_not_a_job(value):
 
 
 def test_an_unknown_kind_of_data_is_refused():
-    with pytest.raises(ValueError, match="job 'mine': data='sounds' is unknown; the kinds are tokens, images"):
+    with pytest.raises(ValueError, match="job 'mine': data 'sounds' is no kind of data; the kinds are tokens, images"):
         as_job({**FIELDS, "data": "sounds"}, "mine")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jfsdp.train.update.ema import TrackEmaState
 from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
 from jfsdp.trainer.options import ShardingOptions
-from jfsdp.trainer.recipes import option_value
+from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
 
 
@@ -180,10 +181,47 @@ def test_one_meaning_has_one_spelling():
         ("sharding_factor=3 does not divide", "--sharding-factor 3 does not divide"),
         ("the model has dim=3", "the model has dim=3"),
         ("check_loss=False skips it", "--no-check-loss skips it"),
+        ("prefetch=-1.5e-05, min_size=None", "--prefetch -1.5e-05, --min-size None"),
+        ("name it with storage=", "name it with --storage"),
+        ("strategy 'zero4' is unknown", "--strategy 'zero4' is unknown"),
+        ("GPT2Config.remat=3 and frozen=('a',)", "GPT2Config.remat=3 and frozen=('a',)"),
     ],
 )
 def test_messages_of_the_library_are_said_in_options(message, words):
     assert options.as_options(message) == words
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--lr", "3"], ["--lr:", "--learning-rate"]),
+        (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
+        (["--epochs", "3"], ["--epochs:", "--help"]),
+    ],
+)
+def test_an_unknown_option_is_refused_with_close_ones(args, words):
+    with pytest.raises(ValueError) as refused:
+        options.check_known(args, TrainConfig)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_known_options_in_every_spelling_are_let_through():
+    options.check_known(["--no-check-loss", "--run_dir", "x", "--seed=1", "--help", "-h", "word"], TrainConfig)
+
+
+@pytest.mark.parametrize("value", [-2, 0, 2**31, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["batch_per_device", "seq_len", "accumulate"])
+def test_numbers_that_no_step_has_are_refused_by_option(name, value):
+    with pytest.raises(ValueError, match=options.spell(name)):
+        options.train_arguments(dataclasses.replace(TrainConfig(), **{name: value}))
+
+
+@pytest.mark.parametrize("fields", [{"model": 3}, {"steps": "9"}, {"steps": True}, {"extensions": [1]}, {"seed": None}])
+def test_a_recipe_with_values_of_another_type_is_refused_by_field(fields, tmp_path):
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}="):
+        load_recipe(TrainConfig(), str(path))
 
 
 def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.compat import warn
 from jfsdp.checkpoint.disk.contents import one_array
 from jfsdp.checkpoint.disk.places import find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
@@ -23,6 +22,7 @@ from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Recast, Renamed, Source, Unprefixed
+from jfsdp.compat import warn
 from jfsdp.layout.report import list_differences
 
 CONFIG = "config.json"
@@ -45,7 +45,10 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
     if key is not None:
-        raise ValueError(f"{path}: key={key!r} chooses a dict of a PyTorch checkpoint, and these are safetensors")
+        raise ValueError(
+            f"{path}: the dict {key!r} that is asked for (--key, --init-key) is one of a PyTorch checkpoint, and these "
+            "are safetensors; leave it out"
+        )
     return SafetensorsSource(path)
 
 
@@ -219,6 +222,19 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
         raise ValueError(f"{file}: {kind}{error}") from error
 
 
+def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a job with the sizes and options that the `config.json` beside weights says, and with others changed.
+
+    Raises:
+      ValueError: as `pretrained_fields`, and if the job's configuration refuses what it says.
+    """
+    fields = pretrained_fields(path, job.pretrained)
+    try:
+        return job.with_config(**{**fields, **changed})
+    except ValueError as error:
+        raise ValueError(f"{_config_file(path)}{', with the fields changed' if changed else ''}: {error}") from error
+
+
 def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what `config.json` is to say of a model: for `export_safetensors`.
 
@@ -277,7 +293,7 @@ def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
     if not file.is_file():
         raise ValueError(
             f"{directory}: has no {CONFIG}, and without it options such as the number of heads cannot be compared with "
-            "the model's; put it beside the weights, or pass config=None"
+            "the model's; put it beside the weights (from Python, config=None goes without)"
         )
     try:
         options = json.loads(file.read_text())
@@ -285,6 +301,8 @@ def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{file}: is no JSON ({error}); fetch it again") from error
     if not isinstance(options, dict):
         raise ValueError(f"{file}: is no configuration but a {type(options).__name__}; fetch it again")
+    if not isinstance(options.get(_LENGTH), int | None):
+        raise ValueError(f"{file}: {_LENGTH}={options[_LENGTH]!r} must be a whole number; fetch it again")
     return file, options
 
 

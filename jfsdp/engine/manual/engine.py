@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import warn, ClosedJaxpr
+from jfsdp.compat import ClosedJaxpr, warn
 from jfsdp.engine.engine import Pull
 from jfsdp.engine.manual.backward import Backward
 from jfsdp.engine.manual.collectives import LocalEngine

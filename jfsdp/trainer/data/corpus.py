@@ -304,7 +304,7 @@ def _nothing_found(data: str, extensions: tuple[str, ...], num_seen: int, skippe
     wanted = f"UTF-8 text files with extension {', '.join(extensions)}" if extensions else "UTF-8 text or JSONL files"
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     return (
-        f"{data!r}: looked for {wanted}, saw {num_seen} files, none usable (skipped: {reasons or 'none'}); "
+        f"data {data!r}: looked for {wanted}, saw {num_seen} files, none usable (skipped: {reasons or 'none'}); "
         "pass another path or other extensions, or unpack compressed files first"
     )
 
@@ -313,7 +313,7 @@ def _check_one_format(data: str, files: list[_File]):
     formats = {file.token_format: file.name for file in files}
     if len(formats) > 1:
         examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
-        raise ValueError(f"{data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
+        raise ValueError(f"data {data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
 
 
 def _digest(files: list[_File], text_field: str) -> str:

@@ -172,8 +172,9 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
     tokenizer = None if token_format else load_tokenizer(config.tokenizer, eod_token=config.eod_token)
     needed = tokenizer.vocab_size if tokenizer else token_format and token_format.vocab_size
     if needed and vocab_size and needed > vocab_size:
+        what = f"tokenizer {config.tokenizer!r}" if tokenizer else f"data {config.data!r}"
         raise ValueError(
-            f"{config.tokenizer if tokenizer else config.data!r}: token ids go up to {needed - 1}, beyond the model's "
+            f"{what}: token ids go up to {needed - 1}, beyond the model's "
             f"vocabulary size {vocab_size}; set the model's vocabulary size to at least {needed}"
         )
     train, held_out = (Documents(corpus, tokenizer, indices, vocab_size) for indices in _split(corpus, config))
@@ -187,9 +188,9 @@ def _split(corpus: Corpus, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     num_eval = max(1, round(config.eval_fraction * len(corpus)))
     if num_eval >= len(corpus):
         raise ValueError(
-            f"{config.data!r}: eval_fraction={config.eval_fraction} of {len(corpus)} documents leaves none to train "
-            "on; lower it, set it to 0, or cut files smaller with max_document_bytes (now "
-            f"{config.max_document_bytes})"
+            f"data {config.data!r}: eval_fraction={config.eval_fraction} of {len(corpus)} documents leaves none to "
+            "train on; lower it, set it to 0, or give more (a file is cut into documents of "
+            f"{config.max_document_bytes} bytes)"
         )
     order = np.argsort(corpus.order_keys(config.split_seed), kind="stable")
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])

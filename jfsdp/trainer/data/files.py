@@ -70,7 +70,7 @@ def find_files(data: str, extensions: tuple[str, ...] = ()) -> FoundFiles:
     if glob.has_magic(data):
         return _glob(str(path), wanted)
     raise ValueError(
-        f"{data!r}: no such file or directory (working directory {os.getcwd()}); pass a directory, a file, "
+        f"data {data!r}: no such file or directory (working directory {os.getcwd()}); pass a directory, a file, "
         "a quoted glob such as 'corpus/**/*.txt', or 'stdlib' for Python's own sources"
     )
 

@@ -44,8 +44,8 @@ def make_image_train_iterator(
     check_share(batch_size, process_index, process_count)
     if len(data.train) < process_count:
         raise ValueError(
-            f"{data.config.data!r}: {len(data.train)} training images cannot be shared by {process_count} processes; "
-            "use more images, or fewer processes"
+            f"data {data.config.data!r}: {len(data.train)} training images cannot be shared by {process_count} "
+            "processes; use more images, or fewer processes"
         )
     grain = load("grain")
 
@@ -71,7 +71,7 @@ def make_image_eval_iterator(
     """
     check_share(batch_size, process_index, process_count)
     if not len(data.eval):
-        raise ValueError(f"{data.config.data!r}: no images are held out; set eval_fraction above 0 (now 0)")
+        raise ValueError(f"data {data.config.data!r}: no images are held out; set eval_fraction above 0 (now 0)")
     grain = load("grain")
 
     global_size = batch_size * process_count

@@ -94,17 +94,19 @@ def open_images(
         hold one out.
     """
     if not is_images(config.data):
-        raise ValueError(f"{config.data!r}: not images; pass 'digits', or a .npz file with arrays images and labels")
+        raise ValueError(
+            f"data {config.data!r}: not images; pass 'digits', or a .npz file with arrays images and labels"
+        )
     images, labels = _load_digits() if config.data == "digits" else _load_npz(Path(config.data).expanduser())
     if shape is not None and images.shape[1:] != tuple(shape):
         raise ValueError(
-            f"{config.data!r}: images are {list(images.shape[1:])} (H W C), and the model takes {list(shape)}; "
+            f"data {config.data!r}: images are {list(images.shape[1:])} (H W C), and the model takes {list(shape)}; "
             "configure the model for these images, or choose other images"
         )
     if num_classes is not None and int(labels.max()) >= num_classes:
         raise ValueError(
-            f"{config.data!r}: labels go up to {labels.max()}, and the model has {num_classes} classes; give it at "
-            f"least {labels.max() + 1}"
+            f"data {config.data!r}: labels go up to {labels.max()}, and the model has {num_classes} classes; give it "
+            f"at least {labels.max() + 1}"
         )
     train, held_out = _split(len(images), config)
     return ImageData(config, images, labels, train, held_out, _digest(images, labels))
@@ -159,8 +161,8 @@ def _split(num_images: int, config: ImageConfig) -> tuple[np.ndarray, np.ndarray
     num_eval = max(1, round(config.eval_fraction * num_images))
     if num_eval >= num_images:
         raise ValueError(
-            f"{config.data!r}: eval_fraction={config.eval_fraction} of {num_images} images leaves none to train on; "
-            "lower it, or set it to 0"
+            f"data {config.data!r}: eval_fraction={config.eval_fraction} of {num_images} images leaves none to train "
+            "on; lower it, or set it to 0"
         )
     keys = [hashlib.blake2b(f"{config.split_seed}:{i}".encode(), digest_size=8).digest() for i in range(num_images)]
     order = sorted(range(num_images), key=keys.__getitem__)

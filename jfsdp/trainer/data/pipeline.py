@@ -47,9 +47,9 @@ def make_train_iterator(
     check_share(batch_size, process_index, process_count)
     if len(data.train) < process_count:
         raise ValueError(
-            f"{data.config.data!r}: {len(data.train)} training documents cannot be shared by {process_count} "
-            f"processes; cut files smaller with max_document_bytes (now {data.config.max_document_bytes}), or use more "
-            "data"
+            f"data {data.config.data!r}: {len(data.train)} training documents cannot be shared by {process_count} "
+            f"processes; give more data (a file is cut into documents of {data.config.max_document_bytes} bytes), or "
+            "use fewer processes"
         )
     grain = load("grain")
 
@@ -77,7 +77,7 @@ def make_eval_iterator(
     """
     check_share(batch_size, process_index, process_count)
     if not len(data.eval):
-        raise ValueError(f"{data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
+        raise ValueError(f"data {data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
     grain = load("grain")
 
     global_size = batch_size * process_count

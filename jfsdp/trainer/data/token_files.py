@@ -59,7 +59,7 @@ def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple
     if num_bytes % itemsize:
         raise ValueError(
             f"{path}: {num_bytes} bytes are not a multiple of the {itemsize} bytes of one token; the file was cut "
-            "short, or token_dtype is wrong"
+            "short, or token_dtype= is wrong"
         )
     num_inputs, piece = num_bytes // itemsize - 1, limit // itemsize
     if num_inputs < 1:

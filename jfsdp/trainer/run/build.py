@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +14,9 @@ from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer import options
-from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
-from jfsdp.trainer.run.files import check_policies, fields_of_weights
+from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.sources.source import check_source
 
@@ -55,8 +56,10 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
       ValueError: for names, values and combinations that cannot be.
     """
     check_policies(config)
-    job = load_job(config.model, config.factory)
-    job = job.with_config(**fields_of_weights(config, job) | parse_config(config.model_config))
+    if config.init_key is not None and config.init_from is None:
+        raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
+    options.check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
+    job = find_job(config)
     row_items = check_source(config, job)
     arguments = options.train_arguments(config)
     if config.xla:
@@ -91,7 +94,7 @@ def make_run_mesh(config: TrainConfig) -> Any:
         return make_mesh(**sizes)  # type: ignore[arg-type]
     except ValueError as error:
         simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
-        raise ValueError(f"{error}{simulated}") from error
+        raise ValueError(f"--mesh {config.mesh}: {error}{simulated}") from error
 
 
 def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
@@ -100,8 +103,10 @@ def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> C
     Raises:
       ValueError: if the numbers make no schedule.
     """
-    if not peak > 0 or not 0 <= floor <= 1:
-        raise ValueError(f"learning_rate={peak} must be positive, and min_learning_rate={floor} a fraction 0..1 of it")
+    if not 0 < peak < math.inf or not 0 <= floor <= 1:
+        raise ValueError(
+            f"learning_rate={peak} must be positive and finite, and min_learning_rate={floor} a fraction 0..1 of it"
+        )
     if not 0 <= warmup < decay_steps:
         raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
     return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)

@@ -8,15 +8,15 @@ from typing import Any
 
 from jfsdp.checkpoint.foreign.pretrained import (
     config_json,
+    fit_job,
     has_config,
     load_pretrained,
-    pretrained_fields,
     stated_config,
 )
 from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, Period, parse_best
 from jfsdp.train.state import TrainState
-from jfsdp.trainer.job import Job
+from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.run.config import TrainConfig
 
 
@@ -26,7 +26,7 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
     Raises:
       ValueError: for policies that make no sense.
     """
-    best = parse_best(config.keep_best) if config.keep_best else None
+    best = None if config.keep_best is None else parse_best(config.keep_best)
     keep = Keep(config.keep or None, config.keep_every, best)
     Period(config.checkpoint_every, config.checkpoint_minutes)
     return {
@@ -43,10 +43,12 @@ def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
     return Checkpointer(run_dir / "checkpoints", **check_policies(config))
 
 
-def fields_of_weights(config: TrainConfig, job: Job) -> dict[str, Any]:
-    """Return the fields of a job's configuration that the `config.json` beside its weights asks for."""
-    path = weights_path(config)
-    return pretrained_fields(path, job.pretrained) if path and job.pretrained and has_config(path) else {}
+def find_job(config: TrainConfig) -> Job:
+    """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
+    job, path, changed = load_job(config.model, config.factory), weights_path(config), parse_config(config.model_config)
+    if path and job.pretrained and has_config(path):
+        return fit_job(job, path, changed)
+    return job.with_config(**changed)
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:

@@ -21,13 +21,16 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"mesh": "fsdp=3", "simulate_devices": 8}, "there are 8.*--simulate-devices 8"),
         ({"engine": "magic"}, "engine 'magic' is unknown"),
         ({"remat": "some"}, "remat 'some' is unknown; use none, full"),
-        ({"model_config": ("width=3",)}, "unexpected keyword argument 'width'; its fields are .*dim"),
+        ({"model_config": ("width=3",)}, "has no field 'width'; its fields are .*dim"),
         ({"model_config": ("dim",)}, "model-config 'dim' is not KEY=VALUE"),
-        ({"batch_per_device": 3, "accumulate": 2}, r"batch_per_device=3 \(24 rows on 8 data shards\) cannot be cut"),
+        ({"batch_per_device": 3, "accumulate": 2}, "--batch-per-device 3 cannot be cut into --accumulate 2"),
         ({"warmup": 100}, "warmup=100 must be at least 0 and below decay_steps=100"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"frozen": ("head",)}, "frozen 'head' matches no parameter; parameters: embed.embedding"),
-        ({"reduce": "once", "engine": "xla", "accumulate": 2}, "reduce='once': engine='xla' leaves"),
+        (
+            {"reduce": "once", "engine": "xla", "accumulate": 2, "batch_per_device": 2},
+            "reduce='once': engine='xla' leaves",
+        ),
         (
             {"reduce_dtype": "float32", "engine": "xla"},
             "reduce_dtype='float32' .weights of unit .* travel in bfloat16",
@@ -43,7 +46,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ),
         (
             {"model": None, "factory": "tests.trainer.run.test_build:classless_job", "model_config": ()},
-            r"does not take batches of images and labels \(with num_classes\), which is what its data='images' gives",
+            r"does not take batches of images and labels \(with num_classes\), which is what its field `data`, 'images'",
         ),
         ({"data": "digits"}, "data 'digits' are images, and job 'llama-tiny' takes tokens; choose other --data"),
         ({**VIT, "data": "stdlib"}, "job 'vit-tiny' takes images, and data 'stdlib' are none; pass --data digits"),

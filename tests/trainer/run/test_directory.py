@@ -87,8 +87,9 @@ def test_the_newest_run_of_a_name_is_the_last_one_that_saved_something(tmp_path)
     for name in ("stdlib-20260101-000000", "stdlib-20260102-000000"):
         (tmp_path / name / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "stdlib-20260103-000000").mkdir()
+    (tmp_path / "stdlib-tiny-20260104-000000" / "checkpoints" / "5").mkdir(parents=True)  # another model
     assert runs.newest_run_dir("stdlib", str(tmp_path)).name == "stdlib-20260102-000000"
-    with pytest.raises(ValueError, match="no run to resume"):
+    with pytest.raises(ValueError, match=r"--resume: there is no .*llama-DATE-TIME"):
         runs.newest_run_dir("llama", str(tmp_path))
 
 

@@ -92,3 +92,12 @@ def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
     tokens = {**record, "images_per_s": None}
     tokens["tokens_per_s"] = tokens.pop("images_per_s")
     assert describe(tokens) == "loss 1.5000  lr 0.0003  - tokens/s  MFU -  1.00 GiB"
+
+
+def test_a_directory_that_is_gone_is_noticed_at_the_next_line(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.write({"step": 1})
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(OSError, match=r"metrics\.jsonl was removed"):
+        log.write({"step": 2})
+    log.close()
