@@ -59,7 +59,7 @@ class Options:
         value = default if value is None else value
         if not is_count(value, most):
             raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most:,}; fetch config.json again")
-        return value
+        return value  # type: ignore[return-value]
 
     def number(self, name: str, default: float) -> float:
         """Return an option that is a number above 0.

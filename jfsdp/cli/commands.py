@@ -93,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> int:
             check_known(args, kind)
         kinds = make_command(args)
     except ValueError as error:
-        print(f"jfsdp: error: {error}", file=sys.stderr)
+        print(f"jfsdp: error: {describe_error(error, kind or ShardingOptions)}", file=sys.stderr)
         return 2
     command = tyro.cli(
         kinds,

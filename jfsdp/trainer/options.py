@@ -295,8 +295,9 @@ def check_known(args: Sequence[str], kind: type) -> None:
     for arg in args:
         name = arg.partition("=")[0].replace("_", "-")
         if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
-            close = ", ".join(_close_options(name, names)) or "others; --help lists them"
-            raise ValueError(f"{arg.partition('=')[0]}: there is no such option; there is {close}")
+            close = ", ".join(_close_options(name, names))
+            remedy = f"there is {close}" if close else "--help lists them"
+            raise ValueError(f"{arg.partition('=')[0]}: there is no such option; {remedy}")
 
 
 def _close_options(name: str, names: Iterable[str]) -> list[str]:

@@ -72,7 +72,7 @@ class Buffer:
     source: str
 
 
-_PACKAGE = f"{pathlib.Path(__file__).parents[1]}/"
+_PACKAGE = f"{pathlib.Path(__file__).parents[2]}/"
 _SCOPE_PARTS = {"reduce": "gradients", "update": "update"}
 
 
@@ -184,7 +184,9 @@ class Judge:
         if instruction is None:
             return ""
         line = _own_line(instruction)
-        return describe_operation(self.flow.op_name((instruction, ()))) + (f" at {line}" if line else "")
+        return describe_operation(self.flow.op_name((instruction, ()))) + (
+            f" at {line}" if line and not line.startswith(_PACKAGE) else ""
+        )
 
     def _part(self, value: Value, place: Place) -> str | None:
         """Return the part by the first evidence; None if there is none but the operation's name."""

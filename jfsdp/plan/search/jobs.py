@@ -18,7 +18,7 @@ from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
-from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.options import MOST, StepOptions, make_optimizer, shard_job, train_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Planned:
     def batch(self) -> Any:
         """The shapes of one global batch."""
         rows = self.work.rows * num_data_shards(dict(self.model.layout.mesh_sizes))
+        if rows > MOST:
+            raise ValueError(f"--batch-per-device {self.work.rows} makes {rows:,} rows, over {MOST:,}; lower it")
         return self.job.batch(rows, self.seq_len)
 
 

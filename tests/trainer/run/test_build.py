@@ -46,7 +46,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ),
         (
             {"model": None, "factory": "tests.trainer.run.test_build:classless_job", "model_config": ()},
-            r"does not take batches of images and labels \(with num_classes\), which is what its field `data`, 'images'",
+            r"does not take batches of images and labels \(with num_classes\), which is what its field",
         ),
         ({"data": "digits"}, "data 'digits' are images, and job 'llama-tiny' takes tokens; choose other --data"),
         ({**VIT, "data": "stdlib"}, "job 'vit-tiny' takes images, and data 'stdlib' are none; pass --data digits"),
