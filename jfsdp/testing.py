@@ -10,7 +10,7 @@ from jfsdp.layout.table import Layout
 def assert_collectives(
     compiled: Any, layout: Layout, *, tolerance: float = 0.01, min_overlap: float | None = None, **step: Any
 ) -> None:
-    """Assert that a compiled training step moves what its layout says, and no more. Moves no data.
+    """Assert that a compiled training step moves what its layout says, and no more.
 
     Args:
       compiled: `step.lower(model.abstract_state(tx), batch).compile()`, or its text.

@@ -137,7 +137,7 @@ def wait_for(writer: Any) -> None:
 
 
 def bytes_of(state: TrainState) -> int:
-    """Return the bytes of a checkpoint of a state, over all processes. Moves no data."""
+    """Return the bytes of a checkpoint of a state, over all processes."""
     return sum(map(num_bytes, logical_arrays(state).values()))
 
 

@@ -81,7 +81,7 @@ class ShardedApply:
     def trace(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
     ) -> tuple[Traced, list[Any]]:
-        """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on. Moves no data.
+        """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on.
 
         It returns the output and the state afterwards. Its inputs are in the order of `_parts`, after constants.
 

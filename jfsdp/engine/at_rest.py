@@ -93,7 +93,7 @@ def to_leaves(layout: Layout, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rest_of(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
-    """Return the arrays at rest that hold the leaves of a call, with the number of layer dims gone. Moves no data.
+    """Return the arrays at rest that hold the leaves of a call, with the number of layer dims gone.
 
     Raises:
       ValueError: if the call takes some leaves of a buffer and not the others.

@@ -13,7 +13,7 @@ _LOOPS = ("scan", "while", "cond")
 
 
 def cuts(eqn: Any) -> bool:
-    """Tell whether an operation takes a part of its first operand and changes nothing. Moves no data."""
+    """Tell whether an operation takes a part of its first operand and changes nothing."""
     return eqn.primitive.name in _CUTS
 
 
@@ -22,7 +22,7 @@ def _cuts_nothing(eqn: Any) -> bool:
 
 
 def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
-    """Tell for each output whether it depends on a marked input. Moves no data.
+    """Tell for each output whether it depends on a marked input.
 
     Calls (jit, checkpoint, custom derivatives) are followed to the single output; loops are followed through their
     carries to a fixed point; an output of `cond` also depends on its predicate; any other equation is taken whole.
@@ -45,7 +45,7 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
 
 
 def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] = _cuts_nothing) -> list[int | None]:
-    """Tell for each output which input it is, unchanged, looking through calls; None for any other. Moves no data.
+    """Tell for each output which input it is, unchanged, looking through calls; None for any other.
 
     Args:
       is_cut: see `reads`.
@@ -77,8 +77,6 @@ def reads(
     jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] = _cuts_nothing
 ) -> Iterator[tuple[int, Any]]:
     """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
-
-    Moves no data.
 
     Args:
       is_cut: tells of an operation that it is no read of what it cuts: who reads the cut reads the input.
@@ -129,7 +127,7 @@ def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool]) -> 
 
 
 def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
-    """Cut a jaxpr down to the equations that the wanted outputs need; other effects go. Moves no data."""
+    """Cut a jaxpr down to the equations that the wanted outputs need; other effects go."""
     outvars = [atom for atom, keep in zip(jaxpr.outvars, wanted, strict=True) if keep]
     needed = {atom for atom in outvars if not is_literal(atom)}
     eqns = []
@@ -144,7 +142,7 @@ _SAME_VALUE = ("convert_element_type", "transpose", "reshape", "squeeze", "copy"
 
 
 def num_readers(jaxpr: Any) -> list[int]:
-    """Count for each input the operations that read it, looking through calls, casts and reshapes. Moves no data."""
+    """Count for each input the operations that read it, looking through calls, casts and reshapes."""
     readers: dict[Any, int] = {}
     for atom in jaxpr.outvars:
         if not is_literal(atom):
@@ -166,7 +164,7 @@ def num_readers(jaxpr: Any) -> list[int]:
 def stated_axes(jaxpr: Any, but: str) -> list[frozenset[str]]:
     """Return the mesh axes of each sharding that an operation states, but for operations with `but` in their names.
 
-    One that states none is an empty set, and one in a form without names is {"?"}. Moves no data.
+    One that states none is an empty set, and one in a form without names is {"?"}.
     """
     found = (eqn for eqn in all_eqns(jaxpr) if but not in str(eqn.source_info.name_stack))
     return [axes for axes in map(_stated_by, found) if axes is not None]
@@ -185,10 +183,7 @@ def _stated_by(eqn: Any) -> frozenset[str] | None:
 
 
 def is_in_condition(jaxpr: Any, name: str) -> bool:
-    """Tell whether an operation with `name` in its name stands in a branch, or in a loop that a condition ends.
-
-    Moves no data.
-    """
+    """Tell whether an operation with `name` in its name stands in a branch, or in a loop that a condition ends."""
     conditional = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in ("cond", "while"))
     inside = (inner for eqn in conditional for body in inner_jaxprs(eqn) for inner in all_eqns(body))
     return any(name in str(eqn.source_info.name_stack) for eqn in inside)
@@ -204,7 +199,7 @@ _READ = {*_LOOPS, *_CALLED, *_DERIVED, *_TAKEN, *_SCALARS, *_SCATTERS}
 
 
 def unread(jaxpr: Any) -> list[str]:
-    """Return the operations with a body of which nothing is known here: what it does may be missed. Moves no data."""
+    """Return the operations with a body of which nothing is known here: what it does may be missed."""
     names = {eqn.primitive.name for eqn in all_eqns(jaxpr) if inner_jaxprs(eqn)}
     return sorted(names - _READ)
 
@@ -213,17 +208,17 @@ _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "r
 
 
 def draws(eqn: Any) -> bool:
-    """Tell whether an operation draws random bits from a key. Moves no data."""
+    """Tell whether an operation draws random bits from a key."""
     return eqn.primitive.name in _DRAWS
 
 
 def value_names(jaxpr: Any) -> set[str]:
-    """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too. Moves no data."""
+    """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}
 
 
 def all_eqns(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of those within, in calls, loops and branches. Moves no data."""
+    """Yield the equations of a jaxpr and of those within, in calls, loops and branches."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -231,12 +226,12 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Tell a literal of a jaxpr from a variable. Moves no data."""
+    """Tell a literal of a jaxpr from a variable."""
     return isinstance(atom, Literal)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Return the jaxprs among the parameters of an equation. Moves no data."""
+    """Return the jaxprs among the parameters of an equation."""
     found = []
     for param in eqn.params.values():
         parts = param if isinstance(param, (tuple, list)) else (param,)
@@ -245,7 +240,7 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Return how many constants and carried values a scan has. Moves no data.
+    """Return how many constants and carried values a scan has.
 
     Both have the same type outside and inside the body, xs and ys lose a dim; the equation's own counts are named
     differently from one JAX version to the next.

@@ -85,7 +85,7 @@ class Engine(abc.ABC):
         """
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of a gradient's accumulator, as the rows at hand see it. Moves no data."""
+        """Return shape and dtype of a gradient's accumulator, as the rows at hand see it."""
         leaf = self.layout.by_path[path]
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
@@ -110,16 +110,16 @@ class Engine(abc.ABC):
         return value
 
     def own_state(self, state: Arrays) -> Arrays:
-        """Return a model's state with rng keys for the rows at hand. Moves no data."""
+        """Return a model's state with rng keys for the rows at hand."""
         return state
 
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
-        """Return a model's state for all rows, where it was `before`, and `after` the rows at hand. Moves no data."""
+        """Return a model's state for all rows, where it was `before`, and `after` the rows at hand."""
         del before
         return after
 
     def finished_spec(self, path: str) -> PartitionSpec:
-        """Return how a gradient stands after `finish`, where `on_rows` asks for it. Moves no data."""
+        """Return how a gradient stands after `finish`, where `on_rows` asks for it."""
         del path
         return PartitionSpec()
 
@@ -147,7 +147,7 @@ class Engine(abc.ABC):
         return jax.tree.map(cut, batch)
 
     def cast_inputs(self, name: str, rest: Any) -> Any:
-        """Cast `rest["inputs"]` of a unit's call as its policy says. Moves no data."""
+        """Cast `rest["inputs"]` of a unit's call as its policy says."""
         policy = self.layout.policy(name).mp_policy
         if not policy.cast_forward_inputs:
             return rest
@@ -180,7 +180,7 @@ class Engine(abc.ABC):
         return [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
 
     def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of weights once they are gathered. Moves no data."""
+        """Return shapes and dtypes of weights once they are gathered."""
         return {
             leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
             for leaf, gone in self.pairs(shards)
@@ -231,7 +231,7 @@ def pad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
 
 
 def is_on_host(value: jax.Array) -> bool:
-    """Tell whether an array, traced or not, stands in host memory by its type. Moves no data."""
+    """Tell whether an array, traced or not, stands in host memory by its type."""
     return jax.typeof(value).memory_space == jax.memory.Space.Host
 
 
@@ -246,7 +246,7 @@ def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
 
 
 def is_key(value: Any) -> bool:
-    """Tell whether an array holds rng keys. Moves no data."""
+    """Tell whether an array holds rng keys."""
     return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 

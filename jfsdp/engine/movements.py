@@ -59,7 +59,7 @@ def movements(
     held: Collection[str] = (),
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
-    """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
+    """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
     Args:
       program: XLA or MANUAL.
@@ -82,7 +82,7 @@ def movements(
 
 
 def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:
-    """Yield what a leaf moves in one microbatch with one call of its unit, and after the last. Moves no data.
+    """Yield what a leaf moves in one microbatch with one call of its unit, and after the last.
 
     Args:
       deferred: the axes that wait for the last microbatch.
@@ -104,7 +104,7 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
 
 
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool) -> tuple[str, ...]:
-    """Return the data axes over which the manual program sums after the last microbatch only. Moves no data.
+    """Return the data axes over which the manual program sums after the last microbatch only.
 
     Those are all where the microbatches share one reduction; else those over which parameters and accumulators are all
     repeated while another axis splits some: between the groups of a hybrid strategy.
@@ -116,7 +116,7 @@ def deferred_axes(layout: Layout, *, accumulate: int, once: bool) -> tuple[str, 
 
 
 def accumulator_axes(leaf: Leaf, deferred: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes that split a leaf's accumulator until the deferred ones are summed over. Moves no data."""
+    """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""
     return tuple(axis for axis in _axes(leaf, "grad") if axis not in deferred)
 
 

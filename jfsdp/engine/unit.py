@@ -70,7 +70,7 @@ class Traced:
 
 
 def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple[Traced, list[Any]]:
-    """Trace a unit's call; return it with what it is to run on besides the weights. Moves no data.
+    """Trace a unit's call; return it with what it is to run on besides the weights.
 
     Args:
       run: a pure function of its two arguments and of what it closes over; returns its output, the state afterwards,
@@ -116,7 +116,7 @@ def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: M
 
 
 def is_inexact(value: Any) -> bool:
-    """Tell whether a value may have a derivative. Moves no data."""
+    """Tell whether a value may have a derivative."""
     return bool(jnp.issubdtype(jnp.result_type(value), jnp.inexact))
 
 
@@ -214,7 +214,7 @@ def linearize(
     is_fixed: Sequence[bool] | None = None,
     is_live: Sequence[bool] | None = None,
 ) -> Linear:
-    """Trace a computation and its derivative. Moves no data.
+    """Trace a computation and its derivative.
 
     Args:
       compute: `f(weights, diff, other) -> outputs`.

@@ -22,13 +22,13 @@ class LayoutWarning(UserWarning):
 
 
 def advise(layout: Layout) -> list[str]:
-    """Return warnings, each with a remedy; none where all is as it should be. Moves no data."""
+    """Return warnings, each with a remedy; none where all is as it should be."""
     found = (rule(layout) for rule in (_other_name, _no_units, _shared, _replicated, _padded, _repeated))
     return [warning for warning in found if warning]
 
 
 def advise_memory(layout: Layout) -> list[str]:
-    """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud. Moves no data.
+    """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud.
 
     A large leaf is whole everywhere only by hand (`ignored`, `placements`, `min_size`), a strategy's other name costs
     nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.

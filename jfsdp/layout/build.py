@@ -29,7 +29,7 @@ STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest 
 
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
-    """What the user says about single leaves. Moves no data.
+    """What the user says about single leaves.
 
     Attributes:
       shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
@@ -77,7 +77,7 @@ def build_layout(
     offload: OffloadPolicy | None = None,
     storage: str = PER_PARAMETER,
 ) -> Layout:
-    """Decide every stage of every leaf. Moves no data.
+    """Decide every stage of every leaf.
 
     Args:
       leaves: logical shape and dtype by path.

@@ -73,7 +73,7 @@ class Buffer(Leaf):
 
 
 def in_buffers(layout: Layout) -> Layout:
-    """Put the leaves of every unit into buffers: one for each dtype and life that they have. Moves no data.
+    """Put the leaves of every unit into buffers: one for each dtype and life that they have.
 
     Raises:
       ValueError: if the model has a parameter of a buffer's name.

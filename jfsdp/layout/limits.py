@@ -8,7 +8,7 @@ MOST_DEVICES = 1 << 18  # twice the largest cluster known: below it, a mesh with
 
 
 def check_number(what: str, num_devices: int) -> None:
-    """Refuse more devices than a mesh or a plan is ever made of, before anything is made for each. Moves no data.
+    """Refuse more devices than a mesh or a plan is ever made of, before anything is made for each.
 
     Raises:
       ValueError: with both numbers.

@@ -31,7 +31,7 @@ _SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read `replica=2,fsdp=4` into axis sizes. Moves no data.
+    """Read `replica=2,fsdp=4` into axis sizes.
 
     Raises:
       ValueError: if a part is not NAME=SIZE, the axis is unknown or given twice, or the size is not a positive int or
@@ -63,7 +63,7 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replace the -1 among axis sizes by what `num_devices` leaves, in the order of `AXES`. Moves no data.
+    """Replace the -1 among axis sizes by what `num_devices` leaves, in the order of `AXES`.
 
     Raises:
       ValueError: if the product of the sizes is not `num_devices`.
@@ -91,7 +91,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
-    """Arrange devices into the mesh (pipe, replica, fsdp, tensor). Moves no data.
+    """Arrange devices into the mesh (pipe, replica, fsdp, tensor).
 
     Devices of one host are neighbours along the minor axes, so that `tensor` and then `fsdp` use the links inside a
     host and `replica` crosses hosts, however processes are spread over hosts. TPU slices keep the torus order that JAX
@@ -123,7 +123,7 @@ def make_mesh(
 
 
 def make_abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Make a mesh of axis names and sizes without devices, for layouts and plans. Moves no data."""
+    """Make a mesh of axis names and sizes without devices, for layouts and plans."""
     if -1 in sizes.values():
         raise ValueError(f"a mesh without devices needs every size; got {dict(sizes)}")
     full = {name: sizes.get(name, 1) for name in AXES}
@@ -149,30 +149,27 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def num_data_shards(sizes: Mapping[str, int]) -> int:
-    """Return how many parts the batch is split into. Moves no data."""
+    """Return how many parts the batch is split into."""
     return math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too. Moves no data."""
+    """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too."""
     return tuple(filter(is_data_axis, mesh.axis_names))
 
 
 def is_data_axis(name: str) -> bool:
-    """Tell whether an axis of a mesh, or a part of one, splits the batch. Moves no data."""
+    """Tell whether an axis of a mesh, or a part of one, splits the batch."""
     return name in _SPLITS_ROWS
 
 
 def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes over which a model may split its own computation here: those of size 1 split nothing.
-
-    Moves no data.
-    """
+    """Return the axes over which a model may split its own computation here: those of size 1 split nothing."""
     return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
 
 
 def spans_processes(mesh: Mesh | AbstractMesh, axis: str) -> bool:
-    """Tell whether the devices along an axis belong to several processes. Moves no data."""
+    """Tell whether the devices along an axis belong to several processes."""
     if isinstance(mesh, AbstractMesh):
         return False
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
@@ -207,7 +204,7 @@ def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) -> Mesh:
-    """Return a mesh of the same devices in the same order, with some axes as several. Moves no data."""
+    """Return a mesh of the same devices in the same order, with some axes as several."""
     if not sub_axes:
         return mesh
     parts = [part for axis, size in mesh.shape.items() for part in sub_axes.get(axis, [(axis, size)])]
@@ -219,12 +216,12 @@ def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) ->
 
 
 def num_processes(mesh: Mesh | AbstractMesh) -> int:
-    """Return how many processes have devices in a mesh; one without devices counts as one. Moves no data."""
+    """Return how many processes have devices in a mesh; one without devices counts as one."""
     return 1 if isinstance(mesh, AbstractMesh) else len({device.process_index for device in mesh.devices.flat})
 
 
 def spans_run(mesh: Mesh | AbstractMesh) -> bool:
-    """Tell whether a run has several processes and a mesh has devices of them all. Moves no data.
+    """Tell whether a run has several processes and a mesh has devices of them all.
 
     What processes exchange through JAX reaches all of them or none.
     """
@@ -254,8 +251,6 @@ def node_size(mesh: Mesh | AbstractMesh) -> int:
 
 def group_mesh(mesh: Mesh | AbstractMesh, size: int) -> Mesh | AbstractMesh:
     """Regroup the data axes of a mesh: `fsdp` of this size, `replica` the rest, the same devices in the same order.
-
-    Moves no data.
 
     Raises:
       ValueError: if `size` does not divide the number of data shards.

@@ -15,7 +15,7 @@ REMATS = ("none", "full", "dots")
 
 @dataclasses.dataclass(frozen=True)
 class SaveNames:
-    """A remat that saves named values, on the device or in the host's memory, and recomputes the rest. Moves no data.
+    """A remat that saves named values, on the device or in the host's memory, and recomputes the rest.
 
     Attributes:
       save: names given to `jax.ad_checkpoint.checkpoint_name` whose values stay on the device.
@@ -41,7 +41,7 @@ Remat = str | tuple[str, ...] | SaveNames | Callable[..., Any]
 
 
 def saved_names(remat: Remat) -> tuple[str, ...]:
-    """Return the names whose values a remat saves or offloads; none for any other remat. Moves no data."""
+    """Return the names whose values a remat saves or offloads; none for any other remat."""
     if isinstance(remat, SaveNames):
         return remat.save + remat.offload
     return remat if isinstance(remat, tuple) else ()
@@ -49,7 +49,7 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
-    """What waits in pinned host memory while it is not used; each on its own. Moves no data.
+    """What waits in pinned host memory while it is not used; each on its own.
 
     Leaves below `min_size` stay on the device. Compute and update run on the device: what they need is copied there,
     leaf by leaf, and back. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
@@ -72,7 +72,7 @@ class OffloadPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class UnitPolicy:
-    """Settings of one unit. Moves no data.
+    """Settings of one unit.
 
     Attributes:
       mp_policy: its precision.
@@ -113,8 +113,7 @@ def resolve_policies(
     per_unit: Mapping[str, Mapping[str, Any]] | None,
     node_size: Callable[[], int],
 ) -> dict[str, UnitPolicy]:
-    """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names. Moves no
-    data.
+    """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names.
 
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others do as it says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is

@@ -12,7 +12,7 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """FSDP2's policy of the same name. `None` keeps the dtype that is there. Moves no data.
+    """FSDP2's policy of the same name. `None` keeps the dtype that is there.
 
     Attributes:
       param_dtype: parameters in use; the shard is cast before it is gathered, so the wire carries this dtype.
@@ -50,20 +50,20 @@ def _float_dtype_name(field: str, dtype: object) -> str | None:
 
 
 def is_float(dtype: object) -> bool:
-    """Tell whether mixed precision may cast this dtype. Moves no data."""
+    """Tell whether mixed precision may cast this dtype."""
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))  # type: ignore[arg-type]
 
 
 def is_inexact(dtype: object) -> bool:
-    """Tell whether a gradient can be taken of this dtype: floating or complex. Moves no data."""
+    """Tell whether a gradient can be taken of this dtype: floating or complex."""
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))  # type: ignore[arg-type]
 
 
 def sum_dtype(dtype: str) -> str:
-    """Return the dtype in which gradients of a master of `dtype` are summed: at least float32. Moves no data."""
+    """Return the dtype in which gradients of a master of `dtype` are summed: at least float32."""
     return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 
 def item_bytes(dtype: object) -> int:
-    """Return the bytes of one element. Moves no data."""
+    """Return the bytes of one element."""
     return int(np.dtype(jnp.dtype(dtype)).itemsize)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A Layout in words: text for people, plain data for programs. Moves no data."""
+"""A Layout in words: text for people, plain data for programs."""
 
 from __future__ import annotations
 

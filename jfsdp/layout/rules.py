@@ -27,7 +27,7 @@ def choose_dim(
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: int | None = None,
 ) -> DimChoice:
-    """Choose the dim to split over `num_shards`: the largest that divides, else the one that pads least. Moves no data.
+    """Choose the dim to split over `num_shards`: the largest that divides, else the one that pads least.
 
     Args:
       path: the leaf's name, for messages.

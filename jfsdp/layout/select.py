@@ -18,7 +18,7 @@ def select_leaves(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     types: Mapping[str, type],
 ) -> dict[str, str]:
-    """Return the leaves that any selector chooses, each with the selector in words. Moves no data.
+    """Return the leaves that any selector chooses, each with the selector in words.
 
     Args:
       what: the argument's name, for messages.
@@ -44,7 +44,7 @@ def select_leaves(
 
 
 def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, types: Mapping[str, type]) -> bool:
-    """Tell whether one selector chooses one leaf. Moves no data."""
+    """Tell whether one selector chooses one leaf."""
     if isinstance(selector, str):
         names = path.split(".")
         return any(matches_glob(selector, ".".join(names[:end])) for end in range(1, len(names) + 1))

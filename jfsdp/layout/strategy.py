@@ -39,7 +39,7 @@ _SPLITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """In which layout each stage of a leaf stands; see the table in docs/design.md. Moves no data.
+    """In which layout each stage of a leaf stands; see the table in docs/design.md.
 
     Each stage is a `Split`, or by hand the tuple of the data axes that split it, major to minor; () is whole.
 
@@ -116,7 +116,7 @@ class Strategy:
 
 
 def show(placement: Placement) -> str:
-    """Write a placement in words. Moves no data."""
+    """Write a placement in words."""
     return placement.value if isinstance(placement, Split) else "/".join(placement) or "whole"
 
 
@@ -155,8 +155,6 @@ _STAGES = ("ddp", "zero1", "zero2", "full_shard")
 
 def get_strategy(strategy: str | int | Strategy) -> Strategy:
     """Return the strategy of that name, or of that DeepSpeed stage (0 to 3); a `Strategy` passes through.
-
-    Moves no data.
 
     Raises:
       ValueError: for an unknown name; lists the valid ones, and the closest.

@@ -312,7 +312,7 @@ class _ByPath(dict[str, Leaf]):
 
 
 def close_names(name: str, names: Iterable[str]) -> str:
-    """Tell which known names an unknown one may stand for: those below it, else close ones. Moves no data."""
+    """Tell which known names an unknown one may stand for: those below it, else close ones."""
     known = [other for other in names if other]
     below = [other for other in known if other.startswith(f"{name}.")]
     if below:
@@ -325,7 +325,7 @@ _RESHARD = {"reshard_after_forward": True}
 
 
 def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
-    """Split an axis so that each of `ways` is the size of some of its minor parts. Moves no data.
+    """Split an axis so that each of `ways` is the size of some of its minor parts.
 
     Args:
       ways: numbers of devices, each with the unit that asks for it.
@@ -346,5 +346,5 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
 
 
 def num_parameters(leaves: Sequence[Leaf]) -> int:
-    """Count the logical elements of leaves: no padding. Moves no data."""
+    """Count the logical elements of leaves: no padding."""
     return sum(math.prod(leaf.shape) for leaf in leaves)

@@ -41,7 +41,7 @@ class ModuleInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Choose modules to be units. Moves no data.
+    """Choose modules to be units.
 
     Attributes:
       match: a module class; a glob over dotted paths (`layers.*`, `*` stays within one name); or a predicate
@@ -77,7 +77,7 @@ class UnitInfo:
 def list_modules(
     classes: Mapping[str, type], leaves: Sequence[str], entries: Mapping[str, Sequence[str]]
 ) -> list[ModuleInfo]:
-    """List a model's modules, each with the leaves that it holds and shares. Moves no data.
+    """List a model's modules, each with the leaves that it holds and shares.
 
     Args:
       classes: by dotted path, the root first.
@@ -106,7 +106,7 @@ def list_modules(
 
 
 def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
-    """Make a unit of every module with at least `min_parameters` parameters that no inner unit holds. Moves no data.
+    """Make a unit of every module with at least `min_parameters` parameters that no inner unit holds.
 
     Source: `size_based_auto_wrap_policy` of PyTorch FSDP.
     """
@@ -121,7 +121,7 @@ def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
 def resolve_units(
     units: Any, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, UnitInfo]:
-    """Match unit choices against a model's modules and give every leaf an owner. Moves no data.
+    """Match unit choices against a model's modules and give every leaf an owner.
 
     Args:
       units: a list of `Unit`s, or of what `Unit.match` takes; or one of these alone.
@@ -216,7 +216,7 @@ def _depth(path: str) -> int:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Match a dotted path name by name: `*` stays within one name, `**` stands for any number of them. Moves no data.
+    """Match a dotted path name by name: `*` stays within one name, `**` stands for any number of them.
 
     So `layers.*` does not reach into a layer, and `layers.**` does.
     """
@@ -259,10 +259,7 @@ def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def describe(choice: Any) -> str:
-    """Write a glob, a class or a function in words: without its address, which differs from process to process.
-
-    Moves no data.
-    """
+    """Write a glob, a class or a function in words: without its address, which differs from process to process."""
     return getattr(choice, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(choice))
 
 

@@ -10,7 +10,7 @@ from jfsdp.modules.nnx import NNXModel
 
 
 def as_model(source: Any) -> FlaxModel:
-    """Bring what `fully_shard` takes as a model into one form. Moves no data.
+    """Bring what `fully_shard` takes as a model into one form.
 
     Args:
       source: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen,

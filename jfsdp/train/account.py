@@ -59,7 +59,7 @@ _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "lo
 
 
 def account(state: TrainState) -> StateBytes:
-    """Count a state, or `model.abstract_state(tx)`. Moves no data."""
+    """Count a state, or `model.abstract_state(tx)`."""
     state = shapes_by_leaf(state)
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
     count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)

@@ -137,7 +137,7 @@ def check_own_rows(given: int, before: int | None) -> int:
 
 
 def batch_shape(batch: Any) -> Any:
-    """Return dtypes and shapes of a batch's arrays but for their rows, as a step is built for. Moves no data."""
+    """Return dtypes and shapes of a batch's arrays but for their rows, as a step is built for."""
     # The dtype as JAX takes it: without 64 bits unless they are asked for.
     return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x)[1:])}", batch)
 

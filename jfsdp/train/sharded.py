@@ -137,7 +137,7 @@ class ShardedModel:
         )
 
     def leaf_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the leaves as they are stored one by one: shape, dtype and sharding. Moves no data."""
+        """Return the leaves as they are stored one by one: shape, dtype and sharding."""
         return {leaf.path: self.layout.abstract(self.mesh, leaf, "param") for leaf in self.layout.leaves}
 
     def _place(self, path: str, value: jax.Array) -> jax.Array:

@@ -108,12 +108,12 @@ def with_work(state: TrainState, like: TrainState) -> TrainState:
 
 
 def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part that the optimizer sees: floating leaves that are not frozen. Moves no data."""
+    """Return the part that the optimizer sees: floating leaves that are not frozen."""
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}
 
 
 def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> TrainState:
-    """Return the sharding of every array of a state, as a state. Moves no data."""
+    """Return the sharding of every array of a state, as a state."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> Tr
 
 
 def state_memories(state: TrainState) -> TrainState:
-    """Return the memory of every array of a state, as a state. Moves no data.
+    """Return the memory of every array of a state, as a state.
 
     Shardings do not say it everywhere: on devices of a topology JAX (0.10.2, 0.12) drops the memory from them.
     """
@@ -156,7 +156,7 @@ def abstract_state(
     model_state: Mapping[str, Any],
     loss_scale: LossScale | None = None,
 ) -> TrainState:
-    """Return shapes, dtypes and shardings of a state. Moves no data."""
+    """Return shapes, dtypes and shardings of a state."""
     layout = optimizer.engine.layout
     opt_state, roles = optimizer.abstract
     stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.stored}
@@ -179,15 +179,12 @@ def abstract_state(
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Attach shardings to shapes. Moves no data."""
+    """Attach shardings to shapes."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def array_bytes(x: Any) -> int:
-    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data.
-
-    Moves no data.
-    """
+    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(jax.random.key_data, x)
         return math.prod(x.shape) * x.dtype.itemsize

@@ -41,7 +41,7 @@ def in_storage(state: TrainState, layout: Layout) -> TrainState:
 
 
 def shapes_by_leaf(state: TrainState) -> TrainState:
-    """Return the shapes and shardings of a state with every leaf stored by itself. Moves no data."""
+    """Return the shapes and shardings of a state with every leaf stored by itself."""
     return by_leaf(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
 
 

@@ -128,7 +128,7 @@ class StepOptions(ShardingOptions):
 
 
 def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
-    """Shard a job's model on a mesh as the options say. Moves no data.
+    """Shard a job's model on a mesh as the options say.
 
     Raises:
       ValueError: for values and combinations that cannot be.

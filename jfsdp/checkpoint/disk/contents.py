@@ -86,7 +86,7 @@ def contents(state: TrainState) -> list[Stored]:
 
 
 def logical_arrays(state: TrainState) -> dict[str, Logical]:
-    """Return name, logical shape and dtype of every array of a state, or of its shapes. Moves no data."""
+    """Return name, logical shape and dtype of every array of a state, or of its shapes."""
     return {name: array for stored in contents(state) for name, array in stored.logical.items()}
 
 

@@ -112,7 +112,7 @@ class Piece:
 
 
 def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
-    """Find every array of theirs that our leaves stand for. Moves no data.
+    """Find every array of theirs that our leaves stand for.
 
     Returns:
       By their names, in the order of our leaves.
@@ -337,10 +337,7 @@ def _are_equal(source: Source, first: str, second: str) -> bool:
 
 
 def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
-    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major).
-
-    Moves no data.
-    """
+    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major)."""
     whole = tuple(slice(0, size) for size in shape)
     row = 1
     for dim in reversed(range(len(shape))):

@@ -68,7 +68,7 @@ class LocalEngine(Engine):
         return jax.lax.psum(value, axes).astype(dtype)
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
-        """Run on each device by itself, with its part of the weights and its rows of the batch. Moves no data."""
+        """Run on each device by itself, with its part of the weights and its rows of the batch."""
         layout, whole = self.layout, PartitionSpec()
         leaves = map(layout.by_path.__getitem__, arrays[0])
         at_rest = {leaf.path: layout.on_device(self.mesh, leaf, leaf.source).spec for leaf in leaves}
@@ -90,7 +90,7 @@ class LocalEngine(Engine):
         return jax.lax.pmax(value, self._data)
 
     def own_state(self, state: Arrays) -> Arrays:
-        """Return a state whose keys are folded with this device's place along the data axes. Moves no data."""
+        """Return a state whose keys are folded with this device's place along the data axes."""
         index = jax.lax.axis_index(self._data)
 
         def fold(keys: jax.Array) -> jax.Array:
@@ -99,18 +99,18 @@ class LocalEngine(Engine):
         return {name: fold(value) if is_key(value) else value for name, value in state.items()}
 
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
-        """Return what is the same on all devices: the state afterwards, with the keys as they were. Moves no data."""
+        """Return what is the same on all devices: the state afterwards, with the keys as they were."""
         return {name: before[name] if is_key(value) else value for name, value in after.items()}
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of this device's part of an accumulator. Moves no data."""
+        """Return shape and dtype of this device's part of an accumulator."""
         leaf, whole = self.layout.by_path[path], super().sum_shape(path)
         parts = self.layout.num_shards(accumulator_axes(leaf, self.deferred))
         shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
-        """Return how a gradient stands after `finish`: split further where the last sum is scattered. Moves no data."""
+        """Return how a gradient stands after `finish`: split further where the last sum is scattered."""
         leaf = self.layout.by_path[path]
         split = (*accumulator_axes(leaf, self.deferred), *last_axes(leaf, self.deferred))
         axes = self.layout.axes_on(self.mesh, split)
@@ -168,7 +168,7 @@ class LocalEngine(Engine):
         }
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
-        """Leave values as they are: inside a `shard_map` a layout is a fact. Moves no data."""
+        """Leave values as they are: inside a `shard_map` a layout is a fact."""
         del stage
         return values
 

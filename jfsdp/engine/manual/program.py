@@ -132,7 +132,7 @@ class Block:
 
 
 def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, NamedCall]) -> tuple[Block, list[str]]:
-    """Read a trace as a program. Moves no data.
+    """Read a trace as a program.
 
     Args:
       closed: the traced root, without constants.
@@ -297,7 +297,7 @@ def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str
 
 
 def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
-    """Part the root's weights, by name, from the other inputs of the code that reads them. Moves no data."""
+    """Part the root's weights, by name, from the other inputs of the code that reads them."""
     for item in block.items:
         if isinstance(item, Code):
             item.weights = {path: var for path, var in sorted(weights.items()) if var in item.inputs}
@@ -307,7 +307,7 @@ def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
 
 
 def mark_active(block: Block, active: set[Any], is_trained: Callable[[str], bool]) -> set[Any]:
-    """Fill `is_active` and `makes_active`: what depends on what is trained, and may have a derivative. Moves no data.
+    """Fill `is_active` and `makes_active`: what depends on what is trained, and may have a derivative.
 
     Args:
       active: the block's own inputs that do.
@@ -348,7 +348,7 @@ def _mark_loop_active(loop: Loop, is_trained: Callable[[str], bool]) -> list[boo
 
 
 def mark_live(block: Block, live: set[Any]) -> set[Any]:
-    """Fill `is_live`: which outputs of each item have cotangents; `live` are the block's own. Moves no data.
+    """Fill `is_live`: which outputs of each item have cotangents; `live` are the block's own.
 
     Returns:
       All variables of the block that have them.

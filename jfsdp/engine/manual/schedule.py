@@ -14,7 +14,7 @@ Ahead = int | Mapping[str, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How far gathers run ahead of the compute, forward and backward. Moves no data.
+    """How far gathers run ahead of the compute, forward and backward.
 
     Attributes:
       forward: k: while a unit computes, the weights of the next k units are gathered or on their way; 0 gathers each
@@ -43,14 +43,14 @@ class Prefetch:
 
 
 def as_prefetch(value: int | Prefetch | None) -> Prefetch:
-    """Read the `prefetch` argument of `fully_shard`; None is depth 1. Moves no data."""
+    """Read the `prefetch` argument of `fully_shard`; None is depth 1."""
     if isinstance(value, Prefetch):
         return value
     return Prefetch() if value is None else Prefetch(value, value)
 
 
 def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
-    """Return for each call up to which call weights are gathered, or on their way, while it computes. Moves no data.
+    """Return for each call up to which call weights are gathered, or on their way, while it computes.
 
     Args:
       order: the names of the units in the order of their calls.
@@ -114,7 +114,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def steady(reached: Sequence[int], start: int, num_calls: int, length: int) -> tuple[int, int]:
-    """Return the longest run of iterations of a loop in which weights come and go alike. Moves no data.
+    """Return the longest run of iterations of a loop in which weights come and go alike.
 
     In these, every call leaves as many gathers on their way as it found, all of them for calls of the same loop.
 

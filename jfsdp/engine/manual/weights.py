@@ -138,7 +138,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def after(values: Any, tie: Any) -> Any:
-    """Make values that cannot be computed before `tie` is there. Moves no data."""
+    """Make values that cannot be computed before `tie` is there."""
     return jax.lax.optimization_barrier((values, tie))[0] if jax.tree.leaves(tie) else values
 
 

@@ -63,7 +63,7 @@ class Gpu:
     aliases: tuple[str, ...] = ()
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the datasheet's FLOP/s for matrices of `dtype`: bfloat16, float16, tf32 or float32. Moves no data.
+        """Return the datasheet's FLOP/s for matrices of `dtype`: bfloat16, float16, tf32 or float32.
 
         Raises:
           ValueError: for a dtype that the table lacks.
@@ -289,7 +289,7 @@ _BY_NAME = {name: gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of a name or alias, upper or lower case. Moves no data.
+    """Return the GPU of a name or alias, upper or lower case.
 
     Raises:
       ValueError: if there is none; lists those there are, the closest first.

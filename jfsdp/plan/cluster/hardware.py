@@ -90,7 +90,7 @@ def host_bandwidth(gpu: Gpu) -> float:
 
 
 def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int) -> float:
-    """Return the FLOP/s of an [m k] x [k n] matmul. Moves no data.
+    """Return the FLOP/s of an [m k] x [k n] matmul.
 
     A part of the datasheet's peak, less whatever the shape wastes: outputs are computed in tiles, the tiles in waves of
     one per core, and a wave that is not full takes as long as a full one; short k does not fill the pipeline; and no
@@ -203,7 +203,7 @@ class Cluster:
         return self.nodes_per_domain * self.gpus_per_node
 
     def spans_nodes(self, group: Iterable[int]) -> bool:
-        """Return whether a group of device ids leaves its domain; the rack of an NVL72 counts as one. Moves no data.
+        """Return whether a group of device ids leaves its domain; the rack of an NVL72 counts as one.
 
         Raises:
           ValueError: for an id that the cluster does not have.
@@ -211,7 +211,7 @@ class Cluster:
         return len(self._members_by_domain(group)) > 1
 
     def group_bandwidth(self, group: Iterable[int], message_bytes: float) -> float:
-        """Return `link_bandwidth` for a collective among these device ids, all such groups at once. Moves no data.
+        """Return `link_bandwidth` for a collective among these device ids, all such groups at once.
 
         Raises:
           ValueError: for an id that the cluster does not have, or a message without bytes.

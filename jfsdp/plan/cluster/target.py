@@ -34,7 +34,7 @@ class PlanUnavailable(ValueError):
 
 
 def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
-    """Return the devices of a cluster nobody has rented, to make a mesh of. Moves no data.
+    """Return the devices of a cluster nobody has rented, to make a mesh of.
 
     Args:
       target_config: text of XLA's GpuTargetConfigProto in place of ours, for a GPU that the table lacks.

@@ -83,7 +83,7 @@ def breakdown(
     *,
     vocab_size: int | None = None,
 ) -> Memory:
-    """Say what the peak of a compiled step consists of. Moves no data.
+    """Say what the peak of a compiled step consists of.
 
     Args:
       live_range_text, assignment_text: what XLA wrote when it compiled the step; `buffers.read_dump` finds them.

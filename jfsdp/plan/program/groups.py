@@ -28,7 +28,7 @@ _IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @functools.lru_cache(maxsize=256)
 def read_groups(attributes: str, num_devices: int) -> Groups:
-    """Read the groups out of a collective's attributes. Moves no data.
+    """Read the groups out of a collective's attributes.
 
     Forms: `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, the same
     with `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,1,3)`, parts of an axis as `'b':(2)2` (the 2 before it taken

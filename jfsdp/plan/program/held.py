@@ -31,7 +31,7 @@ class Held:
 
 
 def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Held]:
-    """Find gathered weights of resharded units that live from forward to backward. Moves no data.
+    """Find gathered weights of resharded units that live from forward to backward.
 
     Two ways are known: a loop over layers writes what it gathers into a stack of all layers, and a gather before the
     backward has a reader in it. A unit that is gathered ahead of its use is neither.

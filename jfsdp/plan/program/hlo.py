@@ -107,7 +107,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Read a scheduled HLO module. Moves no data.
+    """Read a scheduled HLO module.
 
     Raises:
       ValueError: if the text is not that of a scheduled HLO module; says what was missing, and on which line.

@@ -34,7 +34,7 @@ def find_argument(op_name: str, leaves: Container[str]) -> tuple[str, str]:
 
 
 def split_names(op_name: str, num: int) -> list[str]:
-    """Return the name of each of the arrays that XLA combined; JAX 0.12 writes `jit(f)/(a:b)`. Moves no data."""
+    """Return the name of each of the arrays that XLA combined; JAX 0.12 writes `jit(f)/(a:b)`."""
     start = op_name.find("/(")
     if start >= 0 and op_name.endswith(")"):
         names, depth = [""], 0

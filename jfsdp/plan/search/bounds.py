@@ -56,7 +56,7 @@ class Bound:
 
 
 def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
-    """Say of a job what needs no compiler. Moves no data.
+    """Say of a job what needs no compiler.
 
     Raises:
       ValueError: for options that training would refuse.
@@ -65,7 +65,7 @@ def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
 
 
 def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
-    """Return the bound of a job as plain data. Moves no data.
+    """Return the bound of a job as plain data.
 
     The step's temporaries are not in it: activations, gathered units and logits are what the compiler decides.
 

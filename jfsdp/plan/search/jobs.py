@@ -47,7 +47,7 @@ def find_planned_job(options: StepOptions) -> Job:
 
 
 def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_devices: int = 0) -> Planned:
-    """Shard a job over devices of a topology, or over a number of devices without any. Moves no data.
+    """Shard a job over devices of a topology, or over a number of devices without any.
 
     Raises:
       ValueError: for a mesh that the devices do not fill, and all that training would refuse.
@@ -99,7 +99,7 @@ def _item_flops(job: Job, layout: Layout, seq_len: int) -> float | None:
 
 
 def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
-    """Count the elements of the trainable, or of the frozen, weights that are multiplied. Moves no data.
+    """Count the elements of the trainable, or of the frozen, weights that are multiplied.
 
     Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
     is the head too, which is so if it is the only leaf with the vocabulary as a dim.

@@ -200,7 +200,7 @@ def _pairs(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:
-    """Return the names that a model gives to values (`checkpoint_name`) as it computes its loss. Moves no data.
+    """Return the names that a model gives to values (`checkpoint_name`) as it computes its loss.
 
     Cost: one trace of the forward.
     """

@@ -78,7 +78,7 @@ def collective_units(ledger: Ledger) -> dict[str, str]:
 
 
 def plot_timeline(plan: Plan, path: str | Path) -> None:
-    """Draw the simulated schedule of a plan into a PNG or SVG. Moves no data.
+    """Draw the simulated schedule of a plan into a PNG or SVG.
 
     Raises:
       ValueError: for another ending than .png or .svg.

@@ -30,7 +30,7 @@ class Rates:
     overlap_slowdown: float = hardware.OVERLAP_SLOWDOWN
 
     def work_s(self, work: Work) -> float:
-        """Return the seconds of one instruction. Moves no data."""
+        """Return the seconds of one instruction."""
         gpu = self.cluster.gpu
         if work.kind is Kind.NONE:
             return 0.0
@@ -45,7 +45,7 @@ class Rates:
         return max(compute, work.num_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)) + KERNEL_S
 
     def collective_s(self, collective: Collective) -> float:
-        """Return the seconds of one collective, alone on the wire. Moves no data.
+        """Return the seconds of one collective, alone on the wire.
 
         What a device sends, by the bus bandwidth of its group: (N-1)/N * bytes / bandwidth for a gather, twice that for
         an all-reduce. Inside a node the bandwidth is NVLink's, as measured by size. Across nodes a ring passes each

@@ -94,7 +94,7 @@ class Timeline:
 
 
 def simulate(module: Module, collectives: Iterable[Collective], rates: Rates) -> Timeline:
-    """Run the schedule of a module on a clock. Moves no data.
+    """Run the schedule of a module on a clock.
 
     A collective's time on the wire is hidden where compute runs between its start and its done that hides no other
     collective; the rest is exposed. A synchronous one is exposed entirely.
@@ -107,7 +107,7 @@ def simulate(module: Module, collectives: Iterable[Collective], rates: Rates) ->
 
 
 def overlapped_share(module: Module, collectives: Iterable[Collective]) -> float | None:
-    """Of the bytes that collectives in loops send, return the part with a matmul between start and done. Moves no data.
+    """Of the bytes that collectives in loops send, return the part with a matmul between start and done.
 
     None if no loop sends any; scalars do not count. See [Note: what is a matmul].
     """

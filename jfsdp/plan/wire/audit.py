@@ -75,7 +75,7 @@ def audit(
     gpus_per_node: int | None = None,
     **step: Any,
 ) -> AuditReport:
-    """Compare a compiled training step with the layout it was made for; see [Note: traps]. Moves no data.
+    """Compare a compiled training step with the layout it was made for; see [Note: traps].
 
     Args:
       compiled: what `step.lower(...).compile()` returns, its text, the path of a file that holds the text, or what
@@ -113,7 +113,7 @@ def audit(
 
 
 def read_module(compiled: Any) -> Module:
-    """Parse a compiled program, its text, or a file that holds the text; a module is what it is. Moves no data.
+    """Parse a compiled program, its text, or a file that holds the text; a module is what it is.
 
     Raises:
       ValueError: if it is no scheduled HLO module.

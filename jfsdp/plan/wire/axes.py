@@ -14,7 +14,6 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
     """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
 
     Devices are numbered as in the mesh, its last axis fastest. An axis that a group spans only in part counts.
-    Moves no data.
     """
     places: list[list[int]] = []
     rest = list(group)
@@ -28,7 +27,7 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
 
 
 def is_own(layout: Layout, item: Collective) -> bool:
-    """Tell whether a collective runs over the axes alone that the model itself is split over. Moves no data.
+    """Tell whether a collective runs over the axes alone that the model itself is split over.
 
     No strategy moves anything there: it is what the model's own shardings cost, and theory is silent of it.
     """

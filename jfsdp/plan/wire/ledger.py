@@ -111,7 +111,7 @@ def _describe(item: Collective) -> dict[str, Any]:
 def make_ledger(
     layout: Layout, collectives: Iterable[Collective], *, gpus_per_node: int | None = None, **step: Any
 ) -> Ledger:
-    """Attribute the collectives of a compiled step; see [Note: whose collective]. Moves no data.
+    """Attribute the collectives of a compiled step; see [Note: whose collective].
 
     Args:
       collectives: as `find_collectives` reads them from the program.

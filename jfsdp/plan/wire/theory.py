@@ -105,7 +105,7 @@ def expected_wire(
     program: str = movements.MANUAL,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Expected, ...]:
-    """Return what a step must put on the wire; see [Note: what theory counts]. Moves no data.
+    """Return what a step must put on the wire; see [Note: what theory counts].
 
     Args:
       accumulate, reduce, reshard_after_backward: as given to `train_step`.
@@ -142,7 +142,7 @@ def find_moves(
     program: str = movements.MANUAL,
     calls: Mapping[str, int] | None = None,
 ) -> tuple[Move, ...]:
-    """Return every movement of every leaf (or buffer) in a step, in the order of the layout. Moves no data.
+    """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
     Args, Raises: as `expected_wire`.
     """
@@ -175,12 +175,12 @@ def _check_calls(layout: Layout, calls: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def is_replicated(layout: Layout, leaf: Leaf) -> bool:
-    """Tell whether a leaf stays whole although the strategy splits leaves over this mesh. Moves no data."""
+    """Tell whether a leaf stays whole although the strategy splits leaves over this mesh."""
     return leaf.dim is None and layout.num_shards(layout.strategy.axes("opt")) > 1
 
 
 def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
-    """Return the shape of one of `pieces` equal pieces of a leaf as it is stored. Moves no data."""
+    """Return the shape of one of `pieces` equal pieces of a leaf as it is stored."""
     shape = list(leaf.stored_shape)
     if leaf.dim is not None:
         shape[leaf.dim] //= pieces
@@ -188,7 +188,7 @@ def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
 
 
 def hlo_dtype(name: str) -> str:
-    """Return how HLO writes a dtype: bf16 for bfloat16. Moves no data."""
+    """Return how HLO writes a dtype: bf16 for bfloat16."""
     if name in _HLO_DTYPES:
         return _HLO_DTYPES[name]
     letters = name.rstrip("0123456789")

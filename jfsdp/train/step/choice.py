@@ -83,7 +83,7 @@ class Choice(NamedTuple):
 def choose(
     layout: Layout, asked: Asked, *, accumulate: int = 1, once: bool = False, found: Survey | None = None
 ) -> Choice:
-    """Choose the program of a step; see [Note: two programs]. Moves no data.
+    """Choose the program of a step; see [Note: two programs].
 
     Args:
       accumulate, once: the number of microbatches, and whether they share one reduction where the program can.
@@ -107,7 +107,7 @@ def choose(
 def make_engine(
     program: str | None, layout: Layout, mesh: Mesh, asked: Asked, *, later: tuple[str, ...], own_axes: tuple[str, ...]
 ) -> Engine:
-    """Make the engine of a program. Moves no data.
+    """Make the engine of a program.
 
     Args:
       later: the axes that wait for the last microbatch, where the program can leave any.
@@ -156,14 +156,14 @@ def _remedy(asked: Asked, found: Survey) -> str:
 
 
 def way_to_xla(asked: Asked) -> str:
-    """Say what to ask for instead, for all rows to be seen together; "": nothing else. Moves no data."""
+    """Say what to ask for instead, for all rows to be seen together; "": nothing else."""
     use = "use engine='xla'" if asked.engine == MANUAL else ""
     needs = " and ".join(asked.needs)
     return " and ".join(filter(None, [use, needs and f"leave out {needs}"]))
 
 
 def _falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
-    """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing. Moves no data."""
+    """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing."""
     later = deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
     return f": every microbatch is reduced over {', '.join(later)}, and not the last one only" if later else ""
 
@@ -189,7 +189,7 @@ def _is_split_further(leaf: Leaf) -> bool:
 
 
 def needs_of(layout: Layout) -> list[str]:
-    """Say what of a layout XLA could not do: arrays that are to move together, sums in another dtype. Moves no data."""
+    """Say what of a layout XLA could not do: arrays that are to move together, sums in another dtype."""
     found = [f"storage={layout.storage!r}"] if layout.packed else []
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype

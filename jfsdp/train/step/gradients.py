@@ -76,7 +76,7 @@ class Gradients:
         return choose(self.apply.layout, self.asked, accumulate=self.accumulate, once=self.once, found=found)
 
     def decide(self, source: Arrays, model_state: Arrays, batch: Any) -> Choice:
-        """Choose the program, once, by what the loss and the model do. Moves no data.
+        """Choose the program, once, by what the loss and the model do.
 
         Cost: one trace of the loss; see `survey`.
 
@@ -201,5 +201,5 @@ def _naming_axes(mesh: Any) -> Iterator[None]:
 
 
 def nonzero(weight: jax.Array) -> jax.Array:
-    """Return a weight to divide by: 1 where nothing was counted. Moves no data."""
+    """Return a weight to divide by: 1 where nothing was counted."""
     return jnp.where(weight == 0, 1.0, weight)

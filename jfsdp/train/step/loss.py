@@ -51,7 +51,7 @@ class Loss(NamedTuple):
 
 
 def as_loss(value: Any) -> Loss:
-    """Bring what a loss function returned into one form. Moves no data.
+    """Bring what a loss function returned into one form.
 
     A scalar counts as a mean over equal-weight examples: weight 1. Any object with `total` and `weight` (and `aux`)
     counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts as a `Max`, and one
@@ -116,5 +116,5 @@ def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any],
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return a mean, and 0 where nothing was counted. Moves no data."""
+    """Return a mean, and 0 where nothing was counted."""
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))

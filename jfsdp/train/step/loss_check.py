@@ -54,7 +54,7 @@ _SAME = define_prng_impl(
 
 
 def same_bits(keys: jax.Array) -> jax.Array:
-    """Return keys in place of others that all draw the same; see [Note: the same bits]. Moves no data."""
+    """Return keys in place of others that all draw the same; see [Note: the same bits]."""
     return jax.random.wrap_key_data(jnp.zeros((*keys.shape, 1), jnp.uint32), impl=_SAME)
 
 

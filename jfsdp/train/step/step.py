@@ -49,7 +49,7 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """How a step is taken. Moves no data.
+    """How a step is taken.
 
     Attributes:
       accumulate: into how many microbatches the batch is cut; they run one after the other.
@@ -369,7 +369,7 @@ def learning_rate(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
-    """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims. Moves no data."""
+    """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims."""
     is_scalar = value is not None and not np.ndim(value)
     return NamedSharding(mesh, PartitionSpec() if is_scalar else PartitionSpec(data_axes(mesh)))
 

@@ -65,7 +65,7 @@ def survey(
     rows: Any,
     held: Collection[str] = (),
 ) -> Survey:
-    """Read what a loss does on the rows of a microbatch; `held` units are whole. Moves no data.
+    """Read what a loss does on the rows of a microbatch; `held` units are whole.
 
     Cost: one trace of the loss; two where its weight depends on no row.
     """

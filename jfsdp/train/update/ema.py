@@ -31,7 +31,7 @@ def track_ema(decay: float) -> optax.GradientTransformation:
     to be corrected (`optax.ema` averages updates, not parameters). Averages of bfloat16 or float16 parameters are kept
     in float32: one minus the decay is below what they resolve.
 
-    Layout:  as the optimizer's states: [D/axes F] each. Moves no data.
+    Layout:  as the optimizer's states: [D/axes F] each.
     Memory:  one more moment: 4 bytes per parameter, split over the axes of the `opt` stage.
 
     Args:

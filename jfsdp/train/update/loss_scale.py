@@ -12,7 +12,7 @@ ScaleState = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the factor on the loss moves; the defaults are those of PyTorch's GradScaler. Moves no data.
+    """How the factor on the loss moves; the defaults are those of PyTorch's GradScaler.
 
     The loss is multiplied by the factor before its gradient is taken, and the gradient divided by it, in float32, after
     it was reduced. A step whose gradient is not finite changes nothing and shrinks the factor.
@@ -43,7 +43,7 @@ class LossScale:
         return {"scale": jnp.asarray(self.initial, jnp.float32), "num_finite": jnp.zeros((), jnp.int32)}
 
     def update(self, state: ScaleState, is_finite: jax.Array) -> ScaleState:
-        """Return the state after a step. Moves no data."""
+        """Return the state after a step."""
         scale, num_finite = state["scale"], state["num_finite"] + 1
         grows = num_finite >= self.interval
         after_finite = jnp.where(grows, scale * self.growth, scale)

@@ -74,7 +74,7 @@ def low_precision_state(
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Round float32 to bfloat16, up or down at random in proportion to the distance. Moves no data.
+    """Round float32 to bfloat16, up or down at random in proportion to the distance.
 
     A bfloat16 is the upper half of a float32, so adding 16 random bits to the lower half and cutting it off rounds up
     with the right probability. What is not finite is cast: a NaN may have its payload in the lower half alone.

@@ -93,12 +93,12 @@ class Roles:
         return {role.name: role for role in self.arrays}
 
     def map(self, fn: Callable[[Role, Any], Any], opt_state: Any) -> Any:
-        """Return `fn(role, array)` for every array of a state, as a state. Moves no data."""
+        """Return `fn(role, array)` for every array of a state, as a state."""
         arrays, tree = jax.tree.flatten(opt_state)
         return jax.tree.unflatten(tree, [fn(*pair) for pair in zip(self.arrays, arrays, strict=True)])
 
     def shardings(self, layout: Layout, mesh: Any, opt_state: Any) -> Any:
-        """Return the sharding of every array of a state, as a state. Moves no data."""
+        """Return the sharding of every array of a state, as a state."""
 
         def sharding(role: Role, _: Any) -> NamedSharding:
             if role.kind is Kind.PARAMETER:
@@ -147,12 +147,12 @@ def array_name(tree: ParamTree, path: KeyPath) -> str:
 
 
 def place(layout: Layout, roles: Roles) -> Roles:
-    """Return the roles that the same optimizer has in another layout of the same model. Moves no data."""
+    """Return the roles that the same optimizer has in another layout of the same model."""
     return Roles(tuple(_place(layout, role.name, role.leaf, role.shape) for role in roles.arrays))
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Write a path inside a pytree as checkpoints do. Moves no data."""
+    """Write a path inside a pytree as checkpoints do."""
     return ".".join(map(_key_name, path))
 
 

@@ -87,7 +87,7 @@ def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str,
     """Part a state into what a step may overwrite, and parameters in host memory, which it reads several times.
 
     XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that keeps the
-    readers from the writer would be one from host to host. So these are freed after the step. Moves no data.
+    readers from the writer would be one from host to host. So these are freed after the step.
     """
 
     def on_host(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
