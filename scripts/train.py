@@ -32,10 +32,11 @@ from jfsdp.launch.runtime import (
     plain_warnings,
     without_plugin_chatter,
 )
-from jfsdp.trainer.options import CHANGEABLE, check_known, describe_error
+from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.spelling import check_known
 
 DAMAGED, INTERRUPTED = 4, 130
 SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")

@@ -28,7 +28,7 @@ ALLOWED = {
     "train": ("compat", "layout", "modules", "engine", "launch.hosts"),
     "checkpoint": ("compat", "layout", "train.state", "train.update.roles", "launch.hosts"),
     "trainer": ("compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
-    "plan": ("compat", "layout", "engine", "train", "trainer.job", "trainer.options", "extras"),
+    "plan": ("compat", "layout", "engine", "train", "trainer.job", "trainer.options", "trainer.spelling", "extras"),
     "launch": ("compat",),
     "testing": ("layout", "plan"),
     "extras": (),

@@ -10,7 +10,8 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.trainer.options import StepOptions, as_options, check_numbers
+from jfsdp.trainer.options import StepOptions, as_options
+from jfsdp.trainer.spelling import check_numbers
 
 BROKEN = 4
 

@@ -21,9 +21,10 @@ from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import plain_warnings
-from jfsdp.trainer.options import ShardingOptions, check_known, describe_error
+from jfsdp.trainer.options import ShardingOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.spelling import check_known
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX.
 

@@ -15,7 +15,8 @@ import tyro
 
 from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.trainer.options import StepOptions, check_numbers
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.trainer.options import Dtype, check_numbers, optional
+from jfsdp.trainer.options import Dtype, optional
+from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.trainer.job import Job

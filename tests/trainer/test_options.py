@@ -17,6 +17,7 @@ from jfsdp.trainer import options
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.spelling import check_known, spell
 
 
 def arguments(**changes):
@@ -201,18 +202,18 @@ def test_messages_of_the_library_are_said_in_options(message, words):
 )
 def test_an_unknown_option_is_refused_with_close_ones(args, words):
     with pytest.raises(ValueError) as refused:
-        options.check_known(args, TrainConfig)
+        check_known(args, TrainConfig)
     assert all(word in str(refused.value) for word in words)
 
 
 def test_known_options_in_every_spelling_are_let_through():
-    options.check_known(["--no-check-loss", "--run_dir", "x", "--seed=1", "--help", "-h", "word"], TrainConfig)
+    check_known(["--no-check-loss", "--run_dir", "x", "--seed=1", "--help", "-h", "word"], TrainConfig)
 
 
 @pytest.mark.parametrize("value", [-2, 0, 2**31, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["batch_per_device", "seq_len", "accumulate"])
 def test_numbers_that_no_step_has_are_refused_by_option(name, value):
-    with pytest.raises(ValueError, match=options.spell(name)):
+    with pytest.raises(ValueError, match=spell(name)):
         options.train_arguments(dataclasses.replace(TrainConfig(), **{name: value}))
 
 

@@ -18,7 +18,8 @@ from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
-from jfsdp.trainer.options import MOST, StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.spelling import MOST
 
 
 @dataclasses.dataclass(frozen=True)

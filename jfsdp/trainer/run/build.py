@@ -19,6 +19,7 @@ from jfsdp.trainer.run.config import TrainConfig, parse_profile
 from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.sources.source import check_source
+from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass
@@ -58,7 +59,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
-    options.check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
+    check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
     job = find_job(config)
     row_items = check_source(config, job)
     arguments = options.train_arguments(config)
