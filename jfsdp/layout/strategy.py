@@ -69,10 +69,11 @@ class Strategy:
             self._check_stage(stage)
         self._check_finer("opt", "param", "the update would need states that no device holds")
         reshard = self.reshard_after_forward
-        if not (reshard == NODE or (isinstance(reshard, int) and reshard >= 0)):
+        if not (reshard == NODE or isinstance(reshard, bool) or (isinstance(reshard, int) and reshard > 0)):
             raise ValueError(
-                f"strategy {self.name!r}: reshard_after_forward={reshard!r} is neither True, False, {NODE!r} nor a "
-                "number of devices"
+                f"strategy {self.name!r}: reshard_after_forward={reshard!r} is neither True, False, a number of "
+                f"devices nor {NODE!r}, those of a host; the stages are param, grad and opt, and this argument alone "
+                "says what is kept between forward and backward"
             )
         if self.grad is Split.PARTIAL:
             if self.axes("param"):

@@ -27,8 +27,10 @@ def separate(
       A transformation whose state is a dict by name. A training step, which has no turns, refuses it.
 
     Raises:
-      ValueError: for what is no such pair; by `init`, for a selector that chooses no trained parameter.
+      ValueError: for what is no such pair, or none; by `init`, for a selector that chooses no trained parameter.
     """
+    if not parts:
+        raise ValueError("separate: no optimizer is given; say separate(name=(selectors, optax.adam(1e-4)), ...)")
     for name, part in parts.items():
         if not isinstance(part, tuple) or len(part) != 2 or not hasattr(part[1], "update"):
             raise ValueError(
