@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +112,23 @@ def initialize_processes(coordinator: str | None, num_processes: int | None, pro
         raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
     import jax
 
-    address = None if coordinator == "auto" else coordinator
+    address, own = None if coordinator == "auto" else coordinator, gpus_of_only_task(os.environ)
     try:
-        jax.distributed.initialize(coordinator_address=address, num_processes=num_processes, process_id=process_id)
+        jax.distributed.initialize(address, num_processes, process_id, local_device_ids=own)
     except ValueError as error:
         remedy = "give --coordinator HOST:PORT, --num-processes N and --process-id, a number below N"
         raise ValueError(f"--coordinator {coordinator}: JAX cannot tell the processes ({error}); {remedy}") from error
+
+
+def gpus_of_only_task(environment: Mapping[str, str]) -> list[int] | None:
+    """Return all GPUs of the node where Slurm started one task on each; None: JAX decides.
+
+    JAX (0.10.2, 0.12) takes a Slurm task for that of one GPU: of eight, a task alone on its node would use the first.
+    """
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]  # such as 1(x4)
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    is_alone = tasks == "1" and gpus.isdecimal() and "JAX_LOCAL_DEVICE_IDS" not in environment
+    return list(range(int(gpus))) if is_alone else None
 
 
 def enable_compilation_cache(directory: str | Path | None) -> Path | None:
