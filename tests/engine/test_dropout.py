@@ -1,6 +1,7 @@
 """Dropout in program `manual` is that of one device that folds each key with the place of whose rows it computes."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import linen, nnx, traverse_util
 import jfsdp
 from tests import reference
 from tests.models_small import VOCAB, make_batches, token_loss
+from tests.thin import thin
 
 TX = optax.adam(1e-2)
 
@@ -113,8 +115,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("api", "setting"), thin(itertools.product(APIS, SETTINGS), 4))
 def test_each_device_draws_from_its_own_key_and_nothing_else_differs(api, setting):
     (source, units, make), (sizes, strategy, more, accumulate) = APIS[api], SETTINGS[setting]
     devices = int(np.prod(list(sizes.values())))
