@@ -68,8 +68,10 @@ def keep_pace(found: jax.Array) -> None:
     Before JAX 0.12 several CPU devices hang once over 32 programs of one device are under way: threads that carry out
     programs wait for room on a device, and none is left for those that would make it. docs/log.md, 2026-11-23.
     """
+    if jax.__version_info__ >= (0, 12):
+        return
     devices = found.sharding.device_set
-    if jax.__version_info__ >= (0, 12) or len(devices) == 1 or next(iter(devices)).platform != "cpu":
+    if len(devices) == 1 or next(iter(devices)).platform != "cpu":
         return
     _UNDER_WAY.append(found)
     while len(_UNDER_WAY) > MAX_UNDER_WAY:

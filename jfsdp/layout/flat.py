@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from jfsdp.layout.table import Layout, Leaf
 
@@ -54,6 +55,7 @@ class Buffer(Leaf):
     """
 
     views: tuple[View, ...] = ()
+    form: ClassVar[str] = FLAT
 
     @property
     def holds(self) -> tuple[str, ...]:
@@ -92,7 +94,7 @@ def in_buffers(layout: Layout) -> Layout:
                 "use storage='per_parameter'"
             )
         buffers.append(_make_buffer(layout, name, leaves))
-    return dataclasses.replace(layout, storage=FLAT, packed=tuple(buffers))
+    return dataclasses.replace(layout, packed=tuple(buffers))
 
 
 def _name(unit: str, num_before: int) -> str:

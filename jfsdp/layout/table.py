@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -62,6 +62,7 @@ class Leaf:
     padding: int
     reason: str
     stages: tuple[tuple[str, Stage | None], ...]
+    form: ClassVar[str] = PER_PARAMETER
 
     def stage(self, name: str) -> Stage:
         stage = dict(self.stages)[name]
@@ -128,8 +129,7 @@ class Layout:
     """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays.
 
     Attributes:
-      storage: the storage form; "per_parameter": each leaf is an array at rest.
-      packed: the arrays at rest of another form; else empty.
+      packed: the arrays at rest, where leaves share them; else empty.
     """
 
     leaves: tuple[Leaf, ...]
@@ -139,7 +139,6 @@ class Layout:
     strategy: Strategy
     mp_policy: MixedPrecisionPolicy
     min_size: int
-    storage: str = PER_PARAMETER
     packed: tuple[Leaf, ...] = ()
 
     def _key(self) -> tuple[Any, ...]:
@@ -161,6 +160,11 @@ class Layout:
         return _ByPath({leaf.path: leaf for leaf in (*self.leaves, *self.packed)})
 
     @property
+    def storage(self) -> str:
+        """The storage form of what stands at rest."""
+        return self.packed[0].form if self.packed else PER_PARAMETER
+
+    @property
     def stored(self) -> tuple[Leaf, ...]:
         """What stands at rest: the leaves, or the arrays that hold several of them each."""
         return self.packed or self.leaves
@@ -172,7 +176,7 @@ class Layout:
 
     def per_parameter(self) -> Layout:
         """Return the same layout with every leaf stored by itself."""
-        return dataclasses.replace(self, storage=PER_PARAMETER, packed=())
+        return dataclasses.replace(self, packed=())
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit; the root is the empty name.

@@ -29,7 +29,7 @@ def full(state: TrainState, path: str) -> jax.Array:
     shapes = jax.eval_shape(_logical, state)
     if holds := [name for stored in state.layout.packed if stored.path == path for name in stored.holds]:
         several = " or ".join(holds[:4])
-        raise ValueError(f"{path}: is where flat storage keeps several parameters, cut and padded; ask for {several}")
+        raise ValueError(f"{path}: holds several parameters, cut and padded; ask for {several}")
     if path not in shapes:
         raise ValueError(f"{path}: the state has no array of this name; {close_names(path, shapes)}")
     if not isinstance(state.step, jax.Array):

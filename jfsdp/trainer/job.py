@@ -69,7 +69,8 @@ class Job:
                 f"job {self.name!r}: data {self.data!r} is no kind of data; the kinds are {', '.join(DATA_KINDS)}"
             )
         if self.configure is not None and not isinstance(self.configure, _Configure):
-            made = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+            names = [field.name for field in dataclasses.fields(self) if field.name not in ("config", "configure")]
+            made = {name: getattr(self, name) for name in names}
             object.__setattr__(self, "configure", _Configure(self.configure, made))
 
     def with_config(self, **fields: Any) -> Job:
@@ -91,7 +92,6 @@ class Job:
             )
         assert isinstance(self.configure, _Configure)
         own = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
-        own = {name: value for name, value in own.items() if name not in ("config", "configure")}
         if "model" in own:
             raise ValueError(
                 f"job {self.name!r}: its model was replaced, and configure= makes another; asked to change "
@@ -105,7 +105,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Configure:
-    """A job's `configure`, and the fields of the job to which it was given."""
+    """A job's `configure`, and the other fields of the job to which it was given."""
 
     make: Callable[..., Any]
     made: Mapping[str, Any]
