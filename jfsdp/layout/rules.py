@@ -27,7 +27,10 @@ def choose_dim(
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: int | None = None,
 ) -> DimChoice:
-    """Choose the dim to split over `num_shards`: the largest that divides, else the one that pads least.
+    """Choose the dim to split over `num_shards`: the first that divides, else the one that pads least.
+
+    The first, since what is split along it lies in one piece: a gather along a later dim leaves XLA to transpose the
+    array, and it holds the transposed copy of a whole stack (docs/log.md, 2026-11-23).
 
     Args:
       path: the leaf's name, for messages.
@@ -51,8 +54,7 @@ def choose_dim(
     dims = range(stacked, len(shape))
     divisible = [dim for dim in dims if shape[dim] % num_shards == 0]
     if divisible:
-        dim = max(divisible, key=lambda d: shape[d])
-        return DimChoice(dim, 0, f"dim {dim}, largest divisible by {num_shards}")
+        return DimChoice(divisible[0], 0, f"dim {divisible[0]}, the first divisible by {num_shards}")
     dim = min(dims, key=lambda d: ((-shape[d] % num_shards) / shape[d], -shape[d]))
     padding = -shape[dim] % num_shards
     padded = shape[dim] + padding

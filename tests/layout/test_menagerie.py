@@ -153,7 +153,7 @@ def place(path: str, shape: tuple[int, ...], num_shards: int) -> tuple[int | Non
         return None, 0, "whole: this strategy splits nothing over this mesh"
     dim, padded = DIMS[path][num_shards]
     if padded is None:
-        return dim, 0, f"dim {dim}, largest divisible by {num_shards}"
+        return dim, 0, f"dim {dim}, the first divisible by {num_shards}"
     reason = f"dim {dim}, padded {shape[dim]} -> {padded}: no dim divisible by {num_shards}"
     return dim, padded - shape[dim], reason
 

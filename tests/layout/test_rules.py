@@ -68,12 +68,13 @@ def test_every_choice_has_a_reason_and_a_replicated_leaf_no_padding(leaf):
 
 
 @given(splittable_leaves(divisible=True))
-def test_a_dim_that_divides_means_no_padding_and_the_largest_is_taken(leaf):
+def test_a_dim_that_divides_means_no_padding_and_the_first_is_taken(leaf):
     choice = choose(leaf)
     assert choice.padding == 0
     assert choice.dim is not None
-    assert leaf["shape"][choice.dim] == max(size for size in per_layer(leaf) if size % leaf["num_shards"] == 0)
-    assert "largest divisible" in choice.reason
+    divides = [size % leaf["num_shards"] == 0 for size in per_layer(leaf)]
+    assert choice.dim == leaf["stacked"] + divides.index(True)
+    assert choice.reason == f"dim {choice.dim}, the first divisible by {leaf['num_shards']}"
 
 
 @given(splittable_leaves(divisible=False))

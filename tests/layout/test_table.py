@@ -152,12 +152,12 @@ def test_spec_of_a_slice_has_lost_its_layer_dims():
     layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
     leaf = layout.by_path["blocks.up.kernel"]
     assert (leaf.shape, leaf.stacked) == ((3, 16, 64), 1)
-    assert leaf.spec("param") == P(None, None, "fsdp")
-    assert leaf.spec("param", sliced=1) == P(None, "fsdp")
+    assert leaf.spec("param") == P(None, "fsdp", None)
+    assert leaf.spec("param", sliced=1) == P("fsdp", None)
 
 
 def test_a_stage_that_a_leaf_has_not_is_an_error_with_its_path():
-    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work' \(dim 0, largest divisible by 8\)"):
+    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work' \(dim 0, the first divisible by 8\)"):
         make_layout().by_path["block.w"].spec("work")
     with pytest.raises(ValueError, match=r"block\.table: has no stage 'opt' \(.*; not trained: int32\)"):
         make_layout().by_path["block.table"].spec("opt")
@@ -178,7 +178,7 @@ def test_shard_dim_is_asked_for_every_leaf_and_none_leaves_the_choice():
     layout = make_layout(rules=LeafRules(shard_dim=choose))
     assert asked == {leaf.path: leaf.shape for leaf in layout.leaves}
     assert layout.by_path["block.w"].spec("param") == P(None, ("replica", "fsdp"))
-    assert layout.by_path["head"].reason == "dim 0, largest divisible by 8"
+    assert layout.by_path["head"].reason == "dim 0, the first divisible by 8"
 
 
 def test_min_size_moves_the_line_below_which_leaves_replicate():

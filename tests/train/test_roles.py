@@ -52,19 +52,19 @@ def roles_of(tx: Any, **options: Any) -> dict[str, Any]:
 
 # Array made for a leaf -> what is expected of it: kind, spec, and how the reason begins.
 SHAPES = [
-    ("even", (16, 24), Kind.PARAMETER, P(None, "fsdp"), "as even: dim 1, largest divisible"),
-    ("even", (24,), Kind.FACTORED, P("fsdp"), "dim 0, which is dim 1 of even"),
-    ("even", (1, 24), Kind.FACTORED, P(None, "fsdp"), "dim 1, which is dim 1 of even"),
-    ("even", (16,), Kind.FACTORED, P("fsdp"), "dim 0, largest divisible by 8"),
-    ("even", (16, 1), Kind.FACTORED, P("fsdp", None), "dim 0, largest divisible by 8"),
-    ("even", (3, 16, 24), Kind.OTHER, P(None, None, "fsdp"), "dim 2, which is dim 1 of even"),
+    ("even", (16, 24), Kind.PARAMETER, P("fsdp", None), "as even: dim 0, the first divisible"),
+    ("even", (24,), Kind.FACTORED, P("fsdp"), "dim 0, the first divisible by 8"),
+    ("even", (1, 24), Kind.FACTORED, P(None, "fsdp"), "dim 1, the first divisible by 8"),
+    ("even", (16,), Kind.FACTORED, P("fsdp"), "dim 0, which is dim 0 of even"),
+    ("even", (16, 1), Kind.FACTORED, P("fsdp", None), "dim 0, which is dim 0 of even"),
+    ("even", (3, 16, 24), Kind.OTHER, P(None, "fsdp", None), "dim 1, which is dim 0 of even"),
     ("even", (7, 9), Kind.OTHER, P(None, None), "replicated: no dim divisible by 8"),
-    ("even", (40, 3), Kind.OTHER, P("fsdp", None), "dim 0, largest divisible by 8"),
+    ("even", (40, 3), Kind.OTHER, P("fsdp", None), "dim 0, the first divisible by 8"),
     ("even", (1,), Kind.SCALAR, P(None), "replicated: one element"),
     ("even", (0,), Kind.OTHER, P(None), "replicated"),
     ("square", (16,), Kind.FACTORED, P("fsdp"), "dim 0, which is dim 0 of square"),
-    ("cube", (2, 32), Kind.FACTORED, P(None, "fsdp"), "dim 1, which is dim 2 of cube"),
-    ("cube", (2, 8), Kind.FACTORED, P(None, "fsdp"), "dim 1, largest divisible by 8"),
+    ("cube", (2, 32), Kind.FACTORED, P(None, "fsdp"), "dim 1, the first divisible by 8"),
+    ("cube", (2, 8), Kind.FACTORED, P(None, "fsdp"), "dim 1, which is dim 1 of cube"),
     ("odd", (13, 11), Kind.PARAMETER, P("fsdp", None), "as odd: dim 0, padded 13 -> 16"),
     ("odd", (13,), Kind.FACTORED, P(None), "replicated: no dim divisible by 8, and only arrays of a parameter's shape"),
     ("vector", (5,), Kind.PARAMETER, P(None), "as vector: replicated: 5 elements, below min_size 8"),
@@ -82,7 +82,7 @@ def test_an_array_stands_where_its_leaf_and_its_shape_say(leaf, shape, kind, spe
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec"), [((16, 24), P(None, "fsdp")), ((13, 11), P(None, None)), ((), P()), ((5,), P(None))]
+    ("shape", "spec"), [((16, 24), P("fsdp", None)), ((13, 11), P(None, None)), ((), P()), ((5,), P(None))]
 )
 def test_arrays_without_a_name_follow_the_general_rule(shape, spec):
     role = roles_of(stateful(lambda params: [jnp.zeros(shape)]))["opt_state.0"]
