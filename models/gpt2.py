@@ -199,7 +199,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "config": config,
         "loss": partial(next_token_loss, deterministic=False),
         "eval_loss": next_token_loss,
-        "units": [Block],
+        "units": [{"match": Block, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
         "vocab_size": config.vocab_size,

@@ -266,7 +266,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "model": partial(Llama, config),
         "config": config,
         "loss": next_token_loss,
-        "units": [DecoderLayer],
+        "units": [{"match": DecoderLayer, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
         "vocab_size": config.vocab_size,

@@ -220,7 +220,7 @@ def make_job(config: ViTConfig) -> dict[str, Any]:
         "config": config,
         "loss": classification_loss,
         "eval_loss": evaluation_loss,
-        "units": [EncoderBlock],
+        "units": [{"match": EncoderBlock, "stacked": int(config.stacked)}],
         "data": "images",
         "batch": partial(image_batch, (config.image_size, config.image_size, config.channels)),
         "optimizer": adamw,

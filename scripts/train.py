@@ -1,8 +1,10 @@
 """Train a model, fully sharded, from one command: `python scripts/train.py --recipe stdlib`.
 
-A recipe names defaults; any option on the command line overrides it. Exit status: 0 also after SIGINT or SIGTERM during
-training (the step is finished and saved; a second signal kills), 2 for what cannot be begun as it was asked (an option,
-a path, data, weights, a checkpoint to resume from), 4 for a checkpoint that is damaged, 1 for other errors.
+A recipe names defaults; any option on the command line overrides it. Exit status:
+- 0: all steps are done; or SIGINT or SIGTERM stopped the training, and its last step is saved (a second signal kills)
+- 1: an error after training began
+- 2: what was asked cannot begin: an option, a path, data, weights, a checkpoint that is not there
+- 4: the checkpoint to begin or resume from is damaged
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ import tyro
 from jfsdp.launch.runtime import (
     configure_xla,
     enable_compilation_cache,
+    ending_with_its_reader,
     initialize_processes,
     plain_warnings,
     without_plugin_chatter,
 )
+from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
@@ -55,7 +59,17 @@ def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainCo
     except ValueError as error:
         raise UsageError(str(error)) from error
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
-    return tyro.cli(TrainConfig, args=args, default=default, prog="train.py", description=description)
+    config, registry = (tyro.conf.OmitArgPrefixes,), show_groups(TrainConfig)
+    with ending_with_its_reader():
+        return tyro.cli(
+            TrainConfig,
+            args=args,
+            default=default,
+            prog="train.py",
+            description=description,
+            config=config,
+            registry=registry,
+        )
 
 
 def _with_bare_resume(argv: Sequence[str]) -> list[str]:
@@ -152,8 +166,11 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
     sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # said above; at its end the interpreter would say it again
+        os._exit(status)
     if status == INTERRUPTED:
         os._exit(status)  # threads that compile do not survive the end of the interpreter
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""docs/options.md lists every option of the training script once, with its default."""
+"""docs/options.md lists every option of the training script once, with its default, in the groups of `--help`."""
 
 import dataclasses
 import pathlib
@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jfsdp.trainer.groups import GROUPS, groups_of
 from jfsdp.trainer.run.config import TrainConfig
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "options.md"
@@ -22,8 +23,19 @@ def spell(default):
     return {None: "none", (): "-", "": '""'}.get(default, str(default))
 
 
-def test_the_page_lists_every_option_once_and_no_other():
-    assert sorted(name for name, _ in ROWS) == sorted(FIELDS)
+def test_every_option_is_in_one_group():
+    assert sorted(name for names in GROUPS.values() for name in names.split()) == sorted(
+        field.name for field in dataclasses.fields(TrainConfig)
+    )
+
+
+def test_the_page_lists_the_options_by_group_and_in_the_order_of_the_help():
+    sections = [re.findall(r"\A(.*)$|^\| `--([a-z-]+)` \| `", part, re.M) for part in PAGE.read_text().split("\n## ")]
+    page = {heading: [name for _, name in rows] for (heading, _), *rows in sections if rows}
+    assert list(page.items()) == [
+        (title[0].upper() + title[1:], [name.replace("_", "-") for name in names])
+        for title, names in groups_of(TrainConfig).items()
+    ]
 
 
 @pytest.mark.parametrize(("name", "shown"), ROWS)

@@ -13,12 +13,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MissingExtra as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 2
-    from jfsdp.launch.runtime import without_plugin_chatter
+    from jfsdp.launch.runtime import ending_with_its_reader, without_plugin_chatter
 
-    with without_plugin_chatter():  # the commands import JAX
-        from jfsdp.cli.commands import main as run
-
-    return run(argv)
+    with ending_with_its_reader():
+        with without_plugin_chatter():  # the commands import JAX
+            from jfsdp.cli.commands import main as run
+        return run(argv)
 
 
 __all__ = ["main"]

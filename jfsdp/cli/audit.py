@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
 from jfsdp.cli.console import make_console
-from jfsdp.trainer.options import StepOptions, as_options
+from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 from jfsdp.trainer.spelling import check_numbers
 
 BROKEN = 4
@@ -18,22 +18,23 @@ BROKEN = 4
 
 @dataclasses.dataclass(frozen=True)
 class AuditProgram(StepOptions):
-    """Compare a saved program with the job it was compiled from: bytes and dtypes on the wire, replication, overlap.
+    """Compare a saved program with the job it was compiled from: bytes and dtypes sent, replication, overlap.
 
     The program is scheduled HLO as text: from `jfsdp plan --dump-hlo FILE`, from XLA's own dump, or
     `step.lower(...).compile().as_text()`. The other options are those that it was compiled with. Exit status: 0 nothing
     found, 4 something is, 2 bad arguments.
     """
 
-    program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = ""
-    """The scheduled HLO."""
+    OWN_GROUPS: ClassVar = {"audit": "gpus_per_node tolerance min_overlap json"}
+    program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = tyro.MISSING
+    """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
-    gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """To tell what crosses nodes."""
-    tolerance: float = 0.01
+    gpus_per_node: Count = 8
+    """GPUs of each machine; tells which bytes cross machines."""
+    tolerance: Real = 0.01
     """The share of theory's bytes by which the program may exceed them."""
-    min_overlap: Annotated[float | None, tyro.conf.arg(metavar="SHARE|none")] = None
+    min_overlap: Annotated[float | None, optional(float, "SHARE")] = None
     """The least share of the bytes in loops that must have a matmul behind them; without any, none is shown."""
     json: bool = False
     """Print JSON."""
@@ -43,8 +44,6 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.wire.audit import audit, read_module
 
         check_numbers(self, tolerance=0, min_overlap=0, gpus_per_node=1)
-        if not self.program:
-            raise ValueError("audit takes a FILE of scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one")
         module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         reason = as_options(planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch))

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import make_console, progress_of
-from jfsdp.cli.transfer import Convert, Export, Import
+from jfsdp.cli.transfer import Convert, Export, Globs, Import
+from jfsdp.trainer.options import Count, Number, optional
+from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.diff import Differences
 
 BROKEN = 4
-_Path = Annotated[str, tyro.conf.arg(metavar="PATH")]
+_Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
+_OfRun = Annotated[str, tyro.conf.arg(metavar="PATH", help="The directory of a run.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +83,11 @@ class Diff:
     Of a run the newest step is taken. Exit status: 0 nothing differs, 4 something does, 2 there is no checkpoint.
     """
 
-    first: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="A")]]
-    second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="B")]]
-    only: tuple[str, ...] = ()
+    first: tyro.conf.Positional[
+        Annotated[str, tyro.conf.arg(metavar="A", help="A checkpoint, or the directory of a run.")]
+    ]
+    second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="B", help="The other one.")]]
+    only: Globs = ()
     """Compare arrays whose names match these globs, or a name above them, such as params."""
     json: bool = False
     """Print JSON."""
@@ -120,12 +125,12 @@ class Prune:
     A run that is being written to is left alone. Exit status: 0; 2 where PATH is no run, or is in use.
     """
 
-    path: tyro.conf.Positional[_Path]
-    keep: int = 3
+    path: tyro.conf.Positional[_OfRun]
+    keep: Count = 3
     """How many of the newest to keep."""
-    keep_every: Annotated[int | None, tyro.conf.arg(metavar="STEPS|none")] = None
+    keep_every: Number = None
     """Keep every step that is a multiple of this."""
-    keep_best: Annotated[str | None, tyro.conf.arg(metavar="METRIC[:min|max[:N]]|none")] = None
+    keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
     """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2."""
     dry_run: bool = False
     """Say what would be deleted, and delete nothing."""
@@ -137,6 +142,7 @@ class Prune:
         from jfsdp.checkpoint.manager import Checkpointer
         from jfsdp.checkpoint.policy import parse_best
 
+        check_numbers(self, keep=1, keep_every=1)
         paths = find_checkpoints(self.path)
         if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
             raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")
@@ -155,7 +161,7 @@ class Prune:
         return 0
 
 
-KINDS = {
+CHECKPOINT_COMMANDS = {
     "inspect": Inspect,
     "verify": Verify,
     "diff": Diff,
@@ -167,35 +173,9 @@ KINDS = {
 }
 
 
-def _command() -> Any:
-    import functools
-    import inspect
-    import operator
-
-    kinds = [
-        Annotated[kind, tyro.conf.subcommand(name, description=inspect.getdoc(kind))] for name, kind in KINDS.items()
-    ]
-    return functools.reduce(operator.or_, kinds)
-
-
-if TYPE_CHECKING:
-    _Commands = Any
-else:
-    _Commands = tyro.conf.OmitSubcommandPrefixes[_command()]
-
-
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Look into checkpoints, check, compare, convert, export and import them, and prune those of a run.
-
-    PATH may be one checkpoint or the directory of a run.
-    """
-
-    command: _Commands
-    """What to do."""
-
-    def run(self) -> int:
-        return self.command.run()
+    """Look into checkpoints, check, compare, convert, export and import them, and prune those of a run."""
 
 
 def _with_words(value: Any) -> Any:

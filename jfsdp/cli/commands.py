@@ -15,25 +15,22 @@ import tyro
 import jfsdp
 from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
-from jfsdp.cli.checkpoint import BROKEN, KINDS, Checkpoint
+from jfsdp.cli.checkpoint import BROKEN, CHECKPOINT_COMMANDS, Checkpoint
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import plain_warnings
-from jfsdp.trainer.options import ShardingOptions, describe_error
+from jfsdp.trainer.groups import show_groups
+from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import check_known
 
-DESCRIPTION = """Fully Sharded Data Parallel for JAX.
+DESCRIPTION = """Fully Sharded Data Parallel for JAX: look before a run, and at what it saved.
 
-Will a model fit on a cluster that nobody has rented, what crosses its wires, how long does a step take? `jfsdp plan`
-compiles the step and says so, without a GPU; `jfsdp audit` compares a compiled step with its layout.
-Where does every parameter of a model stand on a mesh, in which dtype, and why? `jfsdp explain` answers without devices.
-What is in a checkpoint, is it whole, how does it get elsewhere? `jfsdp checkpoint` looks, checks, converts and exports.
-Is this machine set up well? `jfsdp doctor` looks.
-To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README)."""
+To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README).
+`jfsdp COMMAND --help` lists the options of a command."""
 
 COMMANDS = {
     "plan": PlanJob,
@@ -43,39 +40,44 @@ COMMANDS = {
     "models": Models,
     "doctor": Doctor,
 }
+COMMANDS_OF = {Checkpoint: CHECKPOINT_COMMANDS}
 
 
-def make_command(args: Sequence[str]) -> Any:
-    """Return the type of all subcommands, with the defaults of the recipe that the arguments name.
+def find_command(args: Sequence[str]) -> tuple[str, Any, list[str]]:
+    """Return the name of the command that arguments begin with, its type or the table of its commands, and the rest."""
+    prog, kind, rest = "jfsdp", COMMANDS, list(args)
+    while isinstance(kind, dict) and rest and rest[0] in kind:
+        prog, kind, rest = f"{prog} {rest[0]}", kind[rest[0]], rest[1:]
+        kind = COMMANDS_OF.get(kind, kind)
+    return prog, kind, rest
+
+
+def parse(args: Sequence[str]) -> Any:
+    """Read a command line into one of a command's type.
 
     Raises:
-      ValueError: for a recipe that cannot be had.
+      ValueError: for an option that the command does not have, or a recipe that cannot be had.
     """
-    given: dict[str, Any] = {}
-    if args and args[0] in ("plan", "audit"):
+    prog, kind, rest = find_command(args)
+    config: Any = (tyro.conf.OmitArgPrefixes,)
+    if isinstance(kind, dict):
+        listed = functools.reduce(operator.or_, [_listed(name, one) for name, one in kind.items()])
+        description = DESCRIPTION if kind is COMMANDS else inspect.getdoc(Checkpoint)
+        return tyro.cli(listed, prog=prog, args=rest, description=description, config=config)
+    check_known(rest, kind)
+    default = tyro.MISSING_NONPROP
+    if issubclass(kind, StepOptions):
         others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
-        given[args[0]] = recipe_defaults(COMMANDS[args[0]](), args, ignore=others)
-    commands = [
-        Annotated[
-            kind,
-            tyro.conf.subcommand(
-                name, description=inspect.getdoc(kind), **({"default": given[name]} if name in given else {})
-            ),
-        ]
-        for name, kind in COMMANDS.items()
-    ]
-    return functools.reduce(operator.or_, commands)
+        default = recipe_defaults(kind(), rest, ignore=others)
+    description, registry = inspect.getdoc(kind), show_groups(kind)
+    return tyro.cli(
+        kind, prog=prog, args=rest, default=default, description=description, config=config, registry=registry
+    )
 
 
-def kind_of(args: Sequence[str]) -> type | None:
-    """Return the type of the subcommand that arguments name; None: they name none."""
-    kinds: dict[str, type] = COMMANDS
-    for arg in args[:2]:
-        kind = kinds.get(arg)
-        if kind is not Checkpoint:
-            return kind
-        kinds = KINDS
-    return None
+def _listed(name: str, kind: type) -> Any:
+    """Show of a command what its first line says."""
+    return Annotated[kind, tyro.conf.subcommand(name, description=(inspect.getdoc(kind) or "").split("\n")[0])]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -89,21 +91,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if list(args) in (["--version"], ["-V"]):
         print(f"jfsdp {jfsdp.__version__}")
         return 0
+    kind = find_command(args)[1]
     try:
-        if kind := kind_of(args):
-            check_known(args, kind)
-        kinds = make_command(args)
-    except ValueError as error:
-        print(f"jfsdp: error: {describe_error(error, kind or ShardingOptions)}", file=sys.stderr)
-        return 2
-    command = tyro.cli(
-        kinds,
-        prog="jfsdp",
-        args=list(args) or ["--help"],
-        description=DESCRIPTION,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
-    try:
+        command = parse(args)
         with plain_warnings():
             return command.run()
     except FactoryError as error:
@@ -112,5 +102,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
-        print(f"jfsdp: error: {describe_error(error, kind or ShardingOptions)}", file=sys.stderr)
+        print(
+            f"jfsdp: error: {describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)}",
+            file=sys.stderr,
+        )
         return BROKEN if is_damage(error) else 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -26,8 +26,10 @@ class Explain(ShardingOptions):
     Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
     """
 
+    OWN_GROUPS: ClassVar = {"output": "json"}
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=8"
-    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies."""
+    """How many devices each axis has: replica, fsdp, tensor.
+    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy."""
     json: bool = False
     """Print JSON."""
 

@@ -9,13 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
@@ -33,29 +33,34 @@ class PlanJob(StepOptions):
     decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
+    OWN_GROUPS: ClassVar = {
+        "cluster": "gpu nodes gpus_per_node reserve target_config",
+        "output": "json dump_hlo timeline analytic",
+        "search": "search budget write_recipe plot",
+    }
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """Such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
-    nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Machines."""
-    gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """GPUs of each; 0: what is usual for this GPU."""
-    reserve: Annotated[float, tyro.conf.arg(metavar="GIB")] = RESERVE_BYTES / GIB
+    """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
+    nodes: Count = 1
+    """How many machines."""
+    gpus_per_node: Count = 0
+    """GPUs of each machine. 0: what is usual for this GPU."""
+    reserve: Real = RESERVE_BYTES / GIB
     """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
-    target_config: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    target_config: File = None
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
-    dump_hlo: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    dump_hlo: File = None
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
-    timeline: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    timeline: File = None
     """Draw when the step computes, sends and waits, as PNG or SVG."""
     search: bool = False
     """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
-    budget: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 900.0
-    """How long --search may go on."""
-    write_recipe: Annotated[str | None, tyro.conf.arg(metavar="FILE.json|none")] = None
+    budget: Real = 900.0
+    """Seconds that --search may take."""
+    write_recipe: Annotated[str | None, optional(str, "FILE.json")] = None
     """With --search: write the fastest that fits as a recipe for scripts/train.py."""
-    plot: Annotated[str | None, tyro.conf.arg(metavar="FILE|none")] = None
+    plot: File = None
     """With --search: draw memory against time of all that was tried, as PNG or SVG."""
     analytic: bool = False
     """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.trainer.options import Dtype, optional
+from jfsdp.trainer.options import Dtype, Name, Number, Real, optional
 from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.trainer.job import Job
 
-_Path = Annotated[str, tyro.conf.arg(metavar="PATH")]
-_Target = Annotated[str, tyro.conf.arg(metavar="TARGET")]
+_Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
+_Target = Annotated[str, tyro.conf.arg(metavar="TARGET", help="A directory to be made.")]
+Globs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="GLOB ...")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +34,15 @@ class Convert:
 
     path: tyro.conf.Positional[_Path]
     target: tyro.conf.Positional[_Target]
-    dtype: tyro.conf.UseAppendAction[tuple[Annotated[str, tyro.conf.arg(metavar="[GLOB=]DTYPE")], ...]] = ()
+    dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="[GLOB=]DTYPE")] = ()
     """bfloat16 casts the parameters, opt_state=bfloat16 what the glob names; may be repeated."""
-    stack: Annotated[str | None, optional(str, "NAME")] = None
+    stack: Name = None
     """Make one stack of a list of layers: layers, of layers.0.attn and on."""
-    unstack: Annotated[str | None, optional(str, "NAME")] = None
+    unstack: Name = None
     """Make a list of a stack of layers; h_ makes h_0 and on, as flax.linen calls them."""
-    only: tuple[str, ...] = ()
+    only: Globs = ()
     """Take arrays whose names match these globs, or a name above them, such as params."""
-    skip: tuple[str, ...] = ()
+    skip: Globs = ()
     """Leave these out, such as opt_state."""
     mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
     """Cut chunks as the devices of this mesh read them, fully sharded. Any mesh reads any chunks."""
@@ -79,11 +80,11 @@ class Convert:
 class _ModelOptions:
     """Which model the weights are of."""
 
-    model: Annotated[str | None, optional(str, "NAME")] = None
-    """A model's name (`jfsdp models` lists them); of a checkpoint of ours that says it, it need not be given."""
+    model: Name = None
+    """A model's name (`jfsdp models` lists them); not needed where a checkpoint of ours says it."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
-    """A function that returns a jfsdp.Job, from the working directory."""
-    model_config: tuple[Annotated[str, tyro.conf.arg(metavar="KEY=VALUE")], ...] = ()
+    """Instead of --model: a function that returns a jfsdp.Job, from the working directory."""
+    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
     """Fields of the model's configuration to change."""
 
 
@@ -99,12 +100,12 @@ class Export(_ModelOptions):
     path: tyro.conf.Positional[_Path]
     target: tyro.conf.Positional[_Target]
     dtype: Dtype = None
-    """float32, bfloat16 or float16; default: as stored."""
-    max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
-    """Files are at most this large; more are listed in an index."""
-    max_length: Annotated[int | None, optional(int, "TOKENS")] = None
-    """max_position_embeddings of config.json; default: of the weights that the model began with, unless it
-    was trained on longer rows."""
+    """float32, bfloat16 or float16. none: as stored."""
+    max_shard_gb: Real = 5.0
+    """GB that a file has at most; more are listed in an index."""
+    max_length: Number = None
+    """max_position_embeddings of config.json. none: of the weights that the model began with, unless it was trained on
+    longer rows."""
     ema: bool = False
     """Write the averages that a run with --ema kept, in place of its parameters: its held-out losses are theirs."""
     allow_nonfinite: bool = False
@@ -157,12 +158,12 @@ class Import(_ModelOptions):
     path or option, or weights that do not fit the model or are not finite.
     """
 
-    path: tyro.conf.Positional[_Path]
+    path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PATH", help="The weights.")]]
     target: tyro.conf.Positional[_Target]
-    key: Annotated[str | None, optional(str, "NAME")] = None
+    key: Name = None
     """Of PyTorch's, the dict that holds the model, such as model."""
     dtype: Dtype = None
-    """Cast floating weights to float32, bfloat16 or float16; default: as they are."""
+    """Cast floating weights to float32, bfloat16 or float16. none: as they are."""
     allow_nonfinite: bool = False
     """Take weights with NaN and infinite values too."""
     json: bool = False

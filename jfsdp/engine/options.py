@@ -89,9 +89,13 @@ def naming_options() -> Iterator[None]:
         yield
     except Exception as error:  # JAX wraps XLA's refusals in a RuntimeError of its own, from 0.10.2 to 0.12
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
-            raise ValueError(f"--xla {unknown[1]}: the XLA of this jaxlib has no such option; leave it out") from error
+            raise ValueError(
+                f"compiler_options[{unknown[1]!r}]: the XLA of this jaxlib has no such option; leave it out"
+            ) from error
         if refused := re.search(r"While setting option (\w+), ([^\n]*)", str(error)):
-            raise ValueError(f"--xla {refused[1]}: {refused[2].rstrip('. ')}; give another value") from error
+            raise ValueError(
+                f"compiler_options[{refused[1]!r}]: {refused[2].rstrip('. ')}; give another value"
+            ) from error
         raise
 
 

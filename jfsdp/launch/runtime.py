@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,17 @@ _CHATTER = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc",
 _FILTER = (
     f"import sys\nfor line in sys.stdin.buffer: any(x in line for x in {_CHATTER}) or sys.stderr.buffer.write(line)"
 )
+
+
+@contextlib.contextmanager
+def ending_with_its_reader() -> Iterator[None]:
+    """Let the process end without a word when what reads its output, such as `head`, has: by SIGPIPE, as others do."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        signal.signal(signal.SIGPIPE, before)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def resolve_units(
     """Match unit choices against a model's modules and give every leaf an owner.
 
     Args:
-      units: a list of `Unit`s, or of what `Unit.match` takes; or one of these alone.
+      units: a list of `Unit`s, of dicts of their fields, or of what `Unit.match` takes; or one of these alone.
       modules: all modules of the model, the root first.
       shapes: logical shapes by leaf name.
 
@@ -134,11 +134,11 @@ def resolve_units(
     Raises:
       ValueError: if a choice matches no module, or is itself a module; if two choices match one module.
     """
-    if isinstance(units, (str, Unit)) or callable(units):
+    if isinstance(units, (str, Unit, Mapping)) or callable(units):
         units = [units]
     if not isinstance(units, (list, tuple, set, frozenset)):
         raise ValueError(f"units={units!r} is neither a list of module classes, globs, predicates and Units, nor one")
-    chosen = _match_all([unit if isinstance(unit, Unit) else Unit(unit) for unit in units], modules, shapes)
+    chosen = _match_all([_as_unit(unit) for unit in units], modules, shapes)
     by_path = {module.path: module for module in modules}
     owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}
     shared = _shared(owners, [by_path[path] for path in chosen])
@@ -150,6 +150,10 @@ def resolve_units(
         own = tuple((leaf, shared[leaf]) for leaf in leaves if leaf in shared)
         resolved[path] = UnitInfo(path, by_path[path].cls.__name__, given or guess, leaves, own, guess > 0)
     return resolved
+
+
+def _as_unit(unit: Any) -> Unit:
+    return unit if isinstance(unit, Unit) else Unit(**unit) if isinstance(unit, Mapping) else Unit(unit)
 
 
 def _match_all(

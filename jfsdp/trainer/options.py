@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -27,19 +27,37 @@ Stages = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(met
 
 def optional(kind: type, metavar: str) -> Any:
     """Describe an option that is a value or the word none: for `Annotated`."""
+    return _value(kind, f"{metavar}|none")
+
+
+def _value(kind: type, metavar: str) -> Any:
+    may_be_none = metavar.endswith("|none")
+
+    def read(texts: list[str]) -> Any:
+        if may_be_none and word_or_none(texts[0]) is None:
+            return None
+        try:
+            return kind(texts[0])
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{texts[0]!r} is not {what}{', or none' if may_be_none else ''}") from None
+
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar=f"{metavar}|none",
-        instance_from_str=lambda texts: None if word_or_none(texts[0]) is None else kind(texts[0]),
-        is_instance=lambda value: value is None or isinstance(value, kind),
-        str_from_instance=lambda value: ["none" if value is None else str(value)],
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: (value is None and may_be_none) or isinstance(value, kind | int),
+        str_from_instance=lambda value: ["none" if value is None else f"{value:g}" if kind is float else str(value)],
     )
 
 
+Count = Annotated[int, _value(int, "N")]
+Real = Annotated[float, _value(float, "X")]
 Number = Annotated[int | None, optional(int, "N")]
 Decimal = Annotated[float | None, optional(float, "X")]
 Name = Annotated[str | None, optional(str, "NAME")]
 Location = Annotated[str | None, optional(str, "PATH")]
+File = Annotated[str | None, optional(str, "FILE")]
 Dtype = Annotated[str | None, optional(str, "DTYPE")]
 OFFLOADABLE = ("params", "grads", "opt_state")
 REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
@@ -49,82 +67,85 @@ REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 class ShardingOptions:
     """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
 
+    OWN_GROUPS: ClassVar[dict[str, str]] = {}
+    """Groups of options that a command has beside those of trainer/groups.py."""
+
     model: Name = None
-    """A model that an installed package offers, such as llama-8b; `jfsdp models` lists them."""
+    """A model by name, such as llama-8b; `jfsdp models` lists them."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
-    """Instead of --model: a function, importable from here, that returns a jfsdp.Job or a dict of its fields."""
-    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Fields of the model's configuration to change, such as num_layers=2 stacked=false."""
+    """Instead of --model: a function that returns a jfsdp.Job or a dict of its fields. It is imported from the working
+    directory or from what is installed."""
+    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
-    """Sizes of the axes: fsdp splits parameters, replica numbers the groups of hybrid strategies; -1 takes the rest.
-    tensor splits what a model computes, if the model says so (the Llamas do), and no weights."""
+    """How many devices each axis has: replica, fsdp, tensor. -1 takes the rest.
+    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy. tensor splits what a model
+    computes, if the model says so (the Llamas do), and no weights."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
-    """ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
-    Or a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
+    """What is sharded: ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
+    Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
     sharding_factor: Number = None
-    """Split parameters over groups of N neighbouring devices, each group a copy, whatever --mesh says.
+    """Shard over groups of N neighbouring devices, each group with a copy, whatever --mesh says.
     1 is ddp, all devices is full_shard, between is hybrid_shard."""
     reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|N|none")] = "none"
-    """true: free a unit's gathered parameters after its forward. false: keep them until its backward.
-    N: keep them split N ways, say over the devices of a host, so that the second gather is cheap.
-    none: as the strategy says; hpz asks for N where hosts are unknown."""
+    """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
+    N: kept split N ways, say over the devices of a host, so that the second gather is cheap. none: the strategy's."""
     remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = "full"
-    """What a unit recomputes in its backward. none: nothing. full: everything. dots: all but matrix products.
-    names:A,B: all but values that the model named so (jax.ad_checkpoint.checkpoint_name).
+    """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products.
+    names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
     offload:C: all but these, which wait in host memory. Both are joined by +."""
     offload: Stages = ()
-    """What waits in the host's pinned memory while unused: params, grads, opt_state, or several with commas."""
-    engine: str = "auto"
-    """xla: XLA inserts the collectives and orders them. manual: jfsdp does, as --prefetch says.
-    auto: manual where XLA would send more bytes than it must, else xla; the run's first line says which, and why."""
+    """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
+    engine: Annotated[str, tyro.conf.arg(metavar="auto|xla|manual")] = "auto"
+    """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them.
+    auto: manual where XLA would send more bytes than it must, else xla; the run's first lines say which, and why."""
     prefetch: Number = None
-    """For program manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
-    storage: str = "per_parameter"
-    """per_parameter: each parameter in its own shape. flat (program manual): those of a unit in one array."""
+    """For manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
+    storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = "per_parameter"
+    """per_parameter: each parameter is an array. flat (for manual): the parameters of a unit lie in one array."""
     min_size: Number = None
-    """Leaves with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
+    """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
     param_dtype: Dtype = "bfloat16"
-    """Of parameters in compute and on the wire: bfloat16, float32, float16, or none (as they are stored).
-    With float16 (GPUs only, with the models here) the loss is scaled dynamically; metrics show loss_scale."""
+    """Dtype of the parameters in compute and all-gather: bfloat16, float32, float16, or none (as they are stored).
+    float16 (on GPUs only, for the models here) scales the loss dynamically."""
     reduce_dtype: Dtype = None
-    """Of gradients on the wire; none: param_dtype. Another than that is program manual."""
+    """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
     output_dtype: Dtype = None
-    """Of what the model's loss returns; none: as it comes."""
+    """Dtype of what the model returns. none: as it comes."""
     frozen: Globs = ()
-    """Parameters or modules, by path, that are not trained, such as embed or 'layers.attn.*'; several with commas.
+    """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
 
-    accumulate: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Cut the batch into so many microbatches, one after the other."""
+    accumulate: Count = 1
+    """Microbatches per step; must divide --batch-per-device."""
     reduce: Annotated[str | None, optional(str, "every|once")] = None
-    """every: sum gradients over devices after each microbatch. once: after the last, for the memory of a whole one.
-    once is program manual. none: as the strategy says."""
+    """every: reduce gradients after each microbatch. once: after the last; whole gradients are kept until then.
+    once needs manual. none: the strategy's."""
     reshard_after_backward: bool = True
-    """--no-reshard-after-backward gathers all parameters once per step, and keeps them over all microbatches."""
+    """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None
-    """bfloat16: keep the optimizer's moments so, rounded stochastically, in half the bytes. none: as they come."""
+    """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
     ema: Annotated[float | None, optional(float, "DECAY")] = None
-    """Keep moving averages of the parameters: 0.999 averages over about 1000 steps.
-    Held-out losses and the sample are then those of the averages."""
+    """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions(ShardingOptions):
     """All that decides the program of a training step."""
 
-    batch_per_device: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Sequences or images per device and step."""
+    batch_per_device: Count = 1
+    """Rows (sequences or images) per step for each of the replica x fsdp data shards."""
     seq_len: Number = None
     """Tokens per sequence. none: the model's."""
     max_grad_norm: Decimal = 1.0
-    """Clip gradients to this global norm; none does not clip."""
+    """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = False
     """Skip steps whose loss or gradient is not finite, and count them."""
     xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """An option of XLA's compiler, over those that jfsdp computes from the layout; NAME=none takes one away.
-    May be given several times. `jfsdp plan` shows what is used."""
+    """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
+    `jfsdp plan` prints what is used."""
 
 
 def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
@@ -273,7 +294,10 @@ def describe_error(error: Exception, kind: Any) -> str:
     """Say an error in one line, in the words of the command that `kind` is the options of."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {str(error.filename)!r}"
-    return as_options(str(error), kind)
+    told = as_options(str(error), kind)
+    if "not supported by dot_general on CPU" in told:
+        return f"--param-dtype float16: this model computes what CPUs cannot ({told}); use bfloat16 or float32, or GPUs"
+    return told
 
 
 def as_options(message: str, kind: Any = ShardingOptions) -> str:
@@ -291,6 +315,7 @@ def as_options(message: str, kind: Any = ShardingOptions) -> str:
         return f"{option} {value}".strip()
 
     message = re.sub(rf"(^|: )({names})(?= ['\"\d])", lambda found: found[1] + spell(found[2]), message)
+    message = re.sub(r"compiler_options\['(\w+)'\]", r"--xla \1", message).replace("or None", "or none")
     value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
     return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", say, message)
 

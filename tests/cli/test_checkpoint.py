@@ -322,7 +322,7 @@ BAD = {
     "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
     "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),
     "prune a step": (("prune", "STEP"), "is one checkpoint; prune takes the directory of a run"),
-    "keep none": (("prune", "RUN", "--keep", "0"), "--keep 0 must be at least 1"),
+    "keep none": (("prune", "RUN", "--keep", "0"), "--keep 0 must be a number from 1 to"),
     "best": (("prune", "RUN", "--keep-best", "eval_loss:most"), "'most'"),
 }
 

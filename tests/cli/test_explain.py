@@ -1,6 +1,11 @@
 """`jfsdp explain` and the entry point: what is printed, as text and as JSON, and how bad input ends."""
 
 import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -169,7 +174,7 @@ def test_hpz_says_how_far_units_stay_split(capsys):
     assert run_json(capsys, *args)["strategy_stages"]["reshard_after_forward"] == "node"
     assert main(args) == 0
     out = capsys.readouterr().out
-    assert "kept split 4 ways" in out and "(guessed)" in out
+    assert "kept split 4 ways" in out and "(guessed)" not in out, "our own models declare their stacks"
 
 
 def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):
@@ -256,14 +261,23 @@ def test_version_is_printed(capsys, args):
     assert capsys.readouterr().out == f"jfsdp {jfsdp.__version__}\n"
 
 
-@pytest.mark.parametrize("args", [("--help",), ()])
-def test_help_lists_the_subcommands(capsys, args):
+def test_help_lists_the_subcommands(capsys):
     with pytest.raises(SystemExit) as end:
-        main(args)
+        main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert "explain" in out
     assert "models" in out
+
+
+@pytest.mark.parametrize(("args", "command"), [((), "explain"), (("checkpoint",), "verify")])
+def test_without_a_subcommand_the_error_stream_lists_them_and_the_status_is_2(capsys, args, command):
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert command in err
 
 
 def test_help_of_explain_lists_its_options(capsys):
@@ -315,3 +329,18 @@ def test_what_the_library_says_aloud_is_told_once(capsys, factory):
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.count("no units: all 4,194,304 split parameters are gathered at once") == 1
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "jfsdp", "models"], ["scripts/train.py", "--help"]], ids=["jfsdp", "train.py"]
+)
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(command):
+    root = pathlib.Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    line, pipe = [sys.executable, *command], subprocess.PIPE
+    with subprocess.Popen(line, cwd=root, env=environment, stdout=pipe, stderr=pipe) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        err = done.stderr.read().decode()
+    assert (done.returncode, "Traceback" in err, "Broken pipe" in err) == (-signal.SIGPIPE, False, False), err

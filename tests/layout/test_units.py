@@ -219,6 +219,8 @@ def test_a_stated_number_of_layer_dims_outranks_the_guess():
     assert resolve(Scanned, Unit(Block, stacked=0))["blocks"].stacked == 0
     assert not resolve(Scanned, Unit(Block, stacked=1))["blocks"].is_guessed
     assert resolve(Net, Unit(Block, stacked=1))["blocks.0"].stacked == 1
+    assert resolve(Scanned, {"match": Block, "stacked": 1}) == resolve(Scanned, Unit(Block, stacked=1))
+    assert not resolve(Scanned, {"match": Block, "stacked": 1})["blocks"].is_guessed
 
 
 def test_matrices_that_share_their_first_dim_are_not_taken_for_a_stack():

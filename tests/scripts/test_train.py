@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from jfsdp.trainer.groups import groups_of
 from jfsdp.trainer.job import load_job
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import describe_model, stated_by_weights
 
 ROOT = Path(__file__).parents[2]
@@ -560,6 +563,19 @@ def test_missing_data_and_unwritable_directories_are_named_before_training(optio
     (tmp_path / "file").write_text("")
     done = refuse(*options, "--run-dir", tmp_path / "file" / "run")
     assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
+
+
+def test_help_shows_the_options_in_groups_and_in_order(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = re.findall(r"^\W*(\w[\w ]*) options\W*$|^\W{0,3}--([a-z][a-z-]*)", capsys.readouterr().out, re.M)
+    expected = [
+        line
+        for title, names in groups_of(TrainConfig).items()
+        for line in [(title, ""), *(("", name.replace("_", "-")) for name in names)]
+    ]
+    assert shown == expected
 
 
 def test_every_option_that_may_be_left_out_is_shown_and_read_alike(capsys):

@@ -183,6 +183,8 @@ def test_one_meaning_has_one_spelling():
         ("the model has dim=3", "the model has dim=3"),
         ("check_loss=False skips it", "--no-check-loss skips it"),
         ("prefetch=-1.5e-05, min_size=None", "--prefetch -1.5e-05, --min-size None"),
+        ("min_size=0.0 must be positive, or None", "--min-size 0.0 must be positive, or none"),
+        ("compiler_options['xla_a']: leave it out", "--xla xla_a: leave it out"),
         ("name it with storage=", "name it with --storage"),
         ("strategy 'zero4' is unknown", "--strategy 'zero4' is unknown"),
         ("GPT2Config.remat=3 and frozen=('a',)", "GPT2Config.remat=3 and frozen=('a',)"),
@@ -190,6 +192,12 @@ def test_one_meaning_has_one_spelling():
 )
 def test_messages_of_the_library_are_said_in_options(message, words):
     assert options.as_options(message) == words
+
+
+def test_what_the_cpu_cannot_compute_in_float16_has_a_remedy():
+    error = ValueError("The precision 'F16_F16_F32' is not supported by dot_general on CPU")
+    told = options.describe_error(error, TrainConfig)
+    assert told.startswith("--param-dtype float16: ") and told.endswith("; use bfloat16 or float32, or GPUs")
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
+    check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0, keep=0, keep_every=1)
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
-    check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
     job = find_job(config)
     row_items = check_source(config, job)
     arguments = options.train_arguments(config)
@@ -109,7 +109,7 @@ def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> C
             f"learning_rate={peak} must be positive and finite, and min_learning_rate={floor} a fraction 0..1 of it"
         )
     if not 0 <= warmup < decay_steps:
-        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
+        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (none: --steps)")
     return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
 
 

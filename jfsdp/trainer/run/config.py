@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from jfsdp.trainer.options import Dtype, Location, Number, StepOptions, optional
+from jfsdp.trainer.options import Count, Dtype, Location, Name, Number, Real, StepOptions, optional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,99 +15,100 @@ class TrainConfig(StepOptions):
     """What to train, on what, where and for how long."""
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
-    """Named defaults, which any other option overrides; or a file of such, as `jfsdp plan --search` writes them."""
+    """Named defaults, which any other option overrides; or a file of them, as `jfsdp plan --search` writes it."""
 
-    data: str = "stdlib"
-    """"stdlib" (Python's own sources), a directory, a glob, *.jsonl, or token files *.bin; for models that take images
-    "digits" (those of scikit-learn), or a file *.npz with arrays images and labels."""
-    tokenizer: str = "byte"
-    """"byte", or the path of a tokenizer.json."""
-    text_field: str = "text"
-    """Field of a JSONL object that holds the text."""
-    extensions: tuple[str, ...] = ()
-    """Keep only these files of a directory or glob, such as .py .md"""
+    data: Annotated[str, tyro.conf.arg(metavar="PATH")] = "stdlib"
+    """What to train on: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources).
+    For image models: digits (those of scikit-learn), or a file *.npz with arrays images and labels."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|PATH")] = "byte"
+    """byte, or the path of a tokenizer.json or of its directory."""
+    text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
+    """The field of a JSONL object that holds the text."""
+    extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = ()
+    """Keep only these files of a directory or glob: --extensions .py .md"""
     token_dtype: Dtype = None
-    """uint16 or uint32, for token files without a sidecar."""
+    """uint16 or uint32, for token files without a sidecar FILE.bin.json."""
     eod_id: Number = None
-    """End-of-document id of token files without a sidecar."""
-    eval_fraction: float = 0.05
-    """Share of the documents or images held out."""
+    """The id between documents, for token files without a sidecar."""
+    eval_fraction: Real = 0.05
+    """The part of the documents or images that is held out."""
     cross_documents: bool = False
     """Let attention and positions cross documents in a row."""
-    shuffle_rows: int = 1024
-    """Rows of a window that are shuffled among themselves; 0 keeps the rows of a document together."""
+    shuffle_rows: Count = 1024
+    """Rows that are shuffled among themselves. 0: keep the rows of a document together."""
 
-    steps: int = 1000
-    """The total of the run, whatever was done before a resume."""
-    seed: int = 0
-    """Of initialization, data order and sample."""
+    steps: Count = 1000
+    """Steps of the whole run; what was done before a resume counts."""
+    seed: Count = 0
+    """Of the first weights, the order of the data and the sample."""
 
-    learning_rate: float = 3e-4
-    """The peak."""
+    learning_rate: Real = 3e-4
+    """The peak of the schedule: a linear warm-up, then a cosine."""
     warmup: Number = None
-    """Steps to reach it; default: 5 % of decay_steps."""
+    """Steps up to the peak. none: 5 % of --decay-steps."""
     decay_steps: Number = None
-    """Steps until the cosine reaches its floor; default: steps, and on resume what the run began with."""
-    min_learning_rate: float = 0.1
-    """The floor, as a fraction of the peak."""
+    """Steps until the cosine reaches its floor. none: --steps; on resume, what it was."""
+    min_learning_rate: Real = 0.1
+    """The floor of the schedule, as a fraction of the peak."""
 
     check_loss: bool = True
-    """Where a step computes the loss device by device, compare it before the first step with that over all rows."""
+    """For manual: before the first step, compare the loss per device with that over all rows."""
 
     init_from: Location = None
-    """Start from these weights: a directory of Hugging Face, a PyTorch checkpoint, or a checkpoint or run of ours."""
-    init_key: Annotated[str | None, optional(str, "NAME")] = None
+    """Start from these weights: Hugging Face, PyTorch, or a checkpoint or run of jfsdp."""
+    init_key: Name = None
     """Of a PyTorch checkpoint, the dict that holds the model, such as model."""
 
     allow_nonfinite: bool = False
-    """Start also from weights with NaN and infinite values."""
+    """Start also from weights with NaN or infinite values."""
 
     run_dir: Location = None
-    """Where everything is written; default: runs/NAME-DATE-TIME (on --resume: the newest of these)."""
+    """Where everything is written. none: a new runs/NAME-DATE-TIME; with --resume the newest of these."""
     resume: Annotated[str | None, optional(str, "auto|STEP")] = None
-    """Continue the run from its latest checkpoint (--resume, --resume auto) or from one (--resume STEP).
-    The learning rate, its schedule, clipping and skip_nonfinite may change; left out, they stay as they were."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints; 0: only the last step. The last step is always saved."""
-    checkpoint_minutes: float = 0.0
-    """Minutes between checkpoints, beside these; looked at every log_every steps. 0: never."""
-    keep: int = 3
-    """How many of the newest checkpoints to keep; 0 keeps all."""
+    """auto: go on from the newest checkpoint, or begin if there is none. STEP: go on from that step.
+    --resume alone is --resume auto. The schedule, clipping, and what is saved and kept stay as the run had them, unless
+    given anew."""
+    checkpoint_every: Count = 200
+    """Steps between checkpoints. 0: only the last step, which is always saved."""
+    checkpoint_minutes: Real = 0.0
+    """Minutes between checkpoints, besides; several processes look every --log-every steps. 0: never."""
+    keep: Count = 3
+    """Keep the newest N checkpoints. 0: all."""
     keep_every: Number = None
-    """Keep also every checkpoint whose step is a multiple of this."""
+    """Keep also every step that is a multiple of N."""
     keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
-    """Keep also the best by a metric logged at the same step, such as eval_loss, or eval_correct:max:2."""
+    """Keep also the best by a metric: eval_loss, eval_correct:max, eval_correct:max:2."""
     fall_back: bool = False
-    """Where the checkpoint to resume from is damaged, take the newest whole one before it."""
-    eval_every: int = 0
-    """Steps between evaluations; 0: only after the last step."""
-    eval_batches: int = 32
-    """Held-out batches per evaluation, always the same; 0 takes all."""
-    log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
-    sample_tokens: int = 200
-    """Length of the text that a model for tokens generates at the end; 0 for none. Ends at seq_len."""
-    prompt: str = ""
-    """Its beginning."""
-    temperature: float = 0.8
-    """Its randomness; 0 takes the likeliest token."""
+    """If the checkpoint to resume from is damaged, take the newest whole one before it."""
+    eval_every: Count = 0
+    """Steps between evaluations. 0: only after the last step."""
+    eval_batches: Count = 32
+    """Held-out batches per evaluation, always the same ones. 0: all."""
+    log_every: Count = 10
+    """Steps between lines of metrics.jsonl. 0: only evaluations and the last step."""
+    sample_tokens: Count = 200
+    """Length of the text that a token model generates at the end, up to --seq-len. 0: none."""
+    prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+    """How that text begins."""
+    temperature: Real = 0.8
+    """How random that text is. 0: always the likeliest token."""
     profile: Annotated[str | None, optional(str, "START:STOP")] = None
-    """START:STOP, the first and the last step of a trace."""
+    """The first and the last step of a trace, written to profile/ of the run."""
 
-    simulate_devices: int = 0
-    """Make the CPU look like so many devices; 0 uses the real ones."""
+    simulate_devices: Count = 0
+    """Make the CPU look like N devices. 0: the real ones."""
     deterministic: bool = False
-    """Bit-for-bit repeatable on GPUs too, and slower."""
+    """GPU kernels that give the same bits every time, and are slower."""
     cache_dir: Location = None
-    """Compiled programs are kept here, but those for several CPU devices; default: ~/.cache/jfsdp."""
-    coordinator: Annotated[str | None, optional(str, "HOST:PORT")] = None
-    """HOST:PORT of process 0, or auto under Slurm and the like; default: JAX_COORDINATOR_ADDRESS, or one process."""
+    """Where compiled programs are kept, but those for several CPU devices. none: ~/.cache/jfsdp."""
+    coordinator: Annotated[str | None, optional(str, "HOST:PORT|auto")] = None
+    """HOST:PORT of process 0, or auto under Slurm and the like. none: JAX_COORDINATOR_ADDRESS, or one process."""
     num_processes: Number = None
-    """How many processes; with --coordinator HOST:PORT."""
+    """How many processes; needed with HOST:PORT."""
     process_id: Number = None
-    """Which of them this is; with --coordinator HOST:PORT."""
+    """Which of them this is, from 0; needed with HOST:PORT."""
     debug: bool = False
-    """Show tracebacks of errors."""
+    """Show the traceback of an error."""
 
 
 def parse_profile(text: str | None) -> tuple[int, int] | None:
