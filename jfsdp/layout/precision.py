@@ -15,10 +15,10 @@ class MixedPrecisionPolicy:
     """FSDP2's policy of the same name. `None` keeps the dtype that is there.
 
     Attributes:
-      param_dtype: parameters in use; the shard is cast before it is gathered, so the wire carries this dtype.
+      param_dtype: parameters in use; the shard is cast before it is gathered, so this dtype is sent.
       reduce_dtype: gradients while they are summed over devices; default `param_dtype`.
-      output_dtype: floating outputs of the model.
-      cast_forward_inputs: cast floating inputs of each unit to `param_dtype`.
+      output_dtype: floating outputs of the model's own call; in `per_unit`, of the unit's calls.
+      cast_forward_inputs: cast floating inputs of the model's own call, and of each unit's calls, to `param_dtype`.
 
     Dtypes may be given as names or as numpy/JAX dtypes; they are kept as names. Non-floating leaves are never cast.
     """

@@ -39,7 +39,7 @@ _SPLITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """In which layout each stage of a leaf stands; see the table in docs/design.md.
+    """The sharding of each stage of a leaf; see the table in docs/design.md.
 
     Each stage is a `Split`, or by hand the tuple of the data axes that split it, major to minor; () is whole.
 

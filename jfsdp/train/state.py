@@ -1,4 +1,4 @@
-"""The training state: what stands between steps, and how it is born sharded."""
+"""The training state: what is kept between steps, and how it is born sharded."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TrainState:
       model_state: the model's other state by name (batch statistics, rng keys and counts).
       num_skipped: int32 scalar; how many steps were skipped for non-finite gradients.
       loss_scale: the loss scale of float16 training; else empty.
-      layout: where the parameters stand; static.
-      roles: what each array of `opt_state` is and where it stands; static.
+      layout: how the parameters are sharded; static.
+      roles: what each array of `opt_state` is and how it is sharded; static.
     """
 
     step: jax.Array

@@ -19,9 +19,9 @@ class Prefetch:
     Attributes:
       forward: k: while a unit computes, the weights of the next k units are gathered or on their way; 0 gathers each
         unit when it is called. Or by unit, the units whose gathers start before it computes, in the order in which
-        they are called; a unit that stands nowhere is gathered when it is called. A stack of layers has one name, and
+        they are called; a unit that no list names is gathered when it is called. A stack of layers has one name, and
         follows itself: `{"layers": ["layers"]}`.
-      backward: the same for the backward, which runs through the calls in reverse.
+      backward: the same for the backward, which runs through the calls in reverse. Each of the two is 1 by default.
 
     Source: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` of PyTorch FSDP2.
     """
