@@ -56,7 +56,7 @@ def fully_shard(
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     loss_scale: LossScale | None = None,
 ) -> ShardedModel:
-    """Decide where every parameter of a Flax model stands on a mesh. Moves no data and allocates nothing.
+    """Decide how every parameter of a Flax model is sharded over a mesh. Moves no data and allocates nothing.
 
     Args:
       model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
