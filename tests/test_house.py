@@ -21,16 +21,27 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, section 4.
 ALLOWED = {
+    "arguments": (),
     "compat": ("extras",),
-    "layout": ("compat", "launch.hosts"),
-    "modules": ("layout",),
-    "engine": ("compat", "layout", "modules"),
-    "train": ("compat", "layout", "modules", "engine", "launch.hosts"),
-    "checkpoint": ("compat", "layout", "train.state", "train.update.roles", "launch.hosts"),
-    "trainer": ("compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
-    "plan": ("compat", "layout", "engine", "train", "trainer.job", "trainer.options", "trainer.spelling", "extras"),
-    "launch": ("compat",),
-    "testing": ("layout", "plan"),
+    "layout": ("arguments", "compat", "launch.hosts"),
+    "modules": ("arguments", "layout"),
+    "engine": ("arguments", "compat", "layout", "modules"),
+    "train": ("arguments", "compat", "layout", "modules", "engine", "launch.hosts"),
+    "checkpoint": ("arguments", "compat", "layout", "train.state", "train.update.roles", "launch.hosts"),
+    "trainer": ("arguments", "compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
+    "plan": (
+        "arguments",
+        "compat",
+        "layout",
+        "engine",
+        "train",
+        "trainer.job",
+        "trainer.options",
+        "trainer.spelling",
+        "extras",
+    ),
+    "launch": ("arguments", "compat"),
+    "testing": ("arguments", "layout", "plan"),
     "extras": (),
     "cli": ("",),  # everything
 }

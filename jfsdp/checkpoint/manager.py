@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import operator
 import os
 import shutil
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
@@ -25,6 +25,7 @@ from jfsdp.train.state import TrainState
 _DELETED, _LOCK = "to-delete", "lock"
 
 
+@checked
 class Checkpointer:
     """Checkpoints in `directory/<step>`, written in the background.
 
@@ -46,7 +47,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Any,
+        directory: PathLike,
         keep: int | None = 3,
         *,
         keep_every: int | None = None,
@@ -109,7 +110,6 @@ class Checkpointer:
             what goes beside the state is not plain JSON.
         """
         start = time.perf_counter()
-        step = self._whole(step)
         self.wait()
         self._warn_of_metric(step, metrics or {})
         only_first(lambda: self._prepare(step))
@@ -129,13 +129,6 @@ class Checkpointer:
         )
         self._needed = bytes_of(state)
         return time.perf_counter() - start
-
-    def _whole(self, step: Any) -> int:
-        """Return a step as the number that its directory is called by: no other is listed."""
-        try:
-            return int(operator.index(step))
-        except TypeError:
-            raise ValueError(f"checkpoint {self.directory}: step={step!r} is not a whole number; pass one") from None
 
     def _warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
         best = self._keep.best

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
+from jfsdp.arguments import checked
 from jfsdp.checkpoint.disk.processes import only_first
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
     """Keep the best checkpoints by a metric that is given to `save`.
@@ -25,6 +27,8 @@ class KeepBest:
     num: int = 1
 
     def __post_init__(self) -> None:
+        if not self.metric:
+            raise ValueError("keep_best metric '' has no name; give that of a metric passed to save, such as eval_loss")
         if self.mode not in ("min", "max"):
             raise ValueError(f"keep_best mode {self.mode!r} must be 'min' or 'max'")
         if self.num < 1:

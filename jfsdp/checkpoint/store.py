@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
@@ -27,7 +28,8 @@ from jfsdp.layout.table import close_names
 from jfsdp.train.state import TrainState, with_work
 
 
-def save(path: Any, state: TrainState, *, extra: Any = None, config: Any = None) -> None:
+@checked
+def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = None) -> None:
     """Write one checkpoint and wait until it is complete. It appears at `path` whole or not at all.
 
     Layout:  each process writes what it owns, each part once; names and logical shapes carry no mesh, no strategy and
@@ -171,8 +173,9 @@ def _documents(
     return {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config, EXTRA: extras}
 
 
+@checked
 def restore(
-    path: Any,
+    path: PathLike,
     like: TrainState,
     *,
     only: str | Sequence[str] | None = None,
@@ -201,10 +204,6 @@ def restore(
       ValueError: if there is no checkpoint, files are damaged (names them), or names, shapes or dtypes differ (lists
         them).
     """
-    if not isinstance(like, TrainState):
-        raise ValueError(
-            f"checkpoint {path}: `like` is a {type(like).__name__}; pass a state, or model.abstract_state(tx)"
-        )
     mesh: Any = getattr(like.step.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")

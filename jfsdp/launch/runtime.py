@@ -15,9 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jfsdp.arguments import Count, Size, checked
+
 MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
 
+@checked
 def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> None:
     """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
 
@@ -104,7 +107,8 @@ def merge_flags(text: str, flags: dict[str, str]) -> str:
     return " ".join([*kept, *(f"--{name}={value}" for name, value in flags.items())])
 
 
-def initialize_processes(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+@checked
+def initialize_processes(coordinator: str | None, num_processes: Count | None, process_id: Size | None) -> None:
     """Join the other processes of the run, where there are others. Call it before anything else of JAX.
 
     Args:
@@ -120,8 +124,11 @@ def initialize_processes(coordinator: str | None, num_processes: int | None, pro
             raise ValueError("--num-processes and --process-id belong to --coordinator HOST:PORT; give all three")
         if "JAX_COORDINATOR_ADDRESS" not in os.environ:
             return
-    elif coordinator != "auto" and (num_processes is None or process_id is None):
-        raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
+    elif coordinator != "auto":
+        if num_processes is None or process_id is None:
+            raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
+        if process_id >= num_processes or not re.search(r".:\d+$", coordinator):
+            raise ValueError(f"--coordinator {coordinator!r} must be HOST:PORT, and --process-id below --num-processes")
     import jax
 
     address, own = None if coordinator == "auto" else coordinator, gpus_of_only_task(os.environ)
@@ -143,6 +150,7 @@ def gpus_of_only_task(environment: Mapping[str, str]) -> list[int] | None:
     return list(range(int(gpus))) if is_alone else None
 
 
+@checked
 def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     """Keep compiled programs on disk, so that the next start of the same program skips compiling.
 

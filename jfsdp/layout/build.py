@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jfsdp.arguments import check_call, checked
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
@@ -22,11 +23,12 @@ from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Layout, Leaf, Stage
 from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
-Placements = Mapping[Any, str | int | Strategy | PartitionSpec]
+Placements = Mapping[Any, Any]  # to a name or number of a strategy, a `Strategy`, or a PartitionSpec
 Selectors = Selector | Sequence[Selector] | None
 STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest leaves that are split
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
     """What the user says about single leaves.
@@ -63,6 +65,7 @@ class _Choice:
 _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
+@checked
 def build_layout(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     units: Mapping[str, UnitInfo],
@@ -97,16 +100,11 @@ def build_layout(
     if storage not in STORAGE_FORMS:
         raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
     min_size = STORAGE_FORMS[storage] if min_size is None else min_size
-    if not hasattr(min_size, "__index__") or min_size < 0:
+    if min_size < 0:
         raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
-    if not isinstance(offload, OffloadPolicy | None):
-        raise ValueError(f"offload_policy {offload!r} is not a jfsdp.OffloadPolicy, such as one of opt_state=True")
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
-    if rules.shard_dim is not None and not callable(rules.shard_dim):
-        raise ValueError(
-            f"shard_dim={rules.shard_dim!r} is not a function; say shard_dim=lambda path, shape: ..., which returns "
-            "the dim to split of a leaf, or None to leave the choice"
-        )
+    if rules.shard_dim is not None:
+        check_call("shard_dim", rules.shard_dim, "path", "shape")
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     choices = _choose(leaves, strategy, rules, types or {}, sizes)
     build = functools.partial(
@@ -135,8 +133,6 @@ def _choose(
     types: Mapping[str, type],
     sizes: Mapping[str, int],
 ) -> dict[str, _Choice]:
-    if not isinstance(rules.placements or {}, Mapping):
-        raise ValueError(f"placements={rules.placements!r} is not a dict from selectors to placements")
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
     ignored = select_leaves("ignored", rules.ignored, leaves, types)
     placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}

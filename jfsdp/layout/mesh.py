@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jfsdp.arguments import checked
 from jfsdp.compat import torus_mesh
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
@@ -30,6 +31,7 @@ SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for a
 _SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
+@checked
 def parse_mesh(text: str) -> dict[str, int]:
     """Read `replica=2,fsdp=4` into axis sizes.
 
@@ -82,6 +84,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return resolved
 
 
+@checked
 def make_mesh(
     *,
     pipe: int = 1,
@@ -111,6 +114,8 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")
+    if len(set(devices)) < len(devices) or not all(hasattr(device, "platform") for device in devices):
+        raise ValueError("devices must be a list of devices, as jax.devices() returns it, each in it once")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     shape = tuple(sizes.values())
     if devices[0].platform == "tpu":
@@ -122,6 +127,7 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+@checked
 def make_abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """Make a mesh of axis names and sizes without devices, for layouts and plans."""
     if -1 in sizes.values():

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jfsdp.arguments import check_call, checked
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import ROOT, matches_glob
@@ -13,6 +14,7 @@ from jfsdp.layout.units import ROOT, matches_glob
 REMATS = ("none", "full", "dots")
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class SaveNames:
     """A remat that saves named values, on the device or in the host's memory, and recomputes the rest.
@@ -27,11 +29,11 @@ class SaveNames:
 
     def __post_init__(self) -> None:
         for field in ("save", "offload"):
-            names = getattr(self, field)
-            is_names = isinstance(names, Iterable) and not isinstance(names, str)
-            if not is_names or not all(isinstance(name, str) for name in names):
-                raise ValueError(f"SaveNames: {field}={names!r} is not a tuple of names")
-            object.__setattr__(self, field, tuple(names))
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not self.save and not self.offload:
+            raise ValueError(
+                "SaveNames() names nothing; say what to save= or offload=, or remat='full' to save nothing"
+            )
         both = sorted(set(self.save) & set(self.offload))
         if both:
             raise ValueError(f"SaveNames: {', '.join(both)} cannot be both saved and offloaded")
@@ -47,6 +49,7 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     return remat if isinstance(remat, tuple) else ()
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
     """What waits in pinned host memory while it is not used; each on its own.
@@ -64,12 +67,8 @@ class OffloadPolicy:
     grads: bool = False
     opt_state: bool = False
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not isinstance(getattr(self, field.name), bool):
-                raise ValueError(f"OffloadPolicy: {field.name}={getattr(self, field.name)!r} must be True or False")
 
-
+@checked
 @dataclasses.dataclass(frozen=True)
 class UnitPolicy:
     """Settings of one unit.
@@ -89,14 +88,15 @@ class UnitPolicy:
     remat: Remat
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
-            raise ValueError(f"mp_policy {self.mp_policy!r} is not a jfsdp.MixedPrecisionPolicy")
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 1:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward} must be at least 1 device, True or False"
             )
-        is_names = isinstance(self.remat, tuple) and all(isinstance(name, str) for name in self.remat)
-        if not (is_names or isinstance(self.remat, SaveNames) or callable(self.remat) or self.remat in REMATS):
+        is_policy = isinstance(self.remat, SaveNames) or (callable(self.remat) and not isinstance(self.remat, type))
+        is_names = isinstance(self.remat, tuple) and self.remat and all(isinstance(name, str) for name in self.remat)
+        if is_policy and not isinstance(self.remat, SaveNames):
+            check_call("remat", self.remat, "primitive")
+        if not (is_names or is_policy or self.remat in REMATS):
             raise ValueError(
                 f"remat {self.remat!r} is unknown; use {', '.join(REMATS)}, a tuple of names, jfsdp.SaveNames, or a "
                 "policy of jax.checkpoint_policies"
@@ -114,6 +114,8 @@ def resolve_policies(
     node_size: Callable[[], int],
 ) -> dict[str, UnitPolicy]:
     """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names.
+
+    Where several of its globs match a unit, they must not contradict each other.
 
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others do as it says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
@@ -135,7 +137,12 @@ def resolve_policies(
         if not matched:
             raise ValueError(f"per_unit {pattern!r} matches no unit; the units are {', '.join(map(repr, names))}")
         for name in matched:
-            overrides[name].update(_check_settings(pattern, settings))
+            for setting, value in _check_settings(pattern, settings).items():
+                if overrides[name].setdefault(setting, value) != value:
+                    raise ValueError(
+                        f"unit {name!r}: per_unit says {setting}={overrides[name][setting]!r}, and by {pattern!r} "
+                        f"{value!r}; make one of the globs narrower"
+                    )
     defaults = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "remat": remat}
     root = {**defaults, "remat": "none"}
     defaults["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
@@ -148,6 +155,8 @@ def resolve_policies(
 def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     known = [field.name for field in dataclasses.fields(UnitPolicy)]
     unknown = [key for key in settings if key not in known]
+    if not settings:
+        raise ValueError(f"per_unit {pattern!r} says nothing; give one of {', '.join(known)}, or leave it out")
     if unknown:
         raise ValueError(
             f"per_unit {pattern!r}: setting {unknown[0]!r} is unknown; the settings are {', '.join(known)}"

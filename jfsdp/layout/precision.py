@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jfsdp.arguments import checked
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """FSDP2's policy of the same name. `None` keeps the dtype that is there.
@@ -23,21 +27,26 @@ class MixedPrecisionPolicy:
     Dtypes may be given as names or as numpy/JAX dtypes; they are kept as names. Non-floating leaves are never cast.
     """
 
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    output_dtype: str | None = None
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    output_dtype: Any = None
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-            object.__setattr__(self, field, _float_dtype_name(field, getattr(self, field)))
+            object.__setattr__(self, field, float_dtype_name(field, getattr(self, field)))
 
     def use_dtype(self, dtype: str) -> str:
         """Return the dtype in use of a leaf whose master has `dtype`."""
         return self.param_dtype if self.param_dtype and is_float(dtype) else dtype
 
 
-def _float_dtype_name(field: str, dtype: object) -> str | None:
+def float_dtype_name(field: str, dtype: object) -> str | None:
+    """Return the name of a dtype that mixed precision knows.
+
+    Raises:
+      ValueError: naming the field, for any other.
+    """
     if dtype is None:
         return None
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.arguments import ask
 from jfsdp.layout.units import describe, matches_glob
 
 Selector = str | type | Callable[[str, jax.ShapeDtypeStruct], bool]
@@ -51,7 +52,7 @@ def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, typ
     if isinstance(selector, type):
         return issubclass(types.get(path, object), selector)
     if callable(selector):
-        return bool(selector(path, leaf))
+        return ask(f"{what} {describe(selector)}", selector, path=path, shape=leaf)
     raise ValueError(
         f"{what} {selector!r} is neither a path glob, a class of variables, nor a predicate f(path, shape)"
     )

@@ -65,6 +65,8 @@ class Strategy:
     reshard_after_forward: bool | int | str = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"Strategy: name={self.name!r} must be text, what to call it by")
         for stage in _SPLITS:
             self._check_stage(stage)
         self._check_finer("opt", "param", "the update would need states that no device holds")

@@ -20,6 +20,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
+from jfsdp.arguments import Count, Size, ask, checked
+
 ROOT = ""
 
 
@@ -39,6 +41,7 @@ class ModuleInfo:
     shared: tuple[str, ...] = ()
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """Choose modules to be units.
@@ -51,7 +54,7 @@ class Unit:
     """
 
     match: Any
-    stacked: int | None = None
+    stacked: Size | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,8 @@ def list_modules(
     return [ModuleInfo(path, cls, held[path], beside[path]) for path, cls in classes.items()]
 
 
-def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
+@checked
+def by_size(min_parameters: Count) -> Callable[[str, type, int], bool]:
     """Make a unit of every module with at least `min_parameters` parameters that no inner unit holds.
 
     Source: `size_based_auto_wrap_policy` of PyTorch FSDP.
@@ -118,6 +122,7 @@ def by_size(min_parameters: int) -> Callable[[str, type, int], bool]:
     return is_large
 
 
+@checked
 def resolve_units(
     units: Any, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, UnitInfo]:
@@ -209,7 +214,9 @@ def _match_predicate(
     for module in sorted(modules, key=lambda m: -_depth(m.path)):
         free = [leaf for leaf in module.leaves if leaf not in claimed]
         size = sum(math.prod(shapes[leaf]) for leaf in free)
-        if module.path != ROOT and free and _has_call(module.cls) and predicate(module.path, module.cls, size):
+        if module.path == ROOT or not free or not _has_call(module.cls):
+            continue
+        if ask(f"unit {describe(predicate)}", predicate, path=module.path, cls=module.cls, num_parameters=size):
             claimed.update(free)
             paths.append(module.path)
     return paths

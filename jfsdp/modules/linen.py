@@ -16,6 +16,7 @@ from flax.core import meta, unfreeze
 from flax.core.scope import DenyList, in_filter
 from flax.errors import ScopeParamNotFoundError
 
+from jfsdp.arguments import checked
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, local_rules, struct_of
@@ -33,6 +34,7 @@ def is_linen_class(cls: type) -> bool:
     return issubclass(cls, linen.Module)
 
 
+@checked
 class LinenModel:
     """A Linen model seen from outside; see `jfsdp.modules.model.FlaxModel`.
 

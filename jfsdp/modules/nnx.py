@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jfsdp.arguments import check_call
 from jfsdp.layout.units import ROOT, ModuleInfo, list_modules
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, not_gathered, struct_of
 from jfsdp.modules.nnx_unit import hook_root, hook_unit
@@ -104,6 +105,7 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
             f"model {factory!r} is neither an nnx.Module, a factory f(rngs) -> nnx.Module, nor (linen_module, "
             "example_inputs)"
         )
+    check_call("model", factory, "rngs")
     graphdefs = []
 
     def make() -> Any:

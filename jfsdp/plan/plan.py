@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
@@ -35,6 +36,7 @@ class EagerComputation(RuntimeError):
     """A model computed something while it was traced; the error that it met, with its place, is the cause of this."""
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What a step is for: the units that throughput is counted in.
@@ -48,8 +50,8 @@ class Work:
       dtype: in which it computes, for the peak of the hardware.
     """
 
-    items: int
-    rows: int
+    items: Count
+    rows: Count
     item: str
     item_flops: float | None
     dtype: str
@@ -207,6 +209,7 @@ def _timed(timed: Any) -> dict[str, Any]:
     return {name: getattr(timed.collective, name) for name in names} | {name: getattr(timed, name) for name in fields}
 
 
+@checked
 def make_plan(
     step: TrainStep,
     state: TrainState,
@@ -214,9 +217,9 @@ def make_plan(
     cluster: Cluster,
     work: Work,
     *,
-    reserve_bytes: int = RESERVE_BYTES,
-    vocab_size: int | None = None,
-    calls: Mapping[str, int] | None = None,
+    reserve_bytes: Size = RESERVE_BYTES,
+    vocab_size: Count | None = None,
+    calls: Mapping[str, Size] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Compile a step for a cluster and read what it will do there. Allocates nothing on any device.

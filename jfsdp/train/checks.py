@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
-from jfsdp.train.state import TrainState
+from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.update.loss_scale import LossScale
 
 _REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
@@ -32,6 +32,7 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
             f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
             "model.init, jfsdp.restore or the step before returned"
         )
+    check_live("the step", state)
     if state.step.is_deleted():
         raise ValueError(
             "the state given was donated to an earlier step and is gone; keep what the step returns: "
@@ -88,6 +89,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
         is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_key = is_key or (isinstance(x, np.ndarray) and x.dtype.kind in "OSU")
         if is_key or not (hasattr(x, "shape") or isinstance(x, (int, float))):
             raise ValueError(
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.arguments import checked
 from jfsdp.layout.table import close_names
-from jfsdp.train.state import TrainState
+from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.storage import opened
 
 
+@checked
 def full(state: TrainState, path: str) -> jax.Array:
     """Return one array of a state, whole and of logical shape; gathers nothing else.
 
@@ -24,16 +26,13 @@ def full(state: TrainState, path: str) -> jax.Array:
     Raises:
       ValueError: for an unknown name, listing close ones; or for a state of shapes only.
     """
-    if not isinstance(state, TrainState):
-        raise ValueError(f"full takes (state, path), and the state given is a {type(state).__name__}")
     shapes = jax.eval_shape(_logical, state)
     if holds := [name for stored in state.layout.packed if stored.path == path for name in stored.holds]:
         several = " or ".join(holds[:4])
         raise ValueError(f"{path}: holds several parameters, cut and padded; ask for {several}")
     if path not in shapes:
         raise ValueError(f"{path}: the state has no array of this name; {close_names(path, shapes)}")
-    if not isinstance(state.step, jax.Array):
-        raise ValueError(f"{path}: the state holds shapes only; pass one that init or restore returned")
+    check_live(path, state)
     whole = NamedSharding(state.step.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
     return jax.jit(lambda state: _logical(state)[path], out_shardings=whole)(state)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jfsdp.arguments import checked
 from jfsdp.compat import warn
 from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
@@ -34,6 +35,7 @@ from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale
 
 
+@checked
 def fully_shard(
     model: Any,
     *,
@@ -82,7 +84,7 @@ def fully_shard(
       placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
         "ignored".
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
-        root).
+        root); globs that match one unit must not contradict each other.
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
       engine: which program a training step is. "xla" leaves collectives and their order to XLA; "manual" writes them
         out, inside a `shard_map`, where each device sees its own rows; "auto" chooses: `step.program` and `step.reason`

@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, split_mesh
 from jfsdp.layout.report import list_differences, summary
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.state import TrainState, state_shardings, with_work
+from jfsdp.train.state import TrainState, check_live, state_shardings, with_work
 from jfsdp.train.storage import by_leaf, in_storage
 from jfsdp.train.update.roles import place
 
 
+@checked
 def reshard(
     state: TrainState, layout: Layout | ShardedModel, *, mesh: Mesh | None = None, donate: bool = False
 ) -> TrainState:
@@ -44,9 +46,7 @@ def reshard(
       ValueError: if the layouts are of different models, listing names, shapes and dtypes that differ; if the mesh is
         not of the layout's sizes; or if a state of several processes is to go onto other devices.
     """
-    if not isinstance(state, TrainState) or not isinstance(layout, Layout | ShardedModel):
-        given = f"{type(state).__name__}, {type(layout).__name__}"
-        raise ValueError(f"reshard takes (state, layout or sharded model), and was given ({given})")
+    check_live("reshard", state)
     if isinstance(layout, ShardedModel):
         state = dataclasses.replace(state, loss_scale=_loss_scale(state, layout))
         mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh
@@ -136,10 +136,7 @@ def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...
 
 
 def _mesh_of(state: TrainState) -> Mesh:
-    mesh = getattr(state.step.sharding, "mesh", None)
-    if not isinstance(state.step, jax.Array) or not isinstance(mesh, Mesh):
-        raise ValueError("reshard: the state holds shapes only; pass one that init or restore returned")
-    return mesh
+    return state.step.sharding.mesh  # type: ignore[attr-defined]
 
 
 def _reshape(old: Mesh, layout: Layout) -> Mesh:

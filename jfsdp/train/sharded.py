@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.arguments import Seed, check_call, checked
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import pad_leaf
 from jfsdp.engine.options import compiler_options, init_options
@@ -39,6 +39,7 @@ from jfsdp.train.update.update import Update
 _MOST_UPDATES = 8
 
 
+@checked
 class ShardedModel:
     """A model and its layout. The arrays are in the `TrainState` that `init` returns; a model given as an instance is
     kept too, for as long as this object lives.
@@ -62,7 +63,7 @@ class ShardedModel:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
         return states.abstract_state(self._optimizer(tx), self.model.state, self.loss_scale)
 
-    def init(self, tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
+    def init(self, tx: optax.GradientTransformation, seed: Seed = 0) -> TrainState:
         """Make the first state, born sharded: the same seed gives the same bits on every mesh and strategy.
 
         Layout:  each leaf directly as its `param` stage says.
@@ -71,8 +72,6 @@ class ShardedModel:
         """
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
-        if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**31:
-            raise ValueError(f"seed={seed!r} must be a whole number in 0..2**31-1 (not a key)")
         if self.model.instance is None:
             return self._compile_init(tx)(seed)
         params, model_state = self.model.create(seed)
@@ -81,7 +80,9 @@ class ShardedModel:
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
 
-    def init_from(self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: int = 0) -> TrainState:
+    def init_from(
+        self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: Seed = 0
+    ) -> TrainState:
         """Make the first state around parameters that are on the devices already; they are given up.
 
         Layout:  each leaf in its stored shape, as its `param` stage says (`leaf_shapes`).
@@ -90,7 +91,16 @@ class ShardedModel:
         Args:
           params: by name, every leaf.
           seed: of the rest of the model's state (rng keys).
+
+        Raises:
+          ValueError: naming the first parameter that is missing, unknown, or of another shape or dtype.
         """
+        arrays = params, self.leaf_shapes()
+        there, wanted = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in arrays)
+        for path in sorted({**there, **wanted}):
+            if there.get(path) != wanted.get(path):
+                given, right = (x.get(path, "nothing") for x in (there, wanted))
+                raise ValueError(f"init_from: params[{path!r}] is {given}, and model.leaf_shapes() has {right}")
         with model_mesh(self.mesh):
             keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
             model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
@@ -112,6 +122,7 @@ class ShardedModel:
         Raises:
           ValueError: naming the first parameter that is stored in another shape.
         """
+        states.check_live("adopt", state)
         leaves, wanted = by_leaf(state).params, self.leaf_shapes()
         for path in sorted({**leaves, **wanted}):
             shapes = [x[path].shape if path in x else None for x in (leaves, wanted)]
@@ -189,10 +200,7 @@ class ShardedModel:
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
         """
-        if not hasattr(tx, "update") or not callable(loss_fn):
-            raise ValueError(
-                "train_step takes (loss_fn, tx): a function of (model, batch), and an optax transformation"
-            )
+        check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
             accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss
         )
@@ -212,8 +220,6 @@ class ShardedModel:
         Raises:
           ValueError: in every process, if an input that is to be the same in all differs between them.
         """
-        if not callable(fn):
-            raise ValueError(f"forward takes a function fn(model, *inputs), and was given a {type(fn).__name__}")
 
         def run(state: TrainState, *inputs: Any) -> Any:
             if not isinstance(state, TrainState):
@@ -251,6 +257,7 @@ class ShardedModel:
           loss_fn, accumulate, reduce, reshard_after_backward, compiler_options, check_loss: as in `train_step`.
           skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
         """
+        check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
             accumulate, reduce, reshard_after_backward, None, skip_nonfinite, compiler_options, check_loss
         )
@@ -276,7 +283,8 @@ class ShardedModel:
             anything else is static.
 
         Raises:
-          ValueError: naming the parameter whose gradient is missing or of another shape; for the state of another tx.
+          ValueError: naming the parameter whose gradient is missing or of another shape, or what `tx` would ignore of
+            `extra`; for the state of another tx.
         """
         check_state(state, self.layout, self.loss_scale)
         named = named_gradients(self.layout, self.mesh, self.model.tree, grads)

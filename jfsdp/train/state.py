@@ -107,6 +107,16 @@ def with_work(state: TrainState, like: TrainState) -> TrainState:
     return dataclasses.replace(state, work={path: work[path] for path in like.work})
 
 
+def check_live(what: str, state: TrainState) -> None:
+    """Refuse a state of shapes.
+
+    Raises:
+      ValueError: naming who was given it.
+    """
+    if not isinstance(state.step, jax.Array):
+        raise ValueError(f"{what}: the state holds shapes only; pass one that init or restore returned")
+
+
 def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part that the optimizer sees: floating leaves that are not frozen."""
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from jfsdp.arguments import Count, checked
+
 ENTRY_POINT_GROUP = "jfsdp.jobs"
 DATA_KINDS = ("tokens", "images")
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A model with everything needed to train it on any mesh. Plain data: packages offer jobs as dicts of these fields.
@@ -50,14 +53,14 @@ class Job:
     model: Any
     loss: Callable[[Any, Any], Any]
     batch: Callable[[int, int], Any]
-    units: Sequence[Any]
+    units: Any
     optimizer: Callable[[Any], Any]
     name: str = "job"
     eval_loss: Callable[[Any, Any], Any] | None = None
     data: str = "tokens"
-    seq_len: int = 1024
-    vocab_size: int | None = None
-    num_classes: int | None = None
+    seq_len: Count = 1024
+    vocab_size: Count | None = None
+    num_classes: Count | None = None
     flops_per_token: Callable[[int], float] | None = None
     configure: Callable[..., Any] | None = None
     config: Any = None
@@ -139,6 +142,7 @@ def job_names() -> list[str]:
     return sorted({point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP)})
 
 
+@checked
 def find_job(name: str) -> Job:
     """Load the job of that name: an entry point that gives a Job, a dict of its fields, or a dict of jobs by name.
 

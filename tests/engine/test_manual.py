@@ -300,8 +300,12 @@ def test_units_to_be_held_are_checked():
         ValueError, match=r"reshard_after_backward\['layer'\] matches no unit; these are '', 'layers.0'"
     ):
         model.train_step(square, TX, reshard_after_backward={"layer": False})
-    with pytest.raises(ValueError, match=r"reshard_after_backward\[''\] is 2, neither True nor False"):
+    with pytest.raises(ValueError, match=r"reshard_after_backward\[''\]=2 must be True or False"):
         model.train_step(square, TX, reshard_after_backward={"": 2})  # type: ignore[dict-item]
+    with pytest.raises(
+        ValueError, match=r"'layers.0': reshard_after_backward is False, and by 'layers.0' True; make one"
+    ):
+        model.train_step(square, TX, reshard_after_backward={"layers.*": False, "layers.0": True})
 
 
 @pytest.mark.parametrize("storage", ["per_parameter", "flat"])

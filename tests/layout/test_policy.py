@@ -1,5 +1,6 @@
 """Policies of units: defaults from the strategy, overrides by glob, and what is refused."""
 
+import re
 from typing import Any
 
 import jax
@@ -63,8 +64,17 @@ def test_the_root_is_named_by_the_empty_glob():
     assert policies["head"] == UnitPolicy(BF16, True, "full")
 
 
-def test_later_overrides_win_over_earlier_ones():
-    assert resolve(per_unit={"layers.*": {"remat": "dots"}, "layers.1": {"remat": "none"}})["layers.1"].remat == "none"
+def test_overrides_that_contradict_each_other_are_refused_and_others_add_up():
+    message = "unit 'layers.1': per_unit says remat='dots', and by 'layers.1' 'none'; make one of the globs narrower"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve(per_unit={"layers.*": {"remat": "dots"}, "layers.1": {"remat": "none"}})
+    both = {"layers.*": {"remat": "dots"}, "layers.1": {"remat": "dots", "reshard_after_forward": False}}
+    assert resolve(per_unit=both)["layers.1"] == UnitPolicy(BF16, False, "dots")
+
+
+def test_overrides_that_say_nothing_are_refused():
+    with pytest.raises(ValueError, match="per_unit 'head' says nothing; give one of mp_policy, reshard_after_forward"):
+        resolve(per_unit={"head": {}})
 
 
 def test_an_override_may_reset_to_the_default():
@@ -155,7 +165,7 @@ def test_names_to_save_are_kept_as_a_tuple(field):
 @pytest.mark.parametrize("field", ["save", "offload"])
 @pytest.mark.parametrize("names", ["attention", None, 3, ("a", 1)])
 def test_names_that_are_no_names_are_refused(field, names):
-    with pytest.raises(ValueError, match=rf"SaveNames: {field}=.* is not a tuple of names"):
+    with pytest.raises(ValueError, match=rf"SaveNames: {field}(=.* must be a list of text|\[1\]=1 must be text)"):
         SaveNames(**{field: names})
 
 
@@ -164,10 +174,26 @@ def test_names_both_saved_and_offloaded_are_refused():
         SaveNames(("a", "b", "c"), ("c", "b", "d"))
 
 
-@pytest.mark.parametrize("remat", [True, ["a", "b"], 3, ("a", 1)])
-def test_a_remat_of_another_kind_is_refused(remat):
-    with pytest.raises(ValueError, match=r"remat .* is unknown"):
+@pytest.mark.parametrize(
+    ("remat", "told"),
+    [
+        (True, "remat=True must be text or a list of text or a SaveNames or a function"),
+        (3, "remat=3 must be text"),
+        (("a", 1), r"remat\[1\]=1 must be text"),
+        (["a", "b"], "remat .* is unknown"),
+        ((), "remat .* is unknown"),
+        (SaveNames, "remat .* is unknown"),
+        (lambda: True, r"remat is called as f\(primitive\), and takes something else: too many positional arguments"),
+    ],
+)
+def test_a_remat_of_another_kind_is_refused(remat, told):
+    with pytest.raises(ValueError, match=f"unit 'embed': .*{told}"):
         resolve(remat=remat)
+
+
+def test_names_of_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"SaveNames\(\) names nothing; .* remat='full'"):
+        SaveNames()
 
 
 def test_a_glob_of_per_unit_means_what_it_means_among_the_units():

@@ -167,6 +167,37 @@ def test_averages_of_low_precision_parameters_are_kept_in_float32():
     assert ema.dtype == jnp.float32
 
 
+AFTER = {
+    "scaled after": optax.chain(optax.adam(RATE), jfsdp.track_ema(0.8), optax.scale(0.5)),
+    "first": optax.chain(jfsdp.track_ema(0.8), optax.adam(RATE)),
+    "twice": optax.chain(jfsdp.track_ema(0.8), optax.adam(RATE), jfsdp.track_ema(0.8)),
+    "inside": optax.chain(jfsdp.low_precision_state(EMA), optax.add_decayed_weights(0.1)),
+    "behind a mask": optax.chain(
+        optax.masked(jfsdp.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p)), optax.sgd(RATE)
+    ),
+    "in a condition": optax.apply_if_finite(EMA, 3),
+}
+
+
+@pytest.mark.parametrize("place", AFTER)
+def test_averages_of_updates_that_are_changed_afterwards_are_refused(place):
+    model, tx = make(), AFTER[place]
+    with pytest.raises(
+        ValueError, match=r"^track_ema is not last: .* say optax\.chain\(\.\.\., jfsdp\.track_ema\(decay\)\)"
+    ):
+        model.train_step(mean_loss, tx)
+    state, grads, _ = model.grads(mean_loss)(model.init(tx), make_batches(1, rows=24)[0])
+    with pytest.raises(ValueError, match=r"^track_ema is not last"):
+        model.apply_gradients(state, grads, tx)
+
+
+def test_averages_may_be_followed_by_what_changes_no_update():
+    some = optax.masked(jfsdp.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p))
+    of_part = optax.partition({"a": EMA}, lambda p: jax.tree.map(lambda _: "a", p))
+    for tx in (optax.chain(EMA, optax.identity()), optax.chain(optax.adam(RATE), some), of_part):
+        make().train_step(mean_loss, tx)
+
+
 def test_averages_are_refused_where_they_cannot_be():
     with pytest.raises(ValueError, match="decay=1 must be in"):
         jfsdp.track_ema(1)

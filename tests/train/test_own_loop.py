@@ -141,7 +141,12 @@ def test_a_gan_with_two_optimizers_equals_one_device(form):
 def test_what_two_optimizers_train_is_said_and_found():
     with pytest.raises(ValueError, match=r"separate: generator= takes .*'generator\.\*\*'"):
         jfsdp.separate(generator=optax.adam(1e-2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"separate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"):
+    for selectors in ("", [], None):
+        with pytest.raises(ValueError, match=r"separate: one= takes .*'one\.\*\*'"):
+            jfsdp.separate(one=(selectors, optax.adam(1e-2)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^separate: one= 3 is neither a path glob"):
+        shard("auto", Gan, 4).init(jfsdp.separate(one=(3, optax.adam(1e-2))))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^separate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"):
         shard("auto", Gan, 4).init(jfsdp.separate(one=("generatr.**", optax.adam(1e-2))))
 
 
@@ -152,6 +157,12 @@ def test_an_optimizer_is_given_what_apply_gradients_is():
     for _ in range(3):
         state = model.apply_gradients(state, grads, tx, value=metrics["loss"])
     assert float(state.opt_state[1].scale) < 1
+    with pytest.raises(ValueError, match=r"apply_gradients: this tx takes no only=, and would ignore it; leave it out"):
+        model.apply_gradients(state, grads, tx, value=metrics["loss"], only="first")
+    with pytest.raises(
+        ValueError, match=r"apply_gradients: this tx takes no value=, and would ignore it; leave it out"
+    ):
+        model.apply_gradients(model.init(TX), grads, TX, value=metrics["loss"])
     with pytest.raises(ValueError, match=r"reduce_on_plateau failed .*value"):
         model.apply_gradients(state, grads, tx)
     with pytest.raises(ValueError, match="steps: what is no array must be hashable"):

@@ -160,7 +160,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"strategy": "zero9"}, "ddp, zero1"),
         ({"frozen": ["embd"]}, "frozen 'embd' matches no parameter; parameters: blocks.down.kernel"),
         ({"ignored": nnx.BatchStat}, "ignored BatchStat matches no parameter.*classes of variables: Param"),
-        ({"mp_policy": "bfloat16"}, "is not a jfsdp.MixedPrecisionPolicy"),
+        ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy or None"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\): nothing is split over it"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, xla, manual"),
@@ -170,7 +170,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "ddp"}, "says how far parameters are split, and so does strategy 'ddp'"),
-        ({"shard_dim": 0}, "shard_dim=0 is not a function; say shard_dim=lambda path, shape:"),
+        ({"shard_dim": 0}, "shard_dim=0 must be a function or None"),
         ({"shard_dim": lambda path, shape: "last"}, r"shard_dim='last' is not a dim of shape \("),
         ({"min_size": "1024"}, "min_size='1024' must be a whole number"),
         ({"reshard_after_forward": True, "strategy": "ddp"}, "contradicts strategy 'ddp'"),
@@ -205,7 +205,7 @@ def test_jax_dtype_objects_are_taken_as_names():
 def test_what_is_no_state_and_no_function_is_refused_by_an_evaluation(model):
     with pytest.raises(ValueError, match=r"the state given is a NoneType; .* f\(state, \*inputs\)"):
         model.forward(lambda model, x: model(x))(None, np.zeros((8, 4), np.int32))
-    with pytest.raises(ValueError, match=r"forward takes a function fn\(model, \*inputs\), and was given a TrainState"):
+    with pytest.raises(ValueError, match=r"forward: fn \(a TrainState\) must be a function"):
         model.forward(model.abstract_state(TX))
 
 
@@ -245,6 +245,23 @@ def test_a_batch_in_which_nothing_counts_gives_no_loss_and_no_gradient(model):
     state, metrics = model.train_step(token_loss, TX)(model.init(TX), batch | {"weights": 0 * batch["weights"]})
     assert (float(metrics["loss"]), float(metrics["grad_norm"])) == (0.0, 0.0)
     assert all(np.isfinite(np.asarray(x)).all() for x in state.params.values())
+
+
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_a_total_of_nothing_counted_is_not_finite_as_on_one_device(engine):
+    def uncounted(model, batch):
+        return token_loss(model, batch)._replace(weight=0 * batch["weights"].sum())
+
+    model, batch = make(engine=engine), make_batches(1)[0]
+    state, metrics = model.train_step(uncounted, TX, skip_nonfinite=True)(model.init(TX), batch)
+    assert np.isinf(metrics["loss"])
+    assert int(state.num_skipped) == 1
+
+
+def test_a_weight_that_is_always_zero_is_refused(model):
+    step = model.train_step(lambda model, batch: token_loss(model, batch)._replace(weight=0.0), TX)
+    with pytest.raises(ValueError, match="loss_fn: the weight is 0 whatever the rows; count those at hand"):
+        step(model.init(TX), make_batches(1)[0])
 
 
 def low_precision(dtype):
@@ -322,12 +339,15 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
     for call, match in [
         (lambda: step(None, batch), r"state given is a NoneType; a step takes \(state, batch\)"),
         (lambda: step(state.params, batch), "state given is a dict"),
-        (lambda: jfsdp.full(state.params, "embed"), "state given is a dict"),
+        (lambda: jfsdp.full(state.params, "embed"), r"state \(a dict\) must be a TrainState"),
         (lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel"),
-        (lambda: make(mesh="fsdp=8"), "mesh 'fsdp=8' is a str; pass jfsdp.make_mesh"),
-        (lambda: make(placements=["embed"]), "is not a dict from selectors"),
+        (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
+        (lambda: make(placements=["embed"]), r"placements \(a list\) must be a dict or None"),
         (lambda: jfsdp.fully_shard(Tower, units=3), "units=3 is neither"),
-        (lambda: model.train_step(TX, token_loss), r"train_step takes \(loss_fn, tx\)"),
+        (
+            lambda: model.train_step(TX, token_loss),
+            r"train_step: loss_fn \(a GradientTransformationExtraArgs\) must be a function",
+        ),
         (lambda: model.init(TX, seed=jax.random.key(0)), "must be a whole number"),
         (lambda: make(remat="ful"), "remat 'ful' is unknown"),
     ]:
@@ -338,6 +358,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
+        ({"name": np.array(["a"] * 16)}, r"batch\['name'\]: is ndarray; a leaf of a batch is an array of rows"),
         ({"name": "a"}, r"batch\['name'\]: is str; a leaf of a batch is an array of rows"),
         ({"key": jax.random.key(0)}, r"batch\['key'\]: .*rng keys are the model's"),
         ({"more": np.zeros((8, 2), np.float32)}, r"batch\['targets'\] has 16 rows and batch\['more'\] has 8"),

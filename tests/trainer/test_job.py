@@ -109,7 +109,7 @@ def test_without_any_offered_model_the_error_says_what_to_do(monkeypatch):
 
 def test_a_factory_is_imported_from_the_working_directory(workdir):
     (workdir / "my_jobs.py").write_text(
-        "def make():\n    return dict(model=1, loss=2, batch=3, units=(), optimizer=4)\n"
+        "def make():\n    return dict(model=1, loss=max, batch=max, units=(), optimizer=max)\n"
     )
     job = job_from_factory("my_jobs:make")
     assert (job.name, job.model, job.optimizer) == ("my_jobs:make", 1, 4)
@@ -117,7 +117,7 @@ def test_a_factory_is_imported_from_the_working_directory(workdir):
 
 def test_a_factory_may_be_a_job_itself_and_in_a_package(workdir):
     (workdir / "pack").mkdir()
-    (workdir / "pack" / "jobs.py").write_text("JOB = dict(model=1, loss=2, batch=3, units=(), optimizer=4)\n")
+    (workdir / "pack" / "jobs.py").write_text("JOB = dict(model=1, loss=max, batch=max, units=(), optimizer=max)\n")
     assert job_from_factory("pack.jobs:JOB").loss == 2
 
 

@@ -14,6 +14,8 @@ def local_path(path: Any) -> Path:
     Raises:
       ValueError: for the address of an object store.
     """
+    if not str(path) or "\0" in str(path):
+        raise ValueError(f"checkpoint {path!r}: is no path; name a directory")
     if "://" in str(path):
         raise ValueError(
             f"checkpoint {path}: is an address, and object stores are not supported; use a shared file system, and copy"

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfsdp.arguments import checked
 from jfsdp.checkpoint.foreign.dims import Dims, parse_dims, same_dims
 from jfsdp.checkpoint.source import Index, Source
 from jfsdp.layout.report import list_differences
@@ -32,6 +33,7 @@ _COMPARED_ELEMENTS = 1 << 24
 MOST_ARRAYS = 1 << 20  # ten times those of the largest model known; each takes a kilobyte here
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class NameMap:
     """How a model's arrays are called in another library's checkpoints. A job offers it as a dict of these fields.
@@ -49,7 +51,7 @@ class NameMap:
       ValueError: for a malformed rule.
     """
 
-    rules: Sequence[Sequence[str]]
+    rules: Sequence[Any]
     ignored: Sequence[str] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
@@ -62,7 +64,11 @@ class NameMap:
 
 
 def _check_rule(rule: Sequence[str]) -> None:
-    if isinstance(rule, str) or len(rule) not in (2, 3) or not all(isinstance(part, str) for part in rule):
+    if (
+        not isinstance(rule, (list, tuple))
+        or len(rule) not in (2, 3)
+        or not all(isinstance(part, str) for part in rule)
+    ):
         raise ValueError(f"rule {rule!r}: write (our name, their name) or (our name, their name, dims)")
     ours, theirs = (_NUMBER.findall(name) for name in rule[:2])
     if lost := [number for number in ours if number not in theirs]:

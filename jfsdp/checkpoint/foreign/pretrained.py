@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from jfsdp.arguments import PathLike, Seed, checked
 from jfsdp.checkpoint.disk.contents import one_array
 from jfsdp.checkpoint.disk.places import find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
@@ -76,15 +78,16 @@ def pretrained_source(
     return Imported(source, names, leaves, where=path)
 
 
+@checked
 def load_pretrained(
-    path: Any,
+    path: PathLike,
     model: Any,
-    tx: Any,
+    tx: optax.GradientTransformation,
     names: Names = None,
     *,
     config: Any = None,
     key: str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     one_replica: bool = False,
     allow_nonfinite: bool = False,
 ) -> Any:
@@ -109,10 +112,16 @@ def load_pretrained(
     Raises:
       ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
     """
+    if not hasattr(model, "leaf_shapes"):
+        raise ValueError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
     leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
 
     def open_source() -> tuple[Source, Callable[[], None]]:
         if is_ours(path):
+            if key is not None:
+                raise ValueError(
+                    f"{path}: is a checkpoint of jfsdp, and key={key!r} names a dict of PyTorch's; leave it out"
+                )
             return _open_ours(path, leaves, names, config)
         return pretrained_source(path, names, leaves, config=config, key=key), lambda: None
 

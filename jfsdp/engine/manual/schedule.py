@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jfsdp.arguments import checked
+
 Ahead = int | Mapping[str, Sequence[str]]
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
     """How far gathers run ahead of the compute, forward and backward.

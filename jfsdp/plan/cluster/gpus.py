@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from jfsdp.arguments import checked
+
 _MIB = 2**20
 _DTYPES = {
     "bf16": "bfloat16",
@@ -288,6 +290,7 @@ GPUS: tuple[Gpu, ...] = (
 _BY_NAME = {name: gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
 
 
+@checked
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name or alias, upper or lower case.
 

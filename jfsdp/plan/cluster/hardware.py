@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from jfsdp.arguments import checked
 from jfsdp.layout.limits import check_number
 from jfsdp.plan.cluster.gpus import GPUS, Gpu, dtype_name, find_gpu
 
@@ -129,6 +130,7 @@ def _used(gpu: Gpu, m: int, n: int, k: int) -> float:
     return max(full(rows, columns) * rate for rows, columns, rate in _TILES) * k / (k + _RAMP_K)
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """`nodes` machines of `gpus_per_node` GPUs each; device ids count the GPUs of a node, then the nodes.

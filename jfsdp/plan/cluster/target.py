@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.arguments import checked
 from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -33,6 +34,7 @@ class PlanUnavailable(ValueError):
     """What compiling for absent devices needs is missing, or of another version; the message says what to install."""
 
 
+@checked
 def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
     """Return the devices of a cluster nobody has rented, to make a mesh of.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jfsdp.arguments import Count, Share, checked
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.program.collectives import find_collectives
@@ -66,13 +67,14 @@ class AuditReport:
         return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
 
 
+@checked
 def audit(
     compiled: Any,
     layout: Layout,
     *,
-    tolerance: float = 0.01,
-    min_overlap: float | None = None,
-    gpus_per_node: int | None = None,
+    tolerance: Share = 0.01,
+    min_overlap: Share | None = None,
+    gpus_per_node: Count | None = None,
     **step: Any,
 ) -> AuditReport:
     """Compare a compiled training step with the layout it was made for; see [Note: traps].

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jfsdp.arguments import Size, checked
 from jfsdp.engine import movements
 from jfsdp.engine.movements import REDUCE
 from jfsdp.layout.table import Layout, Leaf
@@ -133,6 +134,7 @@ def expected_wire(
     return tuple(rows)
 
 
+@checked
 def find_moves(
     layout: Layout,
     *,
@@ -140,12 +142,14 @@ def find_moves(
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
     program: str = movements.MANUAL,
-    calls: Mapping[str, int] | None = None,
+    calls: Mapping[str, Size] | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
     Args, Raises: as `expected_wire`.
     """
+    if program not in (movements.XLA, movements.MANUAL):
+        raise ValueError(f"program={program!r} must be {movements.XLA!r} or {movements.MANUAL!r}, as step.program")
     config = StepConfig(accumulate, reduce, reshard_after_backward)
     found = movements.movements(
         layout,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale")
+RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale", "learning_rate")
 _LOSS = "a scalar, or jfsdp.Loss(total, weight, aux)"
 METRIC = "a sum over rows, jfsdp.Max(x), or jfsdp.Mean(total, weight)"
 
@@ -40,7 +40,8 @@ class Loss(NamedTuple):
 
     Attributes:
       total: scalar; the sum of the losses of what is counted (tokens, examples).
-      weight: scalar; how much was counted, in the rows at hand. Its gradient is not taken.
+      weight: scalar; how much was counted, in the rows at hand. Its gradient is not taken. Where it is 0 over all
+        devices and microbatches, the loss and its gradient are 0 if the total is, and not finite if it is not.
       aux: metrics by name, returned among those of the step: a scalar is summed and divided like `total`; a `Max` or a
         `Mean` is what its name says. No gradient is taken.
     """
@@ -71,6 +72,8 @@ def as_loss(value: Any) -> Loss:
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
     total, weight = (_scalar(name, getattr(given, name), _LOSS) for name in ("total", "weight"))
+    if isinstance(given.weight, (int, float)) and given.weight == 0:
+        raise ValueError("loss_fn: the weight is 0 whatever the rows; count those at hand, or return the scalar mean")
     if not jnp.issubdtype(jnp.result_type(given.total), jnp.floating):
         raise ValueError(f"loss_fn: total has dtype {jnp.result_type(given.total)}; a gradient needs a floating loss")
     return Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})
@@ -90,8 +93,8 @@ def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
-    if array.shape:
-        raise ValueError(f"loss_fn: {name} has shape {array.shape}; return {remedy}")
+    if array.shape or jnp.iscomplexobj(array):
+        raise ValueError(f"loss_fn: {name} has shape {array.shape} and dtype {array.dtype}; return {remedy}")
     return array.astype(jnp.float32)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.arguments import checked
 from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
@@ -60,7 +61,7 @@ class StepConfig:
         is "every" for all, and a step that falls short of its strategy so warns.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
         last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
-        root) to False says so of some units.
+        root) to False says so of some units; globs that match one unit must not contradict each other.
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
@@ -95,14 +96,19 @@ class StepConfig:
         """
         wanted, names = self.reshard_after_backward, [unit.name for unit in layout.units]
         choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
-        reshards = dict.fromkeys(names, True)
+        reshards: dict[str, bool] = {}
         for pattern, choice in choices.items():
             matched = [name for name in names if matches_glob(pattern, name)]
             if not matched or not isinstance(choice, bool):
                 known = ", ".join(map(repr, names))
                 problem = f"is {choice!r}, neither True nor False" if matched else f"matches no unit; these are {known}"
                 raise ValueError(f"reshard_after_backward[{pattern!r}] {problem}")
-            reshards |= dict.fromkeys(matched, choice)
+            for name in matched:
+                if reshards.setdefault(name, choice) != choice:
+                    raise ValueError(
+                        f"unit {name!r}: reshard_after_backward is {not choice}, and by {pattern!r} {choice}; make one "
+                        "of the globs narrower"
+                    )
         return tuple(name for name, reshard in reshards.items() if not reshard)
 
     def reduces_once(self, layout: Layout) -> bool:
@@ -135,6 +141,7 @@ class MeanGradients(NamedTuple):
     metrics: Metrics
 
 
+@checked
 class BatchStep:
     """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
 
@@ -206,7 +213,7 @@ class BatchStep:
         with model_mesh(self.mesh):
             return self._gradients.decide(state.source, state.model_state, batch).reason
 
-    def prepare(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def prepare(self, state: Any, batch: Any) -> tuple[TrainState, Any]:
         """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
@@ -266,17 +273,19 @@ class BatchStep:
         with model_mesh(self.mesh):
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
-            weight = nonzero(loss.weight)  # nothing counted: no loss, and a gradient of zeros
+            # Nothing counted is no loss, and a gradient of zeros; a total of nothing counted is infinite, as divided.
+            weight = jnp.where(loss.total == 0, nonzero(loss.weight), loss.weight)
             here = {path: to_device(grad) / (weight * scale) for path, grad in sums.items()}
             grads = self.apply.engine.constrain(here, "opt")
             norm, value = optax.tree.norm(grads), loss.total / weight
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
         metrics |= metrics_of(loss.aux or {}, weight, divide)
-        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(value)
         return MeanGradients(grads, norm, value, is_finite, model_state, metrics)
 
 
+@checked
 class TrainStep(BatchStep):
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 

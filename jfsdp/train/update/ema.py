@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfsdp.arguments import checked
 from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.layout.table import Layout
-from jfsdp.train.state import TrainState, make_work
+from jfsdp.train.state import TrainState, check_live, make_work
+from jfsdp.train.update.optimizer import averaged
 
 
 class TrackEmaState(NamedTuple):
@@ -24,8 +26,11 @@ class TrackEmaState(NamedTuple):
     ema: Any
 
 
+@checked
 def track_ema(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters; put it last in an `optax.chain`. Changes no update.
+
+    A step refuses it where something still changes the updates after it: its averages would be of other parameters.
 
     After each step `ema = decay * ema + (1 - decay) * params`, starting from the first parameters, so that no bias is
     to be corrected (`optax.ema` averages updates, not parameters). Averages of bfloat16 or float16 parameters are kept
@@ -49,6 +54,7 @@ def track_ema(decay: float) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, TrackEmaState]:
         if params is None:
             raise ValueError("track_ema: its update needs the parameters; call tx.update(grads, state, params)")
+        averaged(updates)
         after = optax.apply_updates(params, updates)
         ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), state.ema, after)
         return updates, TrackEmaState(ema)
@@ -60,6 +66,7 @@ def _dtype(param: Any) -> Any:
     return jnp.dtype(sum_dtype(jnp.dtype(param.dtype).name))
 
 
+@checked
 def with_ema(state: TrainState) -> TrainState:
     """Return the state with the averages of `track_ema` in place of the parameters, for evaluation.
 
@@ -74,6 +81,7 @@ def with_ema(state: TrainState) -> TrainState:
     Raises:
       ValueError: if the optimizer keeps no averages, or more than one set of them.
     """
+    check_live("with_ema", state)
     is_ema = lambda x: isinstance(x, TrackEmaState)  # noqa: E731
     owned = state.roles.map(lambda role, x: _Owned(role.leaf or "", x), state.opt_state)
     found = [x for x in jax.tree.leaves(owned, is_leaf=is_ema) if is_ema(x)]

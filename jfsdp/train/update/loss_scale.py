@@ -7,9 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jfsdp.arguments import checked
+
 ScaleState = dict[str, jax.Array]
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """How the factor on the loss moves; the defaults are those of PyTorch's GradScaler.
@@ -34,9 +38,10 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        right = self.initial >= self.minimum > 0 and self.growth >= 1 and 0 < self.backoff <= 1 and self.interval >= 1
-        if not right:
-            raise ValueError(f"{self}: needs initial >= minimum > 0, growth >= 1, 0 < backoff <= 1 and interval >= 1")
+        right = _LARGEST >= self.initial >= self.minimum > 0 and _LARGEST >= self.growth >= 1
+        if not (right and 0 < self.backoff <= 1 and 1 <= self.interval < 2**31):
+            needs = "initial >= minimum > 0, growth >= 1, 0 < backoff <= 1 and interval >= 1, as float32 and int32"
+            raise ValueError(f"{self}: needs {needs}")
 
     def init(self) -> ScaleState:
         """Return the state of the first step: `scale` (float32) and `num_finite` (int32), both scalars."""

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jfsdp.arguments import Seed, checked
+from jfsdp.layout.precision import float_dtype_name
+
 
 class LowPrecisionState(NamedTuple):
     """The state of the optimizer inside, moments in low precision, and the number of its updates."""
@@ -17,8 +20,9 @@ class LowPrecisionState(NamedTuple):
     inner: Any
 
 
+@checked
 def low_precision_state(
-    tx: optax.GradientTransformation, dtype: str = "bfloat16", seed: int = 0
+    tx: optax.GradientTransformation, dtype: Any = "bfloat16", seed: Seed = 0
 ) -> optax.GradientTransformation:
     """Keep an optimizer's parameter-shaped float32 states in bfloat16: 4 bytes per parameter of Adam instead of 8.
 
@@ -43,7 +47,7 @@ def low_precision_state(
     Raises:
       ValueError: for another dtype, or if the update is called without parameters.
     """
-    if jnp.dtype(dtype) != jnp.bfloat16:
+    if float_dtype_name("low_precision_state: dtype", dtype) != "bfloat16":
         raise ValueError(f"low_precision_state: dtype {dtype!r} is not supported; use 'bfloat16'")
 
     def init(params: Any) -> LowPrecisionState:

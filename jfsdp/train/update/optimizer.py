@@ -106,6 +106,20 @@ class ShardedOptimizer:
                 raise ValueError(
                     "its state has another structure after an update than tx.init gave it (optax.monitor's)"
                 )
+            ignored = [name for name in extra or () if self._ignores(name, extra or {})]
+        if ignored:
+            raise ValueError(f"apply_gradients: this tx takes no {ignored[0]}=, and would ignore it; leave it out")
+
+    def _ignores(self, name: str, extra: Mapping[str, Any]) -> bool:
+        """Tell whether the update is the same program without one of what it is given besides."""
+        programs = []
+        for given in (extra, {other: value for other, value in extra.items() if other != name}):
+            first, *shapes = self._of_shapes(given)
+            try:
+                programs.append(re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(first)(*shapes))))
+            except (TypeError, ValueError):  # it needs it
+                return False
+        return programs[0] == programs[1]
 
     def given(self, value: Any) -> dict[str, Any]:
         """Return what a training step gives `tx.update` besides: the loss, wherever it can be taken."""
@@ -123,13 +137,24 @@ class ShardedOptimizer:
 
     def _first(self, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the shapes of the first updates, and of the state after them."""
+        return jax.eval_shape(*self._of_shapes(extra))
+
+    def _of_shapes(self, extra: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Return the first update as a function of gradients and parameters, and their shapes."""
         shapes = logical_shapes(self.engine.layout, self.tree)
         first = lambda grads, params: self._update(grads, self.tx.init(params), params, extra)  # noqa: E731
-        return jax.eval_shape(first, shapes, shapes)
+        return first, shapes, shapes
 
     def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
-        return optax.with_extra_args_support(tx).update(grads, state, params, **extra)
+        with _averages_seen() as seen:
+            updates, after = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
+        if {id(x) for x in seen} - {id(x) for x in jax.tree.leaves(updates)}:
+            raise ValueError(
+                "track_ema is not last: what comes after it changes the updates, and the averages would be of other "
+                "parameters; say optax.chain(..., jfsdp.track_ema(decay))"
+            )
+        return updates, after
 
     def _cut_all(self, values: Arrays) -> Arrays:
         layout = self.engine.layout
@@ -161,6 +186,24 @@ class ShardedOptimizer:
         return self.engine.constrain({leaf.path: value}, "opt")[leaf.path]
 
 
+_SEEN: list[list[Any]] = []
+
+
+def averaged(updates: Any) -> None:
+    """Note with which updates `track_ema` computes averages, for the update that is being traced."""
+    for seen in _SEEN[-1:]:
+        seen.extend(jax.tree.leaves(updates))
+
+
+@contextlib.contextmanager
+def _averages_seen() -> Iterator[list[Any]]:
+    _SEEN.append([])
+    try:
+        yield _SEEN[-1]
+    finally:
+        _SEEN.pop()
+
+
 def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
     wanted = {role.name: role.stored_shape for role in roles.arrays}
     found = {array_name(tree, path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(state)}
@@ -178,8 +221,11 @@ def _naming_what_fails() -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        frames = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
-        made_by = [found[1] for text in (*frames, str(error)) if (found := re.search(r"(\w+)\.<locals>", text))]
+        if re.match(r"(track_ema|separate|low_precision_state)\b", str(error)):
+            raise
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        names = [frame.f_code.co_qualname for frame in frames if not frame.f_globals["__name__"].startswith("jfsdp.")]
+        made_by = [found[1] for text in (*names, str(error)) if (found := re.search(r"([^\W_]\w*)\.<locals>", text))]
         raise ValueError(
             f"optimizer: {made_by[-1] if made_by else 'tx'} failed on the model's parameters ({type(error).__name__}: "
             f"{error}). A step gives it gradients, state, parameters and value= (the loss), and no more: leave out "

@@ -32,7 +32,7 @@ def separate(
     if not parts:
         raise ValueError("separate: no optimizer is given; say separate(name=(selectors, optax.adam(1e-4)), ...)")
     for name, part in parts.items():
-        if not isinstance(part, tuple) or len(part) != 2 or not hasattr(part[1], "update"):
+        if not isinstance(part, tuple) or len(part) != 2 or not hasattr(part[1], "update") or not part[0]:
             raise ValueError(
                 f"separate: {name}= takes what is trained and by what, such as ({name + '.**'!r}, optax.adam(1e-4))"
             )

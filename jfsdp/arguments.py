@@ -1,0 +1,164 @@
+"""What public functions take: their annotations, checked at the call, so that no wrong argument gets further."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, TypeVar
+
+# A number with its least value, and perhaps its greatest.
+Count = Annotated[int, 1]
+Size = Annotated[int, 0]
+Seed = Annotated[int, 0, 2**31 - 1]
+Share = Annotated[float, 0, 1]
+PathLike = str | os.PathLike[str]
+
+Public = TypeVar("Public", bound=Callable[..., Any])
+
+_UNIONS = (typing.Union, types.UnionType)
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_IN_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    type(None): "None",
+    "PathLike": "a path",
+    "Callable": "a function",
+    "GradientTransformation": "an optax transformation, such as optax.adamw(3e-4)",
+    "Mesh": "a mesh of jfsdp.make_mesh",
+    "TrainState": "a TrainState, as model.init, jfsdp.restore and a step return it",
+}
+
+
+def checked(public: Public) -> Public:
+    """Check the arguments of a function, or of a class's constructor and public methods, against their annotations.
+
+    No bool is a number, and neither is NaN; numbers of numpy are, and for a float arrays without dims. Lists and dicts
+    are checked item by item. What is annotated by Any or a protocol, and `**extra`, is left to the function.
+
+    Raises:
+      ValueError: naming the argument, what was given, and what it must be.
+      TypeError: for an argument that is unknown, missing, or one too many: naming it, and those there are.
+    """
+    if isinstance(public, type):
+        for name, member in list(vars(public).items()):
+            if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+                setattr(public, name, checked(member))
+        return public  # pyright: ignore[reportReturnType]
+    signature = inspect.signature(public)
+    known = [name for name, x in signature.parameters.items() if x.kind != x.VAR_KEYWORD and name != "self"]
+    hints = functools.cache(lambda: typing.get_type_hints(public, include_extras=True))
+    who = public.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(public)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            near = [
+                close for name in kwargs if name not in known for close in difflib.get_close_matches(name, known, 1)
+            ]
+            meant = f" (did you mean {near[0]}=?)" if near else ""
+            raise TypeError(f"{who}: {error}{meant}; its arguments are {', '.join(known)}") from None
+        for name in known:
+            if name in given and (problem := _problem(name, given[name], hints().get(name, Any))):
+                raise ValueError(f"{who}: {problem}")
+        return public(*args, **kwargs)
+
+    return typing.cast(Public, call)
+
+
+def _problem(name: str, value: Any, hint: Any) -> str:
+    """Say what is wrong with a value, or with the first wrong one in it; "": nothing."""
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    wrong = functools.partial(_wrong, name, value, hint)
+    if kind in _UNIONS:
+        found = [_problem(name, value, one) for one in inner]
+        within = [text for text in found if text.startswith(f"{name}[")]
+        return "" if "" in found else (within or [wrong()])[0]
+    if kind is Annotated:
+        least, most = (*hint.__metadata__, math.inf)[:2]
+        return "" if not _problem(name, value, inner[0]) and least <= value <= most else wrong()
+    if not (inner and issubclass(kind, Collection)):
+        return "" if _is(value, kind) else wrong()
+    if isinstance(value, Mapping) and issubclass(kind, Mapping):
+        keys = [f"{name}[{key!r}]: a key must be {_in_words(inner[0])}" for key in value if _problem("", key, inner[0])]
+        values = (_problem(f"{name}[{key!r}]", x, inner[1]) for key, x in value.items())
+        return next(filter(None, (*keys, *values)), "")
+    if issubclass(kind, Mapping) or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
+        return wrong()
+    return next(filter(None, (_problem(f"{name}[{at}]", x, inner[0]) for at, x in enumerate(value))), "")
+
+
+def _wrong(name: str, value: Any, hint: Any) -> str:
+    given = f"={value!r:.80}" if isinstance(value, _PLAIN) else f" (a {type(value).__name__})"
+    if isinstance(value, type):
+        given = f" (class {value.__name__})"
+    return f"{name}{given} must be {_in_words(hint)}"
+
+
+def _is(value: Any, kind: Any) -> bool:
+    is_bool = type(value).__name__ in ("bool", "bool_")  # the latter of numpy
+    if kind is bool:
+        return is_bool
+    if kind in (int, float):
+        is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
+        is_number = is_number or (kind is float and getattr(value, "ndim", None) == 0)
+        return is_number and not is_bool and value == value
+    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    if kind.__name__ == "Array":  # of JAX: what has a shape will do
+        return hasattr(value, "shape")
+    if hasattr(kind, "_fields"):  # of optax: what has the same functions will do
+        return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in kind._fields)
+    return isinstance(value, kind)
+
+
+def _in_words(hint: Any) -> str:
+    kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in _UNIONS:
+        return " or ".join(dict.fromkeys(map(_in_words, inner)))
+    if kind is Annotated:
+        least, *most = hint.__metadata__
+        return f"{_in_words(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
+    if inner and issubclass(kind, Collection):
+        return "a dict" if issubclass(kind, Mapping) else f"a list of {_in_words(inner[0])}"
+    name = getattr(kind, "__name__", str(kind))
+    return _IN_WORDS.get(kind) or _IN_WORDS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+
+
+def check_call(what: str, function: Any, *given: str) -> None:
+    """Refuse a function of the user's that does not take what it will be called with.
+
+    Raises:
+      ValueError: naming that.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is written in C there may be none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ValueError(f"{what} is called as f({', '.join(given)}), and takes something else: {error}") from None
+
+
+def ask(what: str, predicate: Callable[..., Any], **given: Any) -> bool:
+    """Return what a predicate of the user's says.
+
+    Raises:
+      ValueError: if it takes something else, or says neither True nor False.
+    """
+    check_call(what, predicate, *given)
+    answer = predicate(*given.values())
+    if not _is(answer, bool):
+        raise ValueError(f"{what} returned {answer!r:.80} for {next(iter(given.values()))!r}; return True or False")
+    return bool(answer)

@@ -1,0 +1,201 @@
+"""Wrong arguments of what is public: refused by name, with what was given and what it must be."""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+import jfsdp.plan
+import jfsdp.testing
+from jfsdp.arguments import Count, Share, checked
+from jfsdp.checkpoint.policy import KeepBest
+from jfsdp.launch import runtime
+
+ADAM = optax.adam(1e-2)
+H100 = jfsdp.plan.find_gpu("h100")
+MODEL = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
+SHARED = {"model": nnx.Linear, "batch": dict, "units": [], "loss": max, "optimizer": optax.adam}
+NOTHING = "HloModule a, is_scheduled=true, num_partitions=8\n\nENTRY b {\n  ROOT c = f32[] constant(0)\n}\n"
+
+
+@checked
+def take(
+    count: Count = 1,
+    *,
+    number: float = 1.0,
+    share: Share | None = None,
+    word: str | None = None,
+    flag: bool = False,
+    by_name: Mapping[str, Mapping[str, int]] | None = None,
+    several: str | Sequence[str] = (),
+    fn: Callable[..., Any] = max,
+    tx: optax.GradientTransformation = ADAM,
+    anything: Any = None,
+    **extra: Any,
+) -> str:
+    """Take one of each kind."""
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"count": np.int64(3), "number": 3, "share": 0, "flag": np.True_},
+        {"number": np.float32(1), "share": jnp.float32(1), "anything": object(), "unknown": object()},
+        {"by_name": {"a": {"b": 3}}, "several": "a", "fn": int, "tx": optax.MultiSteps(ADAM, 2)},
+        {"several": {"a", "b"}, "word": ""},
+    ],
+)
+def test_right_arguments_are_taken(given):
+    assert take(**given) == "taken"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"count": "3"}, "count='3' must be a whole number, at least 1"),
+        ({"count": 0}, "count=0 must be a whole number, at least 1"),
+        ({"count": True}, "count=True must be a whole number, at least 1"),
+        ({"count": 3.0}, "count=3.0 must be a whole number, at least 1"),
+        ({"number": "1"}, "number='1' must be a number"),
+        ({"number": float("nan")}, "number=nan must be a number"),
+        ({"number": np.True_}, "number (a bool) must be a number"),
+        ({"number": 1j}, "number=1j must be a number"),
+        ({"share": 1.5}, "share=1.5 must be a number, 0 to 1 or None"),
+        ({"word": b"x"}, "word=b'x' must be text or None"),
+        ({"flag": "no"}, "flag='no' must be True or False"),
+        ({"flag": 0}, "flag=0 must be True or False"),
+        ({"flag": None}, "flag=None must be True or False"),
+        ({"by_name": ["a"]}, "by_name (a list) must be a dict or None"),
+        ({"by_name": {3: {}}}, "by_name[3]: a key must be text"),
+        ({"by_name": {"a": 3}}, "by_name['a']=3 must be a dict"),
+        ({"by_name": {"a": {"b": "c"}}}, "by_name['a']['b']='c' must be a whole number"),
+        ({"several": 3}, "several=3 must be text or a list of text"),
+        ({"several": ["a", 3]}, "several[1]=3 must be text"),
+        ({"several": {"a": 3}}, "several (a dict) must be text or a list of text"),
+        ({"fn": 3}, "fn=3 must be a function"),
+        ({"tx": optax.adam}, "tx (a function) must be an optax transformation, such as optax.adamw(3e-4)"),
+        ({"tx": optax.MultiSteps}, "tx (class MultiSteps) must be an optax transformation, such as optax.adamw(3e-4)"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(given, told):
+    with pytest.raises(ValueError, match=f"^take: {re.escape(told)}$"):
+        take(**given)
+
+
+def test_unknown_missing_and_surplus_arguments_are_told_with_those_there_are():
+    told = (
+        "by_size: got an unexpected keyword argument 'min_parameter' (did you mean min_parameters=?); its arguments are"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(told)} min_parameters$"):
+        jfsdp.by_size(1, min_parameter=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^full: missing a required argument: 'path'; its arguments are state, path$"):
+        jfsdp.full(MODEL)  # type: ignore[call-arg,arg-type]
+    with pytest.raises(TypeError, match=r"^by_size: too many positional arguments; its arguments are min_parameters$"):
+        jfsdp.by_size(1, 2)  # type: ignore[call-arg]
+
+
+def test_a_checked_class_has_a_checked_constructor_and_public_methods():
+    assert str(inspect.signature(KeepBest)) == "(metric: 'str', mode: 'str' = 'min', num: 'int' = 1) -> None"
+    with pytest.raises(ValueError, match=r"^KeepBest: num='2' must be a whole number$"):
+        KeepBest("loss", num="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^init: seed=-1 must be a whole number, 0 to 2147483647$"):
+        MODEL.init(ADAM, seed=-1)
+
+
+PUBLIC = [getattr(module, name) for module in (jfsdp, jfsdp.plan) for name in module.__all__]
+FUNCTIONS = {
+    f"{value.__name__}.{name}": member
+    for value in PUBLIC
+    if callable(value)
+    for name, member in (vars(value).items() if isinstance(value, type) else [("", value)])
+    if (name == "__init__" or not name.startswith("_")) and hasattr(member, "__wrapped__")
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_annotations_of_public_functions_can_be_read_at_run_time(name):
+    hints = typing.get_type_hints(FUNCTIONS[name].__wrapped__, include_extras=True)
+    assert hints.keys() >= set(inspect.signature(FUNCTIONS[name]).parameters) - {"self"}
+
+
+def test_public_functions_are_checked():
+    own = (
+        {"Split", "STRATEGIES"} | {"Loss", "Max", "Mean"} | {"Strategy", "separate"} | {"Layout", "TrainState", "Plan"}
+    )
+    names = {name.partition(".")[0] for name in FUNCTIONS}
+    assert names == {*jfsdp.__all__, *jfsdp.plan.__all__} - own
+
+
+def shard(**options: Any) -> Any:
+    return jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), **{"min_size": 0, **options})
+
+
+REFUSED = {
+    "make_mesh: fsdp='8' must be a whole number": lambda: jfsdp.make_mesh(fsdp="8"),  # type: ignore[arg-type]
+    "make_mesh: fsdp=2.0 must be a whole number": lambda: jfsdp.make_mesh(fsdp=2.0),  # type: ignore[arg-type]
+    "make_mesh: fsdp=True must be a whole number": lambda: jfsdp.make_mesh(fsdp=True),
+    "devices must be a list of devices, as jax.devices() returns it": lambda: jfsdp.make_mesh(devices=[1, 2]),
+    "each in it once": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
+    "make_abstract_mesh: sizes['fsdp']=True must be": lambda: jfsdp.make_abstract_mesh({"fsdp": True}),
+    "fully_shard: sharding_factor='2' must be": lambda: shard(sharding_factor="2"),
+    "fully_shard: sharding_factor=2.0 must be": lambda: shard(sharding_factor=2.0),
+    "fully_shard: mp_policy=False must be a MixedPrecisionPolicy or None": lambda: shard(mp_policy=False),
+    "fully_shard: loss_scale=True must be a LossScale or None": lambda: shard(loss_scale=True),
+    "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),
+    "fully_shard: per_unit (a list) must be a dict or None": lambda: shard(per_unit=[""]),
+    "fully_shard: got an unexpected keyword argument 'stratgy' (did you mean strategy=?)": lambda: shard(stratgy=1),
+    "shard_dim is called as f(path, shape), and takes": lambda: shard(shard_dim=lambda path: 0),
+    "frozen adam returned GradientTransformationExtraArgs": lambda: shard(frozen=optax.adam),
+    "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
+    "model is called as f(rngs), and takes something else": lambda: jfsdp.fully_shard(lambda: 3),
+    "by_size: min_parameters=-1 must be a whole number, at least 1": lambda: jfsdp.by_size(-1),
+    "Unit: stacked=-1 must be a whole number, at least 0 or None": lambda: jfsdp.Unit("a", -1),
+    "MixedPrecisionPolicy: cast_forward_inputs='no' must be": lambda: jfsdp.MixedPrecisionPolicy(
+        cast_forward_inputs="no"  # type: ignore[arg-type]
+    ),
+    "Prefetch: forward['a']=3 must be a list of text": lambda: jfsdp.Prefetch({"a": 3}),  # type: ignore[dict-item]
+    "LossScale: interval=1.5 must be": lambda: jfsdp.LossScale(interval=1.5),  # type: ignore[arg-type]
+    "interval >= 1, as float32 and int32": lambda: jfsdp.LossScale(initial=1e300),
+    "track_ema: decay='0.9' must be a number": lambda: jfsdp.track_ema("0.9"),  # type: ignore[arg-type]
+    "with_ema: state=3 must be a TrainState, as": lambda: jfsdp.with_ema(3),  # type: ignore[arg-type]
+    "with_ema: the state holds shapes only": lambda: jfsdp.with_ema(MODEL.abstract_state(ADAM)),
+    "low_precision_state: dtype 'nope' is not one of": lambda: jfsdp.low_precision_state(ADAM, "nope"),
+    "train_step: accumulate=True must be a whole number": lambda: MODEL.train_step(max, ADAM, accumulate=True),
+    "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
+    "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
+    "init_from: params['bias'] is nothing, and model.leaf_shapes() has float32[16]": lambda: MODEL.init_from(ADAM, {}),
+    "full: path=3 must be text": lambda: jfsdp.full(MODEL.abstract_state(ADAM), 3),  # type: ignore[arg-type]
+    "save: path=3 must be text or a path": lambda: jfsdp.save(3, MODEL.abstract_state(ADAM)),  # type: ignore[arg-type]
+    "checkpoint '': is no path; name a directory": lambda: jfsdp.Checkpointer(""),
+    "Checkpointer: keep_best=3 must be a KeepBest or text or None": lambda: jfsdp.Checkpointer("a", keep_best=3),
+    "Job: seq_len=0 must be a whole number, at least 1": lambda: jfsdp.Job(**SHARED, seq_len=0),
+    "Job: loss=3 must be a function": lambda: jfsdp.Job(**{**SHARED, "loss": 3}),
+    "Cluster: gpu='h100' must be a Gpu": lambda: jfsdp.plan.Cluster("h100"),  # type: ignore[arg-type]
+    "Work: items=0 must be a whole number, at least 1": lambda: jfsdp.plan.Work(0, 1, "token", None, "float32"),
+    "audit: tolerance=-1 must be a number, 0 to 1": lambda: jfsdp.audit("", MODEL.layout, tolerance=-1),
+    "program='xl' must be 'xla' or 'manual'": lambda: jfsdp.testing.assert_collectives(
+        NOTHING, MODEL.layout, program="xl"
+    ),
+    "find_moves: got an unexpected keyword argument 'acumulate' (did you mean accumulate=?)": lambda: jfsdp.audit(
+        NOTHING, MODEL.layout, acumulate=2
+    ),
+    "configure_xla: simulate_devices='8' must be": lambda: runtime.configure_xla(simulate_devices="8"),  # type: ignore
+    "must be HOST:PORT": lambda: runtime.initialize_processes("host", 2, 0),
+    "--process-id below --num-processes": lambda: runtime.initialize_processes("host:1", 2, 2),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_is_public_refuses_by_name(told):
+    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+        REFUSED[told]()
