@@ -18,6 +18,7 @@ Count = Annotated[int, 1]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0, 2**31 - 1]
 Share = Annotated[float, 0, 1]
+Amount = Annotated[float, 0]
 PathLike = str | os.PathLike[str]
 
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -41,7 +42,7 @@ _IN_WORDS: dict[Any, str] = {
 def checked(public: Public) -> Public:
     """Check the arguments of a function, or of a class's constructor and public methods, against their annotations.
 
-    No bool is a number, and neither is NaN; numbers of numpy are, and for a float arrays without dims. Lists and dicts
+    No bool is a number, and neither is NaN; numbers of numpy are, and arrays without dims. Lists and dicts
     are checked item by item. What is annotated by Any or a protocol, and `**extra`, is left to the function.
 
     Raises:
@@ -110,8 +111,9 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is bool:
         return is_bool
     if kind in (int, float):
+        if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
+            return value.dtype.kind in ("iu" if kind is int else "iufV")  # V: bfloat16
         is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
-        is_number = is_number or (kind is float and getattr(value, "ndim", None) == 0)
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True

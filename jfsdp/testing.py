@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jfsdp.arguments import Share, checked
+from jfsdp.arguments import Amount, Share, checked
 from jfsdp.layout.table import Layout
 
 
 @checked
 def assert_collectives(
-    compiled: Any, layout: Layout, *, tolerance: Share = 0.01, min_overlap: Share | None = None, **step: Any
+    compiled: Any, layout: Layout, *, tolerance: Amount = 0.01, min_overlap: Share | None = None, **step: Any
 ) -> None:
     """Assert that a compiled training step moves what its layout says, and no more.
 

@@ -22,7 +22,7 @@ from jfsdp.launch import runtime
 
 ADAM = optax.adam(1e-2)
 H100 = jfsdp.plan.find_gpu("h100")
-MODEL = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
+MODEL: Any = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
 SHARED = {"model": nnx.Linear, "batch": dict, "units": [], "loss": max, "optimizer": optax.adam}
 NOTHING = "HloModule a, is_scheduled=true, num_partitions=8\n\nENTRY b {\n  ROOT c = f32[] constant(0)\n}\n"
 
@@ -52,7 +52,7 @@ def take(
         {"count": np.int64(3), "number": 3, "share": 0, "flag": np.True_},
         {"number": np.float32(1), "share": jnp.float32(1), "anything": object(), "unknown": object()},
         {"by_name": {"a": {"b": 3}}, "several": "a", "fn": int, "tx": optax.MultiSteps(ADAM, 2)},
-        {"several": {"a", "b"}, "word": ""},
+        {"several": {"a", "b"}, "word": "", "count": jnp.int32(3), "number": jnp.bfloat16(1)},
     ],
 )
 def test_right_arguments_are_taken(given):
@@ -68,6 +68,8 @@ def test_right_arguments_are_taken(given):
         ({"count": 3.0}, "count=3.0 must be a whole number, at least 1"),
         ({"number": "1"}, "number='1' must be a number"),
         ({"number": float("nan")}, "number=nan must be a number"),
+        ({"count": jnp.float32(3)}, "count (a ArrayImpl) must be a whole number, at least 1"),
+        ({"number": jnp.ones(2)}, "number (a ArrayImpl) must be a number"),
         ({"number": np.True_}, "number (a bool) must be a number"),
         ({"number": 1j}, "number=1j must be a number"),
         ({"share": 1.5}, "share=1.5 must be a number, 0 to 1 or None"),
@@ -177,12 +179,12 @@ REFUSED = {
     "full: path=3 must be text": lambda: jfsdp.full(MODEL.abstract_state(ADAM), 3),  # type: ignore[arg-type]
     "save: path=3 must be text or a path": lambda: jfsdp.save(3, MODEL.abstract_state(ADAM)),  # type: ignore[arg-type]
     "checkpoint '': is no path; name a directory": lambda: jfsdp.Checkpointer(""),
-    "Checkpointer: keep_best=3 must be a KeepBest or text or None": lambda: jfsdp.Checkpointer("a", keep_best=3),
+    "Checkpointer: keep_best=3 must be a KeepBest or text or None": lambda: jfsdp.Checkpointer("a", keep_best=3),  # type: ignore[arg-type]
     "Job: seq_len=0 must be a whole number, at least 1": lambda: jfsdp.Job(**SHARED, seq_len=0),
     "Job: loss=3 must be a function": lambda: jfsdp.Job(**{**SHARED, "loss": 3}),
     "Cluster: gpu='h100' must be a Gpu": lambda: jfsdp.plan.Cluster("h100"),  # type: ignore[arg-type]
     "Work: items=0 must be a whole number, at least 1": lambda: jfsdp.plan.Work(0, 1, "token", None, "float32"),
-    "audit: tolerance=-1 must be a number, 0 to 1": lambda: jfsdp.audit("", MODEL.layout, tolerance=-1),
+    "audit: tolerance=-1 must be a number, at least 0": lambda: jfsdp.audit("", MODEL.layout, tolerance=-1),
     "program='xl' must be 'xla' or 'manual'": lambda: jfsdp.testing.assert_collectives(
         NOTHING, MODEL.layout, program="xl"
     ),

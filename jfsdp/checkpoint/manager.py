@@ -89,7 +89,7 @@ class Checkpointer:
         extra: Any = None,
         *,
         config: Any = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> float:
         """Start writing a step; return the seconds that this blocked.
 
@@ -109,7 +109,7 @@ class Checkpointer:
           ValueError: if the step is there already or is older than one that is, another run writes to the directory, or
             what goes beside the state is not plain JSON.
         """
-        start = time.perf_counter()
+        start, step = time.perf_counter(), int(step)
         self.wait()
         self._warn_of_metric(step, metrics or {})
         only_first(lambda: self._prepare(step))

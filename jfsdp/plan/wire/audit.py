@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.arguments import Count, Share, checked
+from jfsdp.arguments import Amount, Count, Share, checked
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.program.collectives import find_collectives
@@ -72,7 +72,7 @@ def audit(
     compiled: Any,
     layout: Layout,
     *,
-    tolerance: Share = 0.01,
+    tolerance: Amount = 0.01,
     min_overlap: Share | None = None,
     gpus_per_node: Count | None = None,
     **step: Any,
