@@ -112,7 +112,7 @@ def _is(value: Any, kind: Any) -> bool:
         return is_bool
     if kind in (int, float):
         if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
-            return value.dtype.kind in ("iu" if kind is int else "iufV")  # V: bfloat16
+            return getattr(value.dtype, "kind", "no") in ("iu" if kind is int else "iufV")  # V: bfloat16
         is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
