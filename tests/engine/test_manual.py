@@ -143,7 +143,7 @@ def test_names_of_engine_and_prefetch_are_checked():
         jfsdp.fully_shard(Tower, engine="hand")
     with pytest.raises(ValueError, match="prefetch=1: engine='xla' leaves the collectives to XLA"):
         jfsdp.fully_shard(Tower, prefetch=1, engine="xla")
-    with pytest.raises(ValueError, match="prefetch forward=-1 is neither"):
+    with pytest.raises(ValueError, match="fully_shard: prefetch=-1 must be a whole number, at least 0"):
         jfsdp.fully_shard(Tower, engine="manual", prefetch=-1)
 
 

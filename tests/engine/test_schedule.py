@@ -52,9 +52,9 @@ def test_what_no_step_can_do_is_refused(ahead, message):
 
 @pytest.mark.parametrize("wrong", [-1, True, "layers", 1.5])
 def test_a_prefetch_that_is_neither_a_depth_nor_lists_is_refused(wrong):
-    with pytest.raises(ValueError, match="is neither a number of units, 0 or more, nor lists of units by unit"):
+    with pytest.raises(ValueError, match=r"Prefetch: forward.* must be a whole number, at least 0 or a dict"):
         as_prefetch(wrong)
-    with pytest.raises(ValueError, match=r"backward\['a'\]='b': give a list of units"):
+    with pytest.raises(ValueError, match=r"backward\['a'\]='b' must be a list of text"):
         Prefetch(backward={"a": "b"})
 
 

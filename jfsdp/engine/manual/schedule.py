@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import Size, checked
 
-Ahead = int | Mapping[str, Sequence[str]]
+Ahead = Size | Mapping[str, Sequence[str]]
 
 
 @checked
@@ -31,18 +31,6 @@ class Prefetch:
 
     forward: Ahead = 1
     backward: Ahead = 1
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            ahead = getattr(self, name)
-            if isinstance(ahead, Mapping):
-                wrong = [unit for unit, after in ahead.items() if isinstance(after, str)]
-                if wrong:
-                    raise ValueError(f"prefetch {name}[{wrong[0]!r}]={ahead[wrong[0]]!r}: give a list of units")
-            elif not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
-                raise ValueError(
-                    f"prefetch {name}={ahead!r} is neither a number of units, 0 or more, nor lists of units by unit"
-                )
 
 
 def as_prefetch(value: int | Prefetch | None) -> Prefetch:

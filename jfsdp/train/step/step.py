@@ -92,17 +92,16 @@ class StepConfig:
         """Return the units that stay gathered over all microbatches.
 
         Raises:
-          ValueError: for a glob that matches no unit, or a value that is neither True nor False.
+          ValueError: for a glob that matches no unit, or globs that contradict each other.
         """
         wanted, names = self.reshard_after_backward, [unit.name for unit in layout.units]
         choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
         reshards: dict[str, bool] = {}
         for pattern, choice in choices.items():
             matched = [name for name in names if matches_glob(pattern, name)]
-            if not matched or not isinstance(choice, bool):
+            if not matched:
                 known = ", ".join(map(repr, names))
-                problem = f"is {choice!r}, neither True nor False" if matched else f"matches no unit; these are {known}"
-                raise ValueError(f"reshard_after_backward[{pattern!r}] {problem}")
+                raise ValueError(f"reshard_after_backward[{pattern!r}] matches no unit; these are {known}")
             for name in matched:
                 if reshards.setdefault(name, choice) != choice:
                     raise ValueError(
