@@ -5,15 +5,17 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jfsdp.engine.manual.program import NamedCall
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
+from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
@@ -28,10 +30,15 @@ class Engine(abc.ABC):
     Attributes:
       layout: where every stage of every leaf stands.
       mesh: the mesh of the state, with the axes split that some stage splits only in part.
+      calls: the calls of units in the traces so far, by the name that they have there.
+      writes_order: whether the program says when each collective starts; else XLA does.
     """
 
     layout: Layout
     mesh: Mesh
+    calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False, kw_only=True)
+
+    writes_order: ClassVar[bool] = False
 
     @abc.abstractmethod
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
@@ -50,11 +57,19 @@ class Engine(abc.ABC):
         """Sum gradients of stored shape over the data axes into the layout of their accumulator."""
 
     @abc.abstractmethod
+    def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients of logical shape over the axes that do not wait, into layout and dtype of their accumulator."""
+
+    @abc.abstractmethod
+    def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
+        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
+
+    @abc.abstractmethod
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """State the layout of leaves as they are stored: `stage` of each."""
 
     def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
-        """Run one call of a unit on its gathered weights.
+        """Run one call of a unit on its gathered weights, under a name in the trace; see `NamedCall`.
 
         Layout:  weights [D/axes F] -> [D F] -> freed; gradients [D F]{unreduced} -> [D/axes F].
         Dtype:   weights are gathered in the unit's `param_dtype` and their gradients reduced in it.
@@ -66,7 +81,17 @@ class Engine(abc.ABC):
         Raises:
           ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
         """
-        return call_traced(traced, shards, flat, self.movement(name, shards))
+        movement = self.movement(name, shards)
+        if name == ROOT:
+            return call_traced(traced, shards, flat, movement)
+
+        def in_place(flat: list[Any], shards: Arrays) -> list[Any]:
+            return call_traced(traced, shards, flat, movement)
+
+        label = f"jfsdp_unit_{len(self.calls)}"
+        in_place.__name__ = label
+        self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
+        return jax.jit(in_place)(list(flat), shards)
 
     @abc.abstractmethod
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.at_rest import to_leaves, to_rest
-from jfsdp.engine.engine import Engine, Pairs, Pull, to_device
+from jfsdp.engine.engine import Engine, Pairs, Pull, pad_all, to_device
+from jfsdp.engine.manual.run import run
+from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.table import Leaf
-from jfsdp.layout.units import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,24 +29,9 @@ class XlaEngine(Engine):
     """Gathers and reduces by stating layouts; sees the rows of all devices together."""
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
-        """Run the root unit by JAX's own rules around the units' derivatives; see `Engine.vjp`."""
-        params = to_leaves(self.layout, source)
-        trained = {path: value for path, value in params.items() if self.layout.by_path[path].trainable}
-
-        def scalar(trained: Arrays) -> tuple[Any, Any]:
-            now = params | trained
-            inputs = [now.get(name, x) for name, x in zip(traced.names, flat, strict=False)]
-            outs = self.call_unit(ROOT, traced, {path: now[path] for path in self.layout.unit(ROOT).leaves}, inputs)
-            return outs[0], outs
-
-        total, pull, outs = jax.vjp(scalar, trained, has_aux=True)
-
-        def add(cotangent: jax.Array, sums: Arrays | None) -> Arrays:
-            found = to_rest(self.layout, jax.tree.map(to_device, pull(cotangent.astype(total.dtype))[0]))
-            grads = {path: x.astype(self.layout.by_path[path].stage("grad").dtype) for path, x in found.items()}
-            return grads if sums is None else {path: sums[path] + grad for path, grad in grads.items()}
-
-        return outs, add
+        """Run the root unit item by item, each gathered when it is called; see `Engine.vjp`."""
+        outs, pull, _ = run(self, Prefetch(0, 0), traced, flat, source)
+        return outs, pull
 
     def split_rows(self, batch: Any, num: int) -> Any:
         """Cut a batch into microbatches, dim 1 split over the data axes; see `Engine.split_rows`."""
@@ -83,6 +68,16 @@ class XlaEngine(Engine):
                 grad = self._constrain(grad, leaf, "use", gone)
             reduced[leaf.path] = self._constrain(grad, leaf, "grad", gone)
         return reduced
+
+    def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients of logical shape over the data axes into the layout of their accumulator; see `reduce`."""
+        reduced = self.reduce(pairs, pad_all(pairs, grads))
+        return {leaf.path: reduced[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
+
+    def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
+        """Return what a unit's own derivative gives, in dtype and layout of its accumulator."""
+        leaf = self.layout.by_path[path]
+        return self._constrain(to_device(grad).astype(leaf.stage("grad").dtype), leaf, "grad", 0)
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """State the layout of leaves as they are stored: `stage` of each. XLA inserts what it takes to get there."""

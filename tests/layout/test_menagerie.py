@@ -50,7 +50,7 @@ WHOLE = {
 
 # The split dim and its padded size (None: it divides) over 8, 4 and 3 shards.
 DIMS: dict[str, dict[int, tuple[int, int | None]]] = {
-    "head": {8: (0, None), 4: (1, None), 3: (1, 102)},
+    "head": {8: (0, None), 4: (0, None), 3: (1, 102)},
     "body.vector": {8: (0, None), 4: (0, None), 3: (0, 4098)},
     "body.prime": {8: (0, 1032), 4: (0, 1032), 3: (0, 1032)},
     "body.prime_matrix": {8: (0, 1032), 4: (0, 1032), 3: (0, 1032)},

@@ -63,12 +63,12 @@ class Case:
     limit: float = LIMIT
 
 
-# Tower, 16 wide, 3 layers: embed (37, 16) by dim 1; kernels (3, 16, 64), (3, 64, 16) by 64; the blocks' bias (3, 64);
+# Tower, 16 wide, 3 layers: embed (37, 16) by dim 1; kernels (3, 16, 64), (3, 64, 16) by dim 1; bias of blocks (3, 64);
 # head kernel (16, 37) by 16; head bias (37,) padded to 40. The norms (3, 16) are below min_size=20 per layer.
 SPLIT = 37 * 16 + 2 * 3 * 16 * 64 + 3 * 64 + 16 * 37 + 40
 WHOLE = 3 * 16
 COUNT = 4
-EMBED, UP, BIAS = P(None, "fsdp"), P(None, None, "fsdp"), P("fsdp")
+EMBED, UP, BIAS = P(None, "fsdp"), P(None, "fsdp", None), P("fsdp")
 MOMENT = 4 * (SPLIT // 8 + WHOLE)
 
 CASES = {
@@ -85,19 +85,21 @@ CASES = {
         limit=2e-2,
     ),
     "adagrad": Case(lambda: optax.adagrad(RATE), {"opt_state.0.sum_of_squares.head.bias": BIAS}, MOMENT),
-    # Of embed (37, 16) and head (16, 37) the 16 stays split and 37 divides by nothing; of the blocks' kernels the 64
-    # stays split and 16 is below min_size; vectors are not factored. 10 places of one element are left empty.
+    # Of embed (37, 16) and head (16, 37) the 16 stays split and 37 divides by nothing; of up (3, 16, 64) the 16 stays
+    # split, and 64 is split by itself; of down the 64 stays split, and 16 is below min_size; vectors are not factored.
+    # 10 places of one element are left empty.
     "adafactor": Case(
         lambda: optax.adafactor(RATE, min_dim_size_to_factor=8, momentum=None),
         {
-            "opt_state.0.v_row.blocks.up.kernel": P(None, None),
+            "opt_state.0.v_row.blocks.up.kernel": P(None, "fsdp"),
             "opt_state.0.v_col.blocks.up.kernel": P(None, "fsdp"),
             "opt_state.0.v_row.embed.embedding": P("fsdp"),
             "opt_state.0.v_col.embed.embedding": P(None),
             "opt_state.0.v.head.bias": BIAS,
             "opt_state.0.v.embed.embedding": P(None),
         },
-        4 * (2 * (16 // 8 + 37) + 2 * 3 * (64 // 8 + 16) + 3 * 64 // 8 + 40 // 8 + WHOLE + 10) + COUNT,
+        4 * (2 * (16 // 8 + 37) + 3 * (16 // 8 + 64 // 8) + 3 * (64 // 8 + 16) + 3 * 64 // 8 + 40 // 8 + WHOLE + 10)
+        + COUNT,
     ),
     "muon": Case(
         lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=muon_dims, adam_weight_decay=0.1),

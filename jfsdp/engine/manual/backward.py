@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jfsdp.engine.at_rest import close_grads, one_to_rest, rest_of
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.engine.engine import SCOPE, scoped
-from jfsdp.engine.manual.collectives import LocalEngine
+from jfsdp.engine.engine import SCOPE, Engine, scoped
 from jfsdp.engine.manual.forward import LoopRecord
 from jfsdp.engine.manual.program import Call, Item, Loop
 from jfsdp.engine.manual.step import Step
@@ -43,28 +42,34 @@ class Landed(NamedTuple):
 class Sums:
     """Reduced gradients by name, and those under way.
 
-    What a call leaves is reduced while the next one computes, and added to the sums while the one after that does: so
-    no computation that needs the result keeps XLA (0.12) from hiding the reduction.
+    The gradient of a call is reduced while the next one computes, and added to the sums while the one after that does:
+    so no computation that needs the result keeps XLA (0.12) from hiding the reduction. A loop of a program that sees
+    all rows reduces and adds each gradient where it arises: its carry cannot hold what is not summed yet.
 
     Attributes:
       waiting: of at most one call, besides the root's: what is to be reduced next.
       landed: what is to be added next.
+      delays: whether gradients wait at all.
       reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
     """
 
-    def __init__(self, engine: LocalEngine, sums: Arrays | None):
+    def __init__(self, engine: Engine, sums: Arrays | None):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
         self.landed: list[Landed] = []
+        self.delays = True
         # Those of the microbatches before, to which slices are added in place: no second accumulator is filled.
         self.reduced: Arrays = dict(sums or {})
 
-    def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
-        """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
+    def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays, shift: Any = 0) -> None:
+        """Let gradients wait, in the form in which they are stored; `shards` of a `Call`, `shift` as in `turn`."""
         gone = rest_of(self.layout, shards)
         stored = close_grads(self.layout, grads, gone)
         if stored:
             self.waiting.append(Waiting(unit, {name: gone[name] for name in stored}, iteration, stored))
+        if not self.delays:
+            self.turn(shift)
+            self.settle(shift)
 
     def turn(self, shift: Any) -> None:
         """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
@@ -106,7 +111,8 @@ class Sums:
         leaf = self.layout.by_path[path]
         whole = jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
         shape = jax.eval_shape(lambda grads: self.engine.reduce_whole([(leaf, gone)], grads), {path: whole})[path]
-        return zeros((*length, *shape.shape), shape.dtype)
+        made = zeros((*length, *shape.shape), shape.dtype)
+        return made if gone and not length else self.engine.constrain({path: made}, "grad")[path]
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
@@ -120,7 +126,7 @@ class Sums:
         """Settle, and let zeros land where the scan of a loop finds what its iteration before has reduced."""
         self.settle(0)
         calls = loop.live_calls
-        if not calls:
+        if not calls or not self.delays:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
@@ -206,18 +212,22 @@ class Backward:
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(item, []), given)
         if isinstance(item, Call):
-            self.sums.add(item.unit, item.shards, iteration, grads)
+            self.sums.add(item.unit, item.shards, iteration, grads, self.gathers.shift)
         else:
-            # Else XLA puts off gradients of the root's weights, and keeps what makes them: those of logits, say.
-            grads, grad_diff = jax.lax.optimization_barrier((grads, grad_diff))
+            if self.step.engine.writes_order:
+                # Else XLA puts off gradients of the root's weights, and keeps what makes them: those of logits, say.
+                # Where XLA sums them, the barrier would part the sum from the slice that makes it a reduce-scatter.
+                grads, grad_diff = jax.lax.optimization_barrier((grads, grad_diff))
             _push(cts, [self.step.own(item)[path] for path in grads], list(grads.values()))
         _push(cts, part(item.is_active, item.inputs)[0], grad_diff)
 
     def _loop(self, loop: Loop, record: LoopRecord, given: list[Any], cts: Cotangents) -> None:
         run = _Iteration(self, loop)
         carry, ys = given[: run.num_carry], given[run.num_carry :]
-        if not loop.live_calls:
+        self.sums.delays = self.step.engine.writes_order
+        if not loop.live_calls or not self.sums.delays:
             self.sums.turn(0)  # no call of this loop would, and its scan would take what waits for its own
+            carry = self.sums.hold(carry)
             self.sums.settle(0)
         names = self.sums.make_room(loop)
         low, high = self.step.scans[loop]
@@ -229,6 +239,7 @@ class Backward:
                 here = [at(y, index) for y in ys]
                 carry, consts, xs[index] = run(carry, consts, here, record.single[index], index)
         run.push(cts, carry, consts, join(xs, stacked, low))
+        self.sums.delays = True
 
     def _scan(
         self, loop: Loop, run: _Iteration, carry: Any, consts: Any, ys: list[Any], records: Any, names: list[str]

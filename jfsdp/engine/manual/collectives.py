@@ -39,6 +39,8 @@ class LocalEngine(Engine):
       own: the mesh axes that are left to XLA and to what the model states.
     """
 
+    writes_order = True
+
     deferred: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
 
@@ -60,6 +62,9 @@ class LocalEngine(Engine):
     def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], dim: int | None, gone: int) -> jax.Array:
         if kind == GATHER:
             assert dim is not None
+            if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
+                # Else XLA splits over `tensor` what the gather takes, and must put it together again before.
+                value = jax.lax.with_sharding_constraint(value, PartitionSpec(*[None] * value.ndim))
             return jax.lax.all_gather(value, axes, axis=dim - gone, tiled=True)
         dtype, value = value.dtype, _widened(value, self.mesh)
         if kind == SCATTER:

@@ -18,21 +18,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from jfsdp.compat import ClosedJaxpr, warn
+from jfsdp.compat import warn
 from jfsdp.engine.engine import Pull
-from jfsdp.engine.manual.backward import Backward
 from jfsdp.engine.manual.collectives import LocalEngine
-from jfsdp.engine.manual.forward import Forward
-from jfsdp.engine.manual.program import (
-    NamedCall,
-    read_program,
-)
+from jfsdp.engine.manual.run import run
 from jfsdp.engine.manual.schedule import Prefetch
-from jfsdp.engine.manual.step import Step
-from jfsdp.engine.unit import Arrays, Traced, call_traced
-from jfsdp.layout.units import ROOT
+from jfsdp.engine.unit import Arrays, Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +33,10 @@ class ManualEngine(LocalEngine):
     Attributes:
       prefetch: how far gathers run ahead.
       is_asked: whether the user asked for a schedule, and is told where there is none.
-      calls: the calls of units in the traces so far, by the name that they have there.
     """
 
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     is_asked: bool = True
-    calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False)
-
-    def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
-        """Put a call of a unit into the trace under a name; left alone, it gathers where it stands."""
-        if name == ROOT:
-            return super().call_unit(name, traced, shards, flat)
-        movement = self.movement(name, shards)
-
-        def in_place(flat: list[Any], shards: Arrays) -> list[Any]:
-            return call_traced(traced, shards, flat, movement)
-
-        label = f"jfsdp_unit_{len(self.calls)}"
-        in_place.__name__ = label
-        self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
-        return jax.jit(in_place)(list(flat), shards)
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root by the schedule; see `Engine.vjp`.
@@ -69,15 +44,11 @@ class ManualEngine(LocalEngine):
         Warns:
           UserWarning: for units that no schedule reaches, and that gather where they are called.
         """
-        shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
-        block, in_place = read_program(ClosedJaxpr(traced.jaxpr, ()), shards, self.calls)
-        step = Step(self, self.prefetch, block, shards, dict(source))
+        outs, pull, in_place = run(self, self.prefetch, traced, flat, source)
         if in_place and self.is_asked and self.prefetch != Prefetch(0, 0):
             warn(
                 f"units {', '.join(in_place[:4])} are called inside another unit, a nested or reversed loop, a "
                 "vmap, a derivative or a remat of the model's own, where no schedule reaches them: they are gathered "
                 "when they are called, without prefetch; for a remat use jfsdp's own (remat=)"
             )
-        forward = Forward(step)
-        outs = forward.run(flat)
-        return outs, lambda cotangent, sums: Backward(step, forward.records, sums).run(cotangent)
+        return outs, pull

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.at_rest import open_full, rest_of
-from jfsdp.engine.manual.collectives import LocalEngine
+from jfsdp.engine.engine import Engine
 from jfsdp.engine.manual.derivatives import Derivatives
 from jfsdp.engine.manual.program import Block, Call, Code, Item, Loop, mark_active, mark_live, part_weights
 from jfsdp.engine.manual.schedule import Prefetch, frontiers, steady
-from jfsdp.engine.manual.weights import Weights, after
+from jfsdp.engine.manual.weights import Weights
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.units import ROOT
 
@@ -30,9 +30,7 @@ class Step:
       first_use: by item of the program, the stored weights of the root that no item before it reads.
     """
 
-    def __init__(
-        self, engine: LocalEngine, prefetch: Prefetch, block: Block, shards: Mapping[int, str], source: Arrays
-    ):
+    def __init__(self, engine: Engine, prefetch: Prefetch, block: Block, shards: Mapping[int, str], source: Arrays):
         self.engine, self.prefetch, self.block, self.source = engine, prefetch, block, source
         inputs, root = self.block.inputs, sorted(engine.layout.unit(ROOT).leaves)
         self.root_vars = dict(zip(root, inputs[len(inputs) - len(root) :], strict=True))
@@ -64,7 +62,7 @@ class Step:
         """Gather weights of the root; return them leaf by leaf, and keep of them what their policy says."""
         shards = {name: self.source[name] for name in names}
         movement = self.engine.movement(ROOT, shards)
-        full = movement.gather(after(shards, tie))
+        full = movement.gather(self.weights.after(shards, tie))
         if self.engine.layout.policy(ROOT).reshard_after_forward and movement.keep is not None:
             self.root_kept |= movement.keep(full)
         return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
@@ -75,7 +73,7 @@ class Step:
             return self.gather_root(names, tie)
         kept = {name: self.root_kept[name] for name in names}
         movement = self.engine.movement(ROOT, {name: self.source[name] for name in names})
-        full = movement.regather(after(kept, tie))
+        full = movement.regather(self.weights.after(kept, tie))
         return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
 
     def own(self, item: Item) -> dict[str, Any]:
@@ -88,8 +86,8 @@ class Step:
         back = [place for place, entry in enumerate(self.order_back) if entry[1] is loop]
         if back:
             first, last = steady(self.reached_back, back[0], len(loop.live_calls), loop.length)
-            # The first iteration of the backward finds another unit's gradient waiting.
-            low, high = max(low, loop.length - last), min(high, loop.length - max(first, 1))
+            # The first iteration of the backward finds another unit's gradient waiting, where gradients wait.
+            low, high = max(low, loop.length - last), min(high, loop.length - max(first, int(self.engine.writes_order)))
         return (low, high) if high - low > 1 else (0, 0)
 
     def _first_uses(self) -> dict[int, list[str]]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.at_rest import rest_of
-from jfsdp.engine.manual.collectives import LocalEngine
+from jfsdp.engine.engine import Engine
 from jfsdp.engine.manual.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
 
@@ -50,7 +50,7 @@ class Weights:
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
     """
 
-    def __init__(self, engine: LocalEngine, source: Arrays, looped: frozenset[Call]):
+    def __init__(self, engine: Engine, source: Arrays, looped: frozenset[Call]):
         self.engine, self.source, self._looped = engine, source, looped
         self.kept: dict[Call, Any] = {}
 
@@ -75,7 +75,7 @@ class Weights:
         """Gather from shards."""
         values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
         shards = {name: at(value, iteration) if gone else value for name, gone, value in values}
-        return self.movement(call).gather(after(shards, tie))
+        return self.movement(call).gather(self.after(shards, tie))
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the forward; None where there is nothing to wait for."""
@@ -97,7 +97,12 @@ class Weights:
         kept = self.kept[call]
         if call in self._looped:
             kept = jax.tree.map(lambda x: at(x, iteration), kept)
-        return self.movement(call).regather(after(kept, tie))
+        return self.movement(call).regather(self.after(kept, tie))
+
+    def after(self, values: Any, tie: Any) -> Any:
+        """Make values that cannot be computed before `tie` is there, if the program says when gathers start."""
+        is_tied = self.engine.writes_order and jax.tree.leaves(tie)
+        return jax.lax.optimization_barrier((values, tie))[0] if is_tied else values
 
     def _keeps(self, call: Call) -> Callable[[Arrays], Arrays] | None:
         """Return what keeps a call's weights; None where nothing is kept, also of what rests whole."""
@@ -135,11 +140,6 @@ def put_at(value: jax.Array, index: Any, new: jax.Array) -> jax.Array:
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Make zeros that XLA does not take for a constant: it would compute updates of them while it compiles."""
     return jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
-
-
-def after(values: Any, tie: Any) -> Any:
-    """Make values that cannot be computed before `tie` is there."""
-    return jax.lax.optimization_barrier((values, tie))[0] if jax.tree.leaves(tie) else values
 
 
 def join(single: Mapping[int, Sequence[jax.Array]], stacked: Sequence[jax.Array] | None, low: int) -> list[jax.Array]:
