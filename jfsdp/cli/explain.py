@@ -50,6 +50,7 @@ class Explain(ShardingOptions):
         from jfsdp.layout.advice import LayoutWarning
         from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards, parse_mesh
         from jfsdp.trainer.job import load_job, parse_config
+        from jfsdp.trainer.step import make_batch
 
         job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
         with warnings.catch_warnings():
@@ -60,7 +61,7 @@ class Explain(ShardingOptions):
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            reason = step.decide(state, job.batch(rows, job.seq_len))  # refuses what training would refuse
+            reason = step.decide(state, make_batch(job, rows, job.seq_len))  # refuses what training would refuse
         told = [str(warning.message) for warning in found]
         return state, {"program": step.program, "reason": as_options(reason), "warnings": told}
 

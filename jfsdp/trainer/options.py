@@ -139,6 +139,8 @@ class StepOptions(ShardingOptions):
     """Rows (sequences or images) per step for each of the replica x fsdp data shards."""
     seq_len: Number = None
     """Tokens per sequence. none: the model's."""
+    cross_documents: bool = False
+    """Let attention and positions cross documents in a row."""
     max_grad_norm: Decimal = 1.0
     """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = False

@@ -18,8 +18,10 @@ from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
-from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
+from jfsdp.trainer.step import make_batch, make_schedule, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Planned:
     step: TrainStep
     work: Work
     seq_len: int
+    cross_documents: bool
 
     @property
     def batch(self) -> Any:
@@ -39,7 +42,7 @@ class Planned:
         rows = self.work.rows * num_data_shards(dict(self.model.layout.mesh_sizes))
         if rows > MOST:
             raise ValueError(f"--batch-per-device {self.work.rows} makes {rows:,} rows, over {MOST:,}; lower it")
-        return self.job.batch(rows, self.seq_len)
+        return make_batch(self.job, rows, self.seq_len, cross_documents=self.cross_documents)
 
 
 def find_planned_job(options: StepOptions) -> Job:
@@ -55,12 +58,12 @@ def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_de
     """
     sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
     mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
-    model = shard_job(options, job, mesh)
-    # The schedule of the script, so that its count is in the state; the numbers do not matter.
-    tx = make_optimizer(options, job, optax.warmup_cosine_decay_schedule(1e-5, 3e-4, 100, 1000, 3e-5))
-    step = model.train_step(job.loss, tx, **train_arguments(options))
+    run = TrainConfig()  # its schedule: a constant of the program
+    schedule = make_schedule(run.learning_rate, run.steps // 20, run.steps, run.min_learning_rate)
+    model, tx, step = make_step(options, job, mesh, schedule)
     seq_len = job.seq_len if options.seq_len is None else options.seq_len
-    return Planned(job, model, tx, step, make_work(options, job, model, seq_len), seq_len)
+    work = make_work(options, job, model, seq_len)
+    return Planned(job, model, tx, step, work, seq_len, options.cross_documents)
 
 
 def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.sources.source import check_source
 from jfsdp.trainer.spelling import check_numbers
+from jfsdp.trainer.step import make_schedule, make_step
 
 
 @dataclasses.dataclass
@@ -46,32 +46,31 @@ class Parts:
     decides: dict[str, Any]
 
 
-def build(config: TrainConfig, stored: Mapping[str, Any]) -> Parts:
+def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -> Parts:
     """Build everything that needs neither data nor memory of the devices.
 
     Args:
+      devices: those of the mesh; None: all of all processes.
       stored: the `config.json` of the run to resume, or empty. Without `decay_steps` the schedule stays what it was, so
         that a run can be prolonged.
 
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    check_numbers(config, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0, keep=0, keep_every=1)
+    check_numbers(config, steps=1, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0, keep=0, keep_every=1)
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
     job = find_job(config)
     row_items = check_source(config, job)
-    arguments = options.train_arguments(config)
     if config.xla:
-        check_options({name: value for name, value in arguments["compiler_options"].items() if value is not None})
-    model = options.shard_job(config, job, make_run_mesh(config))
-    loop = make_loop(config, model.loss_scale is not None)
+        check_options({name: value for name, value in options.parse_xla(config.xla).items() if value is not None})
+    mesh = make_run_mesh(config, devices)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
-    tx = options.make_optimizer(config, job, schedule)
-    step = model.train_step(job.loss, tx, **arguments, check_loss=config.check_loss)
+    model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
+    loop = make_loop(config, model.loss_scale is not None)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
     return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
@@ -88,29 +87,14 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
     )
 
 
-def make_run_mesh(config: TrainConfig) -> Any:
-    """Arrange all devices of all processes into the mesh."""
+def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
+    """Arrange all devices of all processes, or those given, into the mesh."""
     try:
         sizes = {"fsdp": 1, **parse_mesh(config.mesh)}
-        return make_mesh(**sizes)  # type: ignore[arg-type]
+        return make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
     except ValueError as error:
         simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
         raise ValueError(f"--mesh {config.mesh}: {error}{simulated}") from error
-
-
-def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
-    """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
-
-    Raises:
-      ValueError: if the numbers make no schedule.
-    """
-    if not 0 < peak < math.inf or not 0 <= floor <= 1:
-        raise ValueError(
-            f"learning_rate={peak} must be positive and finite, and min_learning_rate={floor} a fraction 0..1 of it"
-        )
-    if not 0 <= warmup < decay_steps:
-        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (none: --steps)")
-    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
 
 
 _DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")

@@ -32,8 +32,6 @@ class TrainConfig(StepOptions):
     """The id between documents, for token files without a sidecar."""
     eval_fraction: Real = 0.05
     """The part of the documents or images that is held out."""
-    cross_documents: bool = False
-    """Let attention and positions cross documents in a row."""
     shuffle_rows: Count = 1024
     """Rows that are shuffled among themselves. 0: keep the rows of a document together."""
 

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 
-from jfsdp.trainer.run.build import build, make_schedule
+from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.source import open_source
+from jfsdp.trainer.step import make_schedule
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}
@@ -38,7 +39,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
         ({"strategy": "ddp", "reshard_after_forward": "true"}, "contradicts strategy 'ddp'"),
-        ({"steps": 0}, "must be at least 1"),
+        ({"steps": 0}, "--steps 0 must be a number from 1"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
         (
             {"model": None, "factory": "tests.trainer.run.test_build:image_job", "model_config": ()},
@@ -64,7 +65,8 @@ def test_what_cannot_be_is_refused_before_any_memory_is_used(changes, words):
 def image_job():
     import optax
 
-    return {"model": None, "loss": None, "batch": lambda b, t: {"image": b}, "units": [], "optimizer": optax.sgd}
+    none = {"model": None, "loss": lambda model, batch: 0.0, "units": [], "optimizer": optax.sgd}
+    return none | {"batch": lambda b, t: {"image": b}}
 
 
 def classless_job():

@@ -1,0 +1,78 @@
+"""The step that a run takes, from options: model, optimizer, schedule, and the batch that its data make.
+
+The training script builds its run of these, and a plan lowers the same on other devices: what is planned is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.step.step import TrainStep
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
+
+PACKING = ("segment_ids", "positions")
+
+
+class RunStep(NamedTuple):
+    """A job's model sharded, its optimizer, and its training step."""
+
+    model: ShardedModel
+    tx: optax.GradientTransformation
+    step: TrainStep
+
+
+def make_step(
+    options: StepOptions, job: Job, mesh: Any, schedule: Callable[[int], Any], *, check_loss: bool = True
+) -> RunStep:
+    """Build a job's step on a mesh as the options say. Allocates nothing.
+
+    Raises:
+      ValueError: for values and combinations that cannot be.
+    """
+    arguments = train_arguments(options)
+    model = shard_job(options, job, mesh)
+    tx = make_optimizer(options, job, schedule)
+    return RunStep(model, tx, model.train_step(job.loss, tx, **arguments, check_loss=check_loss))
+
+
+def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
+    """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
+
+    Raises:
+      ValueError: if the numbers make no schedule.
+    """
+    if not 0 < peak < math.inf or not 0 <= floor <= 1:
+        raise ValueError(
+            f"learning_rate={peak} must be positive and finite, and min_learning_rate={floor} a fraction 0..1 of it"
+        )
+    if not 0 <= warmup < decay_steps:
+        raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
+    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
+
+
+def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = False) -> Any:
+    """Return the shapes of a global batch as the data of a run make it; as the job says, where no run could train it.
+
+    Rows of tokens hold several documents, so they come with weights, segment ids and positions; with `cross_documents`
+    a row is one document, and has weights alone.
+    """
+    batch = job.batch(rows, row_items)
+    if job.data != "tokens" or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
+        return batch
+    shape = (rows, row_items)
+    made = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets", *PACKING)}
+    made["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    return without_packing(made) if cross_documents else made
+
+
+def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what only says that a row is one document: without a mask attention is cheaper."""
+    return {name: array for name, array in batch.items() if name not in PACKING}

@@ -1,0 +1,48 @@
+"""What is planned is what runs: the same text, byte for byte, from the script's parts and from a plan's."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.run.build import build
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.sources.source import open_source
+from tests import hlo
+
+CASES = {
+    "llama": {"model": "llama-tiny", "seq_len": 64, "accumulate": 2, "batch_per_device": 4, "mesh": "replica=2,fsdp=4"},
+    "gpt2": {"model": "gpt2-tiny", "seq_len": 64, "cross_documents": True, "ema": 0.9, "strategy": "zero1"},
+    "list": {"model": "llama-tiny", "seq_len": 64, "model_config": ("stacked=false",), "opt_state_dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "d.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(90)))
+    return str(path)
+
+
+def lowered(step, model, tx, batch):
+    return step.lower(model.abstract_state(tx), batch).as_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_a_plan_lowers_what_the_script_runs(case, target, data):
+    devices = jax.devices() if target == "cpu" else hlo.h100s(1)
+    options = StepOptions(**CASES[case])
+    config = TrainConfig(**dataclasses.asdict(options), data=data)
+    parts = build(config, {}, devices)
+    source = open_source(config, parts.job, parts.row_items)
+    batch = source.prepare(next(source.train_batches(batch_size=parts.global_batch)))
+    run = lowered(
+        parts.step, parts.model, parts.tx, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    )
+    planned = shard_planned(options, find_planned_job(options), devices)
+    assert run == lowered(planned.step, planned.model, planned.tx, planned.batch)
+    assert ("segment_ids" in planned.batch) is not options.cross_documents
