@@ -1,10 +1,12 @@
 """What the attention of all models here shares: the choice of the kernel, the mask and the positions of packed rows."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+
+from .cudnn import is_at_least, packed_attention
 
 AttentionChoice = Literal["auto", "xla", "cudnn"]
 
@@ -28,13 +30,97 @@ def document_mask(segment_ids: jax.Array | None) -> jax.Array | None:
     return None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
 
 
+class Documents(NamedTuple):
+    """Where the documents of packed rows are, for a kernel that needs no mask; see models/cudnn.py.
+
+    Attributes:
+      lengths, starts: [B M] int32, of each document in order; -1 where a row has fewer.
+    """
+
+    lengths: jax.Array
+    starts: jax.Array
+
+
+def find_documents(segment_ids: jax.Array, most: int) -> Documents:
+    """Measure the runs of equal segment ids, of which a row has at most `most`; padding at a row's end is one too.
+
+    Layout:  [B T] -> two of [B M]
+    """
+    is_start = segment_ids[:, 1:] != segment_ids[:, :-1]
+    place = jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    in_run = place[:, :, None] == jnp.arange(most, dtype=jnp.int32)
+    lengths = jnp.sum(in_run, axis=1, dtype=jnp.int32)
+    starts = jnp.cumsum(lengths, axis=1) - lengths
+    return Documents(*(jnp.where(lengths > 0, x, -1) for x in (lengths, starts)))
+
+
+def has_too_many(segment_ids: jax.Array, most: int) -> jax.Array:
+    """Tell which rows have more runs of equal segment ids than `most`. Layout: [B T] -> [B 1 1] bool."""
+    num = 1 + jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
+    return (num > most)[:, None, None]
+
+
 # [Note: choosing the attention kernel]
 # `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
 # scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs and
 # `_cudnn_serves` holds, else XLA. A model cannot see for which devices it is traced; `jax.default_device` says it where
-# it is set (a plan sets it to a GPU that is not there), else the default backend of this process. With segment ids both
-# kernels read a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype); without them no mask exists in
-# memory.
+# it is set (a plan sets it to a GPU that is not there), else the default backend of this process.
+# With segment ids cuDNN is told where documents are on GPUs from Hopper on. Elsewhere, and for what it does not take,
+# both kernels read a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype, of which its backward also
+# makes a gradient). Without segment ids no mask exists in memory.
+
+
+def document_view(
+    segment_ids: jax.Array | None, x: jax.Array, choice: AttentionChoice, *, head_size: int, most: int | None
+) -> tuple[Documents | jax.Array | None, jax.Array]:
+    """Say how attention is kept inside documents: by where they are, or by a mask; None: rows are not packed.
+
+    Args:
+      x: activations [B T D]; returned as they are, but NaN in rows of more than `most` documents where these are
+        counted: nothing else could say it inside a program.
+      choice: that of `choose_attention`.
+      head_size: A.
+      most: documents of a row; None: any number, which takes a mask.
+    """
+    if segment_ids is None:
+        return None, x
+    query = jax.ShapeDtypeStruct((*segment_ids.shape, 1, head_size), x.dtype)
+    if most is None or choose_attention(choice, query) == "xla" or not is_at_least("9.0"):
+        return document_mask(segment_ids), x
+    too_many = has_too_many(segment_ids, most)
+    return find_documents(segment_ids, most), jnp.where(too_many, jnp.nan, x).astype(x.dtype)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: Documents | jax.Array | None,
+    *,
+    choice: AttentionChoice,
+    window: int | None = None,
+) -> jax.Array:
+    """Attend causally, inside documents; see [Note: choosing the attention kernel].
+
+    Layout:  query [B T H A], key and value [B T K A] -> [B T H A]
+
+    Args:
+      documents: as `document_view` returns it.
+      window: how many keys a query sees, itself included; None: all before it.
+    """
+    # A window that spans the sequence is no window, and XLA would still build its mask.
+    window = None if window is None or window >= query.shape[1] else window
+    if isinstance(documents, Documents):
+        return packed_attention(query, key, value, *documents, window=window)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=documents,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=choose_attention(choice, query),
+    )
 
 
 def _cudnn_serves(query: Any) -> bool:

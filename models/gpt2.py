@@ -32,10 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import choose_attention, document_mask, document_positions
+from .attention import attend, document_mask, document_positions, document_view
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
-from .losses import next_token_loss, token_batch
+from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
 
 _INIT_STD = 0.02
@@ -56,23 +56,16 @@ class Attention(nn.Module):
     config: GPT2Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         config = self.config
         heads = (*x.shape[:-1], config.num_heads, config.dim // config.num_heads)
         qkv = _dense(3 * config.dim, nn.initializers.normal(_INIT_STD), "c_attn")(x)
         query, key, value = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))
         query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
         if config.attention_dropout and not deterministic:
-            attended = self._attend_with_dropout(query, key, value, mask)
+            attended = self._attend_with_dropout(query, key, value, documents)
         else:
-            attended = jax.nn.dot_product_attention(
-                query,
-                key,
-                value,
-                mask=mask,
-                is_causal=True,
-                implementation=choose_attention(config.attention, query),
-            )
+            attended = attend(query, key, value, documents, choice=config.attention)
         attended = checkpoint_name(attended, "attended").reshape(x.shape)
         return _dense(config.dim, _residual_init(config), "c_proj")(attended)
 
@@ -105,9 +98,9 @@ class Block(nn.Module):
     config: GPT2Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
-        attended = Attention(self.config, name="attn")(_norm(eps, "ln_1")(x), mask, deterministic)
+        attended = Attention(self.config, name="attn")(_norm(eps, "ln_1")(x), documents, deterministic)
         x = x + drop(attended)
         return x + drop(MLP(self.config, name="mlp")(_norm(eps, "ln_2")(x)))
 
@@ -132,11 +125,13 @@ class GPT2(nn.Module):
         positions: jax.Array | None = None,
         *,
         deterministic: bool = True,
-    ) -> jax.Array:
-        """Compute logits.
+        targets: jax.Array | None = None,
+        weights: jax.Array | None = None,
+    ) -> jax.Array | LossSums:
+        """Compute logits, or with targets the sums of their losses.
 
-        Layout:  [B T] int32 -> [B T V]
-        Dtype:   that of the weights.
+        Layout:  [B T] int32 -> [B T V], or scalars
+        Dtype:   that of the weights; losses float32.
 
         Args:
           tokens: token ids; one outside the vocabulary yields NaN, not a neighbour.
@@ -144,6 +139,7 @@ class GPT2(nn.Module):
             0 is padding, which no document sees; logits at padding are finite and mean nothing.
           positions: `[B T]`, rows of the table of positions; None: counted from the start of each document.
           deterministic: False draws dropout masks from the rng "dropout", if the configuration has any.
+          targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
 
         Raises:
           ValueError: if a row is longer than the table of positions.
@@ -161,17 +157,27 @@ class GPT2(nn.Module):
         wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
         wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
         x = nn.Dropout(config.dropout, deterministic=deterministic)(wte(tokens) + wpe(positions))
-        x = self._run_blocks(x, document_mask(segment_ids), deterministic)
-        return wte.attend(_norm(config.norm_eps, "ln_f")(x))
+        if config.attention_dropout and not deterministic:
+            documents = document_mask(segment_ids)
+        else:
+            head_size = config.dim // config.num_heads
+            documents, x = document_view(
+                segment_ids, x, config.attention, head_size=head_size, most=config.documents_per_row
+            )
+        x = self._run_blocks(x, documents, deterministic)
+        x = _norm(config.norm_eps, "ln_f")(x)
+        if targets is None or weights is None:
+            return wte.attend(x)
+        return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True)
 
-    def _run_blocks(self, x: jax.Array, mask: jax.Array | None, deterministic: bool) -> jax.Array:
+    def _run_blocks(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x = Block(self.config, name=f"h_{index}")(x, mask, deterministic)
+                x = Block(self.config, name=f"h_{index}")(x, documents, deterministic)
             return x
 
-        def run_block(block: Block, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, None]:
-            return block(x, mask, deterministic), None
+        def run_block(block: Block, x: jax.Array, documents: Any) -> tuple[jax.Array, None]:
+            return block(x, documents, deterministic), None
 
         scan = nn.scan(
             run_block,
@@ -180,7 +186,7 @@ class GPT2(nn.Module):
             in_axes=nn.broadcast,  # type: ignore[arg-type]
             length=self.config.num_layers,
         )
-        return scan(Block(self.config, name="h"), x, mask)[0]
+        return scan(Block(self.config, name="h"), x, documents)[0]
 
 
 def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
@@ -197,12 +203,13 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
     return {
         "model": (GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)),
         "config": config,
-        "loss": partial(next_token_loss, deterministic=False),
-        "eval_loss": next_token_loss,
+        "loss": partial(loss_of_model, deterministic=False),
+        "eval_loss": loss_of_model,
         "units": [{"match": Block, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
         "vocab_size": config.vocab_size,
+        "documents_per_row": config.documents_per_row,
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

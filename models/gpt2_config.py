@@ -32,6 +32,11 @@ class GPT2Config:
         with scores `[B H T T]` in memory: no fused kernel draws these masks.
       stacked: store blocks stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
       attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
+      documents_per_row: the most documents that a packed row may hold, its padding included, where attention is told
+        where they are (cuDNN on GPUs from Hopper on): its memory grows with this. The data of a run keep to it. None:
+        any number, and attention reads a mask.
+      loss_chunk: tokens of a row whose logits exist at a time in training; see [Note: a loss without logits] in
+        losses.py.
 
     Raises:
       ValueError: for values that contradict each other; names field, value and remedy.
@@ -47,9 +52,13 @@ class GPT2Config:
     attention_dropout: float = 0.1
     stacked: bool = True
     attention: AttentionChoice = "auto"
+    documents_per_row: int | None = 64
+    loss_chunk: int = 512
 
     def __post_init__(self):
-        require_counts(self, "vocab_size", "num_positions", "dim")
+        require_counts(self, "vocab_size", "num_positions", "dim", "loss_chunk")
+        if self.documents_per_row is not None:
+            require_counts(self, "documents_per_row")
         require_counts(self, "num_layers", most=MOST_LAYERS)
         require_counts(self, "num_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps")

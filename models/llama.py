@@ -31,10 +31,10 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import choose_attention, document_mask, document_positions
+from .attention import attend, document_positions, document_view
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
-from .losses import next_token_loss, token_batch
+from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
 from .over_tensor import by_heads, over_tensor
 
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
         config = self.config
         batch, seq_len, _ = x.shape
         query = self.q_proj(x).reshape(batch, seq_len, config.num_heads, config.head_size)
@@ -141,21 +141,8 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rope(query, rope), apply_rope(key, rope)
         query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in (query, key, value))
-        window = config.local_window_size
-
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
-            return jax.nn.dot_product_attention(
-                query,
-                key,
-                value,
-                mask=mask,
-                is_causal=True,
-                # A window that spans the sequence is no window, and XLA would still build its mask.
-                local_window_size=None if window is None or window >= seq_len else (window - 1, 0),
-                implementation=choose_attention(config.attention, query),
-            )
-
-        attended = by_heads(attend, query, key, value, mask=mask)
+        kernel = partial(attend, choice=config.attention, window=config.local_window_size)
+        attended = by_heads(kernel, query, key, value, documents=documents)
         return self.o_proj(checkpoint_name(over_tensor(attended, 2), "attended").reshape(batch, seq_len, -1))
 
 
@@ -187,8 +174,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
-        x = x + self.attn(self.attn_norm(x), rope, mask)
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
+        x = x + self.attn(self.attn_norm(x), rope, documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -215,38 +202,55 @@ class Llama(nnx.Module):
         self.lm_head = None if config.tied else LMHead(config.dim, config.vocab_size, rngs=rngs)
 
     def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> jax.Array:
-        """Compute logits.
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        targets: jax.Array | None = None,
+        weights: jax.Array | None = None,
+    ) -> jax.Array | LossSums:
+        """Compute logits, or with targets the sums of their losses.
 
-        Layout:  [B T] int32 -> [B T V]
-        Dtype:   that of the weights.
+        Layout:  [B T] int32 -> [B T V], or scalars
+        Dtype:   that of the weights; losses float32.
 
         Args:
           tokens: token ids.
           segment_ids: `[B T]`, the document of each token in a packed row; attention stays inside a document.
             0 is padding, which no document sees; logits at padding are finite and mean nothing.
           positions: `[B T]`, for the rotary embedding; None: counted from the start of each document.
+          targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
         """
         if positions is None:
             one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
         rope = rope_table(self.config, positions)
-        mask = document_mask(segment_ids)
-        x = self.norm(self._run_layers(self.embed(tokens), rope, mask))
-        return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+        config = self.config
+        documents, x = document_view(
+            segment_ids,
+            self.embed(tokens),
+            config.attention,
+            head_size=config.head_size,
+            most=config.documents_per_row,
+        )
+        x = self.norm(self._run_layers(x, rope, documents))
+        if targets is None or weights is None:
+            return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+        kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
+        return head_loss(x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None)
 
-    def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], mask: jax.Array | None) -> jax.Array:
+    def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
         if isinstance(self.layers, nnx.List):
             for layer in self.layers:
-                x = layer(x, rope, mask)
+                x = layer(x, rope, documents)
             return x
 
         @nnx.scan(in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
-        def scan_layers(x, layer, rope, mask):
-            return layer(x, rope, mask)
+        def scan_layers(x, layer, rope, documents):
+            return layer(x, rope, documents)
 
-        return scan_layers(x, self.layers, rope, mask)
+        return scan_layers(x, self.layers, rope, documents)
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -265,11 +269,12 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     return {
         "model": partial(Llama, config),
         "config": config,
-        "loss": next_token_loss,
+        "loss": loss_of_model,
         "units": [{"match": DecoderLayer, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
         "vocab_size": config.vocab_size,
+        "documents_per_row": config.documents_per_row,
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

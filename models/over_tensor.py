@@ -1,6 +1,7 @@
 """Splitting what a model computes over mesh axis `tensor`, where the program has one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -32,18 +33,18 @@ def over_tensor(x: jax.Array, dim: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
-def by_heads(attend: Callable[..., jax.Array], *heads: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Compute `attend(*heads, mask)` on each device's own heads.
+def by_heads(attend: Callable[..., jax.Array], *heads: jax.Array, documents: Any) -> jax.Array:
+    """Compute `attend(*heads, documents)` on each device's own heads.
 
     Inside a `shard_map` over the other axes of a mesh JAX (0.10.2, 0.12) cannot partition cuDNN's attention: so axis
     `tensor` is written out there too. Elsewhere the compiler partitions it.
 
-    Layout:  several of [B T H/tensor A], and a mask that all heads share -> [B T H/tensor A]
+    Layout:  several of [B T H/tensor A], and arrays that all heads share -> [B T H/tensor A]
     """
     mesh = jax.sharding.get_abstract_mesh()
     if _size() == 1 or AxisType.Manual not in mesh.axis_types:
-        return attend(*heads, mask)
+        return attend(*heads, documents)
     spec = PartitionSpec(None, None, AXIS)
-    specs = (*[spec] * len(heads), None if mask is None else PartitionSpec())
+    specs = (*[spec] * len(heads), None if documents is None else PartitionSpec())
     run = jax.shard_map(attend, in_specs=specs, out_specs=spec, axis_names={AXIS}, check_vma=False)
-    return run(*heads, mask)
+    return run(*heads, documents)

@@ -11,7 +11,12 @@ from jfsdp.plan.program.rounds import walk
 
 def h100s(nodes, per_node=8):
     """Return the devices of a cluster nobody has rented."""
-    return topology_devices(Cluster(find_gpu("h100"), nodes, per_node))
+    return gpus("h100", nodes, per_node)
+
+
+def gpus(name, nodes=1, per_node=8):
+    """Return the devices of a cluster of other GPUs."""
+    return topology_devices(Cluster(find_gpu(name), nodes, per_node))
 
 
 def collectives(hlo, num_devices):

@@ -141,24 +141,35 @@ def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
 _SAME_VALUE = ("convert_element_type", "transpose", "reshape", "squeeze", "copy", "optimization_barrier")
 
 
-def num_readers(jaxpr: Any) -> list[int]:
-    """Count for each input the operations that read it, looking through calls, casts and reshapes."""
+def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None) -> list[int]:
+    """Count for each input the operations that read it, looking through calls, casts and reshapes.
+
+    Args:
+      is_one: whether an equation counts, and is not looked into; None: all do, but calls.
+    """
     readers: dict[Any, int] = {}
     for atom in jaxpr.outvars:
-        if not is_literal(atom):
+        if not is_literal(atom) and is_one is None:
             readers[atom] = readers.get(atom, 0) + 1
     for eqn in reversed(jaxpr.eqns):
         inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
         if eqn.primitive.name in _SAME_VALUE:
             counts = [readers.get(var, 0) for var in eqn.outvars]
-        elif inner is not None and eqn.primitive.name not in ("scan", "while") and _is_call(inner, eqn):
-            counts = num_readers(inner)
-        else:
+        elif is_one and is_one(eqn):
             counts = [1] * len(eqn.invars)
+        elif inner is not None and eqn.primitive.name not in ("scan", "while") and _is_call(inner, eqn):
+            counts = num_readers(inner, is_one)
+        else:
+            counts = [int(is_one is None)] * len(eqn.invars)
         for atom, count in zip(eqn.invars, counts, strict=False):
             if not is_literal(atom):
                 readers[atom] = readers.get(atom, 0) + count
     return [readers.get(var, 0) for var in jaxpr.invars]
+
+
+def has_own_derivative(eqn: Any) -> bool:
+    """Tell a call of a function with a reverse derivative of its own (`jax.custom_vjp`)."""
+    return eqn.primitive.name.startswith("custom_vjp_call")
 
 
 def stated_axes(jaxpr: Any, but: str) -> list[frozenset[str]]:

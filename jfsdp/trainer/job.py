@@ -36,6 +36,8 @@ class Job:
       data: what batches hold, for tools that make them: "tokens" (dicts with `tokens` and `targets` [B T]) or "images"
         (dicts with `images` [B H W C] and `labels` [B]). The library itself takes any batch.
       seq_len: default sequence length; means nothing for images.
+      documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
+        keep to it. None: any number.
       vocab_size: how many token ids the model knows; None for models without tokens.
       num_classes: how many labels the model knows; None for models without classes.
       flops_per_token: `f(seq_len) -> FLOPs` of one token (where `data` is "images": of one image) forward and backward,
@@ -59,6 +61,7 @@ class Job:
     eval_loss: Callable[[Any, Any], Any] | None = None
     data: str = "tokens"
     seq_len: Count = 1024
+    documents_per_row: Count | None = None
     vocab_size: Count | None = None
     num_classes: Count | None = None
     flops_per_token: Callable[[int], float] | None = None

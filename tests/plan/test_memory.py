@@ -16,6 +16,7 @@ from jfsdp.plan.program.flow import Flow
 from jfsdp.plan.program.hlo import parse_module
 from jfsdp.train.account import account
 from jfsdp.trainer.job import find_job
+from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
 
 LIVE_RANGES = """HloLiveRange (max 4):
@@ -170,7 +171,7 @@ def step_memory(strategy="full_shard", offload=False):
     )
     tx = optax.adamw(1e-3)
     state = model.abstract_state(tx)
-    lowered = model.train_step(job.loss, tx, max_grad_norm=1.0).lower(state, job.batch(8, 2048))
+    lowered = model.train_step(next_token_loss, tx, max_grad_norm=1.0).lower(state, job.batch(8, 2048))
     with tempfile.TemporaryDirectory() as directory:
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options)
@@ -206,9 +207,9 @@ def test_the_state_at_rest_is_what_the_layout_accounts_for():
     assert not any(name.startswith("state.") for name in names["gradients"]), "nor a parameter a gradient"
 
 
-def test_the_logits_of_a_large_vocabulary_are_two_float32_arrays_at_the_peak():
+def test_the_logits_of_a_large_vocabulary_are_a_part_of_the_peak():
     found, _, _, _ = step_memory()
-    assert found.parts["logits"] >= 2 * 2048 * 128256 * 4
+    assert found.parts["logits"] == 2048 * 128256 * 2
 
 
 def test_weights_that_are_kept_show_up_as_gathered():

@@ -9,10 +9,11 @@ reduction is written out. So the loss has to be a sum over rows (`jfsdp.Loss`), 
 device's index. Over axes of its own (`tensor`) a model may state what it likes: the `shard_map` is over all others.
 
 `auto` takes `manual` where XLA would send more than is needed. It makes a reduce-scatter of an all-reduce that one
-slice reads: a pad between them (padded leaves), an accumulator that is split further than its parameter, or several
-gradients that are added afterwards (a weight with several uses, such as tied embeddings) keep it from that and cost up
-to twice the bytes. And it cannot leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone
-would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
+slice reads. A pad between them (padded leaves), an accumulator that is split further than its parameter, several
+gradients that are added afterwards (a weight with several uses, such as tied embeddings), or a gradient that the model
+sums itself (a loss in chunks, under `jax.custom_vjp`) keep it from that and cost up to twice the bytes. And it cannot
+leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone would leave the group to XLA, but
+there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
         return "gradients are split further than parameters: XLA would all-reduce them"
     if found.shared:
         return f"{found.shared[0]} has several uses: XLA would all-reduce each use's gradient"
+    if found.derived:
+        return f"the model forms the gradient of {found.derived[0]} itself: XLA would all-reduce it"
     return ""
 
 

@@ -15,6 +15,7 @@ from jfsdp.engine.dataflow import (
     all_eqns,
     depends_on,
     draws,
+    has_own_derivative,
     is_in_condition,
     keep_outputs,
     num_readers,
@@ -44,6 +45,7 @@ class Survey:
       draws_alike: whether it draws from other keys, which would be the same on every device.
       problem: why the model cannot run on a device's own rows; None if it can.
       shared: trained weights of the root unit that several operations read.
+      derived: those whose gradient a derivative of the model's own (`jax.custom_vjp`) forms.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
       gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
     """
@@ -53,6 +55,7 @@ class Survey:
     draws_alike: bool
     problem: str | None
     shared: tuple[str, ...]
+    derived: tuple[str, ...]
     model_axes: tuple[str, ...]
     gathers_rows: bool
 
@@ -95,15 +98,20 @@ def survey(
             no_sum = "the weight of the loss depends on no row, and may count once for each device"
         elif weight == _Trace(apply, loss_fn, source, model_state, first_rows(rows, num_shards)).weight():
             no_sum = f"the weight of the loss is {weight:g} for any number of rows (count those at hand)"
-    readers = zip(trace.traced.names, num_readers(jaxpr), strict=True)
-    shared = [path for path, num in readers if num > 1 and path in layout.unit(ROOT).leaves]
+    root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
+
+    def of_root(readers: Sequence[int], least: int) -> tuple[str, ...]:
+        pairs = zip(trace.traced.names, readers, strict=True)
+        return tuple(path for path, num in pairs if num >= least and path in root)
+
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
     return Survey(
         no_sum,
         by_keys[0],
         any(draws(eqn) and id(eqn) not in own_draws for eqn in all_eqns(jaxpr)),
         problem,
-        tuple(path for path in shared if layout.by_path[path].trainable),
+        of_root(num_readers(jaxpr), 2),
+        of_root(num_readers(jaxpr, has_own_derivative), 1),
         own,
         any(map(_is_whole, whole)),
     )

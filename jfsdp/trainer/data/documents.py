@@ -37,6 +37,8 @@ class DataConfig:
       split_seed: chooses which; apart from `seed`, so that runs with other seeds share the held-out text.
       cross_documents: False: a token sees its own document only. True: a row is one segment of the concatenated stream.
       seed: the order of documents and rows.
+      documents_per_row: the most documents of a row, its padding included; the row is padded where it would hold more.
+        None: any number. Means nothing where documents are crossed.
       shuffle_rows: rows of a training window that are shuffled among themselves; 0 keeps those of a document together.
     """
 
@@ -54,12 +56,15 @@ class DataConfig:
     cross_documents: bool = False
     seed: int = 0
     shuffle_rows: int = 1024
+    documents_per_row: int | None = None
 
     def __post_init__(self):
         if self.seq_len < 1:
             raise ValueError(f"seq_len={self.seq_len}: must be at least 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
+        if self.documents_per_row is not None and self.documents_per_row < 2:
+            raise ValueError(f"documents_per_row={self.documents_per_row}: must be at least 2, or None for any number")
         if self.shuffle_rows < 0:
             raise ValueError(f"shuffle_rows={self.shuffle_rows}: must be 0 (no shuffling of rows) or more")
         if 12 * self.shuffle_rows * self.seq_len > MAX_SHUFFLED_BYTES:

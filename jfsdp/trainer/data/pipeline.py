@@ -19,6 +19,7 @@ import numpy as np
 from jfsdp.extras import load
 from jfsdp.trainer.data.documents import INPUT, START, TARGET, DataConfig, TokenData
 from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
+from jfsdp.trainer.data.rows import PADDING, end_rows
 
 
 def make_train_iterator(
@@ -55,7 +56,7 @@ def make_train_iterator(
 
     documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
     share = documents[process_index::process_count].repeat()
-    rows = _shuffle_rows(_pack(share, data.config.seq_len), data.config)
+    rows = _shuffle_rows(_pack(share, data.config), data.config)
     batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
     stream = _describe(data, "train", batch_size, process_index, process_count)
     return DataIterator(prefetch(batches, prefetch_batches), stream)
@@ -81,7 +82,7 @@ def make_eval_iterator(
     grain = load("grain")
 
     global_size = batch_size * process_count
-    rows = _pack(grain.MapDataset.source(data.eval), data.config.seq_len)
+    rows = _pack(grain.MapDataset.source(data.eval), data.config)
     from jfsdp.compat import grain_experimental
 
     pad = functools.partial(grain_experimental().batch_and_pad, batch_size=global_size)
@@ -91,8 +92,8 @@ def make_eval_iterator(
     return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
-def _pack(documents: Any, seq_len: int) -> Any:
-    """Lay documents end to end and cut the stream into rows of `seq_len` pairs.
+def _pack(documents: Any, config: DataConfig) -> Any:
+    """Lay documents end to end and cut the stream into rows of `seq_len` pairs, of a bounded number of documents.
 
     grain's concat-then-split does exactly this for one feature, padding only the last row of a finite stream, and its
     state is a document number and a place in it. Its own positions and segment ids (one per element) would do for text,
@@ -101,9 +102,11 @@ def _pack(documents: Any, seq_len: int) -> Any:
     """
 
     elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
+    if config.documents_per_row is not None and not config.cross_documents:
+        elements = end_rows(elements, config.seq_len, config.documents_per_row)
     from jfsdp.compat import grain_experimental
 
-    return grain_experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": seq_len})
+    return grain_experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": config.seq_len})
 
 
 def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
@@ -121,7 +124,8 @@ def _named_pairs(pairs: np.ndarray) -> Batch:
 
 def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
     """Split pairs [B T 3] into the arrays of [Note: batches of tokens]."""
-    pairs, is_real = packed["pairs"][rows], packed["pairs_segment_ids"][rows] > 0
+    pairs = packed["pairs"][rows]
+    is_real = (packed["pairs_segment_ids"][rows] > 0) & (pairs[:, :, START] != PADDING)
     is_start = np.zeros_like(is_real) if cross_documents else pairs[:, :, START] > 0
     is_start[:, 0] = True
     column = np.arange(pairs.shape[1], dtype=np.int32)
@@ -149,6 +153,7 @@ def _describe(data: TokenData, split: str, batch_size: int, process_index: int, 
         "split_seed": config.split_seed,
         "seed": config.seed,
         "shuffle_rows": config.shuffle_rows,
+        "documents_per_row": config.documents_per_row,
         "batch_size": batch_size,
         "process_index": process_index,
         "process_count": process_count,

@@ -18,6 +18,7 @@ from jfsdp.trainer.data import (
 from jfsdp.trainer.data.images import is_images
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.step import without_packing
 
 _ENTROPY_TOKENS = 20_000_000
 
@@ -30,7 +31,8 @@ class TokenSource:
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
         options = {name: getattr(config, name) for name in (*names, "cross_documents", "shuffle_rows", "seed")}
-        self.data = open_data(DataConfig(seq_len=seq_len, **options), vocab_size=job.vocab_size)
+        data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
+        self.data = open_data(data, vocab_size=job.vocab_size)
         self.config, self.seq_len = config, seq_len
         self.levels: dict[str, float] = {}
 
@@ -80,10 +82,7 @@ class TokenSource:
         return make_eval_iterator(self.data, **share)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Drop what only says that a row is one document: without a mask attention is cheaper."""
-        if not self.config.cross_documents:
-            return batch
-        return {name: array for name, array in batch.items() if name not in ("segment_ids", "positions")}
+        return without_packing(batch) if self.config.cross_documents else batch
 
     def sample(self, model: Any, state: Any) -> list[str]:
         from jfsdp.trainer.run.sample import sample_texts

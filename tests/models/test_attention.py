@@ -1,0 +1,111 @@
+"""Packed rows without a mask: where documents are, what attends by it, and for which devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfsdp_models import attention, cudnn  # pyright: ignore[reportMissingImports]
+from tests import hlo
+
+T = 12
+
+
+def rows_of(runs):
+    """Segment ids [B T] of rows given as lengths of their documents; what is left is padding."""
+    ids = np.zeros((len(runs), T), np.int32)
+    for row, lengths in zip(ids, runs, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(len(lengths)) + 1, lengths)
+    return jnp.asarray(ids)
+
+
+def by_documents(query, key, value, documents):
+    """Attend as cuDNN is told to: each document by itself, causally."""
+    out = np.full(query.shape, np.nan, np.float32)
+    for row, (lengths, starts) in enumerate(zip(*map(np.asarray, documents), strict=True)):
+        for length, start in zip(lengths, starts, strict=True):
+            if length > 0:
+                part = (slice(row, row + 1), slice(start, start + length))
+                own = jax.nn.dot_product_attention(query[part], key[part], value[part], is_causal=True)
+                out[part] = own
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(1, T), max_size=5).filter(lambda runs: sum(runs) <= T), min_size=1, max_size=3))
+def test_documents_say_what_the_mask_says(runs):
+    ids = rows_of(runs)
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(one, (len(runs), T, heads, 8)) for one, heads in zip(keys, (4, 2, 2)))
+    wanted = jax.nn.dot_product_attention(query, key, value, mask=attention.document_mask(ids), is_causal=True)
+    found = by_documents(query, key, value, attention.find_documents(ids, 6))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)  # no token is left out: that would be NaN
+
+
+def test_documents_are_lengths_and_starts_and_minus_one():
+    found = attention.find_documents(rows_of([[3, 1], [12], []]), 4)
+    np.testing.assert_array_equal(found.lengths, [[3, 1, 8, -1], [12, -1, -1, -1], [12, -1, -1, -1]])
+    np.testing.assert_array_equal(found.starts, [[0, 3, 4, -1], [0, -1, -1, -1], [0, -1, -1, -1]])
+
+
+def view(device, dtype=jnp.bfloat16, most: int | None = 4, choice="auto", runs=((3, 1), (12,)), head_size=64):
+    shapes = jax.ShapeDtypeStruct((len(runs), T), jnp.int32), jax.ShapeDtypeStruct((len(runs), T, 16), dtype)
+    with jax.default_device(device):
+        return jax.eval_shape(
+            lambda ids, x: attention.document_view(ids, x, choice, head_size=head_size, most=most), *shapes
+        )[0]
+
+
+def test_who_is_told_where_documents_are():
+    """GPUs from Hopper on, where cuDNN takes the query; all others read a mask."""
+    hopper = hlo.h100s(1)[0]
+    assert isinstance(view(hopper), attention.Documents)
+    mask = (2, 1, T, T)
+    assert view(hlo.gpus("a100-80")[0]).shape == view(jax.devices()[0]).shape == mask
+    assert view(hopper, dtype=jnp.float32).shape == mask
+    assert view(hopper, choice="xla").shape == mask
+    assert view(hopper, head_size=36).shape == mask
+    assert view(hopper, most=None).shape == mask
+
+
+def test_a_row_of_too_many_documents_is_nan(monkeypatch):
+    monkeypatch.setattr(attention, "is_at_least", lambda capability: True)
+    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
+    ids = rows_of([[3, 1, 2], [3, 9], [1, 1, 1, 1]])  # with the padding 4, 2 and 5 runs
+    _, x = attention.document_view(ids, jnp.ones((3, T, 16), jnp.bfloat16), "auto", head_size=64, most=4)
+    np.testing.assert_array_equal(np.isnan(x.astype(jnp.float32)).any((1, 2)), [False, False, True])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_keys_have_as_many_heads_as_queries_where_the_binding_counts_them_so(window):
+    """JAX before 0.12 multiplies the places of documents in keys by the number of query heads."""
+    shapes = [jax.ShapeDtypeStruct((2, T, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+    places = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
+    with jax.default_device(hlo.h100s(1)[0]):
+        jaxpr = jax.make_jaxpr(lambda *args: cudnn.packed_attention(*args, window=window))(*shapes, *places)
+    inner = next(eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name.startswith("custom_vjp_call"))
+    heads = [var.aval.shape[2] for var in inner.invars[:3]]  # pyright: ignore[reportAttributeAccessIssue]
+    assert heads == ([8, 8, 8] if jax.__version_info__ < (0, 12) else [8, 2, 2])
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
+    """Forward and backward, on a GPU that is not there. What it computes was not run on any."""
+    length = 2048
+    query = jax.ShapeDtypeStruct((1, length, heads[0], 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, length, heads[1], 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def total(query, key, value, ids):
+        documents = attention.find_documents(ids, 16)
+        return attention.attend(query, key, value, documents, choice="auto").astype(jnp.float32).sum()
+
+    device = hlo.h100s(1)[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (query, key, key, ids)]
+    with jax.default_device(device):
+        text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*placed).compile().as_text() or ""
+    assert "__cudnn$fmha" in text
+    assert f"{length},{length}" not in text
