@@ -34,7 +34,7 @@ class PlanJob(StepOptions):
     """
 
     OWN_GROUPS: ClassVar = {
-        "cluster": "gpu nodes gpus_per_node reserve target_config",
+        "cluster": "gpu nodes gpus_per_node reserve target_config documents_per_row",
         "output": "json dump_hlo timeline analytic",
         "search": "search budget write_recipe plot",
     }
@@ -50,6 +50,8 @@ class PlanJob(StepOptions):
     """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
     target_config: File = None
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
+    documents_per_row: Count = 1
+    """How many documents of equal length a packed row is taken to hold: for seconds alone. 1: the most attention."""
     dump_hlo: File = None
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
     timeline: File = None
@@ -72,7 +74,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.cluster.target import PlanUnavailable
         from jfsdp.plan.time.chart import plot_timeline
 
-        check_numbers(self, reserve=0, budget=0)
+        check_numbers(self, reserve=0, budget=0, documents_per_row=1)
         cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
         self._check_files()
         if self.analytic:
@@ -154,7 +156,8 @@ class PlanJob(StepOptions):
         from jfsdp.plan.cluster.target import read_target_config
 
         text = read_target_config(self.target_config) if self.target_config else None
-        return {"target_config": text, "reserve_bytes": self._reserve_bytes()}
+        assumed = {"reserve_bytes": self._reserve_bytes(), "documents_per_row": self.documents_per_row}
+        return {"target_config": text, **assumed}
 
     def _reserve_bytes(self) -> int:
         return int(self.reserve * GIB)

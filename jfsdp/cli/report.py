@@ -50,7 +50,11 @@ def print_plan(plan: Plan) -> None:
     console.print(
         "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
     )
-    console.print(f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate (docs/plan.md)")
+    num = plan.work.documents_per_row
+    rows = f", for packed rows of {num} document{'s' * (num > 1)} each" if item == "token" else ""
+    console.print(
+        f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{rows} (docs/plan.md)"
+    )
 
 
 def short(place: str) -> str:

@@ -48,6 +48,7 @@ class Work:
       item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
         frozen weights; None if unknown.
       dtype: in which it computes, for the peak of the hardware.
+      documents_per_row: how many documents of equal length a packed row is taken to hold; 1 is the most work.
     """
 
     items: Count
@@ -55,6 +56,7 @@ class Work:
     item: str
     item_flops: float | None
     dtype: str
+    documents_per_row: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +183,7 @@ class Plan:
             "step_s": self.step_s,
             "critical": clock.critical,
             "rows_per_device": self.work.rows,
+            "documents_per_row": self.work.documents_per_row,
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "mfu": self.mfu,
             "bound_by": self.bound_by,
@@ -261,7 +264,7 @@ def make_plan(
         ledger=make_ledger(
             step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.movement
         ),
-        timeline=simulate(module, collectives, Rates(cluster)),
+        timeline=simulate(module, collectives, Rates(cluster, documents_per_row=work.documents_per_row)),
         reserve_bytes=reserve_bytes,
         program=step.program or "",
         reason=step.reason,

@@ -21,6 +21,7 @@ class Clockwork:
     wire: float = 6.0
     overlap_slowdown: float = 1.0
     host: float = 4.0
+    documents_per_row: int = 1
 
     def work_s(self, work):
         return {Kind.NONE: 0.0, Kind.MATMUL: 10.0, Kind.HOST: self.host}.get(work.kind, 1.0)
@@ -269,6 +270,19 @@ def test_causal_attention_counts_half_and_its_backward_five_halves_of_that():
     assert work(FMHA.replace("@", "Backward")).num_flops == 2.5 * forward.num_flops
     assert work(FMHA.replace("@", "").replace("CAUSAL", "NO_MASK")).num_flops == 2 * forward.num_flops
     assert (forward.kind, forward.is_backward, forward.dtype) == (Kind.ATTENTION, False, "bf16")
+
+
+def test_documents_divide_the_attention_of_packed_rows_alone():
+    packed = FMHA.replace("@", "").replace("CAUSAL", "PADDING_CAUSAL")
+    whole = work(packed)
+    assert whole.num_flops == work(FMHA.replace("@", "")).num_flops, "one document is the whole row"
+    assert whole.with_documents(1) == whole
+    assert whole.with_documents(8).num_flops == whole.num_flops / 8
+    assert work(FMHA.replace("@", "")).with_documents(8) == work(FMHA.replace("@", ""))
+    window = work(packed.replace('length": 0', 'length": 128'))
+    assert window.num_flops == whole.num_flops / 4
+    assert window.with_documents(2) == window, "documents of four windows"
+    assert window.with_documents(16).num_flops == whole.num_flops / 16
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,14 @@ def plan_job(
     *,
     target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
+    documents_per_row: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
 
     Args:
       target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
+      documents_per_row: what the clock takes a packed row to hold; see `Work`.
 
     Raises:
       PlanUnavailable: without a compiler for this GPU.
@@ -142,7 +144,7 @@ def plan_job(
         planned.model.abstract_state(planned.tx),
         planned.batch,
         cluster,
-        planned.work,
+        dataclasses.replace(planned.work, documents_per_row=documents_per_row),
         reserve_bytes=reserve_bytes,
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,

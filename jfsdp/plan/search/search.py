@@ -50,6 +50,7 @@ def search_job(
     budget_s: float = BUDGET_S,
     target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
+    documents_per_row: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
     planner: Callable[..., Any] = plan_job,
 ) -> Search:
@@ -62,6 +63,7 @@ def search_job(
       budget_s: seconds after which no other candidate is begun; the first one is planned in any case.
       target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
       reserve_bytes: GPU memory that the step must leave to others.
+      documents_per_row: as in `plan_job`.
       on_progress: is told what happens next.
       planner: what plans a candidate, as `plan_job` does.
 
@@ -70,7 +72,8 @@ def search_job(
       ValueError: for options that training would refuse.
     """
     tries = _Tries(options, cluster, budget_s, on_progress)
-    tries.plan = lambda one: planner(one, cluster, target_config=target_config, reserve_bytes=reserve_bytes)
+    given = {"target_config": target_config, "reserve_bytes": reserve_bytes, "documents_per_row": documents_per_row}
+    tries.plan = lambda one: planner(one, cluster, **given)
     tries.limit_bytes = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
     item = bound_job(options, cluster).item
     tries.begin()

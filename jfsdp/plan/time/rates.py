@@ -23,11 +23,13 @@ class Rates:
 
     A matmul runs at `hardware.matmul_rate` or as fast as its operands pass through memory; attention at an assumed part
     of the peak; everything else at an assumed part of the memory's bandwidth. Under a collective, matmuls and attention
-    take `overlap_slowdown` times as long (30 to 40 % were measured for matmuls; for attention assumed).
+    take `overlap_slowdown` times as long (30 to 40 % were measured for matmuls; for attention assumed). A packed row is
+    taken to hold `documents_per_row` documents of equal length.
     """
 
     cluster: hardware.Cluster
     overlap_slowdown: float = hardware.OVERLAP_SLOWDOWN
+    documents_per_row: int = 1
 
     def work_s(self, work: Work) -> float:
         """Return the seconds of one instruction."""

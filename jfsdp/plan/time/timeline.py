@@ -299,7 +299,7 @@ class _Simulation:
             pending = _Pending(collective.name, collective.kind, self.rates.collective_s(collective))
             issued.append((collective, pending))
             yield "wire", pending, collective.done
-        work = work_of(self.module, computation, instruction)
+        work = work_of(self.module, computation, instruction).with_documents(self.rates.documents_per_row)
         if work.kind is Kind.HOST:
             copies.append(_Pending(instruction.name, work.kind.value, self.rates.work_s(work)))
             yield "host", copies[-1], find_done(computation, instruction)
@@ -309,7 +309,7 @@ class _Simulation:
             for name, times in runs(self.module, instruction):
                 run.add(self.run(name), times)
                 clock.loop(name, self.run(name), times)
-        work = work_of(self.module, computation, instruction)
+        work = work_of(self.module, computation, instruction).with_documents(self.rates.documents_per_row)
         if work.kind not in (Kind.NONE, Kind.HOST):
             seconds = self.rates.work_s(work)
             run.kind_s[work.kind] += seconds

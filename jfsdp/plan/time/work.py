@@ -3,6 +3,8 @@
 Pure reading of shapes: nothing here moves data, and nothing knows how fast a GPU is.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import math
@@ -41,7 +43,9 @@ class Matmul:
 class Work:
     """What an instruction does, once.
 
-    `num_flops` counts what is computed: of causal attention one half. `num_bytes` is read plus written; what a fusion
+    `num_flops` counts what is computed: of causal attention one half. `packed_share` is that part of the scores, where
+    the kernel is told of documents in a row, which is then counted as one document: `with_documents` says otherwise.
+    `num_bytes` is read plus written; what a fusion
     keeps to itself, and the rest of an array of which it takes or replaces a slice, does not count.
     """
 
@@ -51,6 +55,13 @@ class Work:
     matmuls: tuple[Matmul, ...] = ()
     is_backward: bool = False
     dtype: str = ""
+    packed_share: float | None = None
+
+    def with_documents(self, num: int) -> Work:
+        """Return the work where every packed row holds so many documents of equal length."""
+        if self.packed_share is None:
+            return self
+        return dataclasses.replace(self, num_flops=self.num_flops * min(1.0, 0.5 / num / self.packed_share))
 
 
 NOTHING = Work(Kind.NONE)
@@ -207,9 +218,12 @@ def _attention(module: Module, computation: Computation, instruction: Instructio
     query = computation.operand_shapes(instruction)[0]
     is_backward = "Backward" in instruction.attributes.partition("custom_call_target=")[2][:60]
     num = 5 if is_backward else 2
+    share = _unmasked(instruction.attributes, scores)
+    is_packed = re.search(r'"mask_type":\s*"PADDING_CAUSAL', instruction.attributes)
     return Work(
         Kind.ATTENTION,
-        num_flops=num * 2 * math.prod(scores) * query.dims[-1] * _unmasked(instruction.attributes, scores),
+        packed_share=share if is_packed else None,
+        num_flops=num * 2 * math.prod(scores) * query.dims[-1] * share,
         num_bytes=_touched(module, computation, instruction),
         is_backward=is_backward,
         dtype=query.dtype,
