@@ -85,10 +85,40 @@ def document_view(
     if segment_ids is None:
         return None, x
     query = jax.ShapeDtypeStruct((*segment_ids.shape, 1, head_size), x.dtype)
-    if most is None or choose_attention(choice, query) == "xla" or not is_at_least("9.0"):
+    if most is None or _needs_mask(choice, query, most):
         return document_mask(segment_ids), x
     too_many = has_too_many(segment_ids, most)
     return find_documents(segment_ids, most), jnp.where(too_many, jnp.nan, x).astype(x.dtype)
+
+
+def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:
+    """Say why packed rows take a mask; "": they do not."""
+    if most is None:
+        return "documents_per_row is none"
+    if choose_attention(choice, query) == "xla":
+        return "only cuDNN can be told where documents are"
+    return "" if is_at_least("9.0") else "cuDNN is told where documents are on GPUs from Hopper on"
+
+
+def describe_attention(
+    choice: AttentionChoice, head_size: int, most: int | None, dtype: str, seq_len: int, *, is_packed: bool
+) -> str:
+    """Say in words which kernel computes attention on the device that a trace is for, and why."""
+    query = jax.ShapeDtypeStruct((1, seq_len, 1, head_size), jnp.dtype(dtype))
+    kernel = choose_attention(choice, query)
+    if choice != "auto":
+        why = f"attention={choice!r}"
+    elif kernel == "cudnn":
+        why = "an NVIDIA GPU, and a query that it takes"
+    elif not _is_cuda():
+        why = "no NVIDIA GPU"
+    else:
+        why = f"cuDNN does not take {dtype}, heads of {head_size}, rows of {seq_len}"
+    text = f"{'cuDNN' if kernel == 'cudnn' else 'XLA, with scores [B H T T] in memory'} ({why})"
+    if not is_packed:
+        return text
+    reason = _needs_mask(choice, query, most)
+    return f"{text}; documents by a mask [B 1 T T] ({reason})" if reason else f"{text}; documents by their places"
 
 
 def attend(

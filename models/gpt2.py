@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import attend, document_mask, document_positions, document_view
+from .attention import attend, describe_attention, document_mask, document_positions, document_view
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
@@ -210,6 +210,9 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "optimizer": adamw,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
+        "attention": partial(
+            describe_attention, config.attention, config.dim // config.num_heads, config.documents_per_row
+        ),
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

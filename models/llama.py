@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import attend, document_positions, document_view
+from .attention import attend, describe_attention, document_positions, document_view
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
@@ -275,6 +275,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "optimizer": adamw,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
+        "attention": partial(describe_attention, config.attention, config.head_size, config.documents_per_row),
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

@@ -28,6 +28,8 @@ def print_plan(plan: Plan) -> None:
     if plan.prefetch:
         ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
         console.print(f"{ahead}, storage {plan.layout.storage}")
+    if plan.work.attention:
+        console.print(f"attention {plan.work.attention}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     console.print(
         f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "

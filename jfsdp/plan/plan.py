@@ -49,6 +49,7 @@ class Work:
         frozen weights; None if unknown.
       dtype: in which it computes, for the peak of the hardware.
       documents_per_row: how many documents of equal length a packed row is taken to hold; 1 is the most work.
+      attention: what the model says of its kernel, in words.
     """
 
     items: Count
@@ -57,6 +58,7 @@ class Work:
     item_flops: float | None
     dtype: str
     documents_per_row: Count = 1
+    attention: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +186,7 @@ class Plan:
             "critical": clock.critical,
             "rows_per_device": self.work.rows,
             "documents_per_row": self.work.documents_per_row,
+            "attention": self.work.attention,
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "mfu": self.mfu,
             "bound_by": self.bound_by,

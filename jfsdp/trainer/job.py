@@ -38,6 +38,8 @@ class Job:
       seq_len: default sequence length; means nothing for images.
       documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
         keep to it. None: any number.
+      attention: `f(dtype, seq_len, is_packed=...) -> str`: which kernel computes attention on the device that a trace
+        is for, and why, in words; None: nothing is said of it.
       vocab_size: how many token ids the model knows; None for models without tokens.
       num_classes: how many labels the model knows; None for models without classes.
       flops_per_token: `f(seq_len) -> FLOPs` of one token (where `data` is "images": of one image) forward and backward,
@@ -62,6 +64,7 @@ class Job:
     data: str = "tokens"
     seq_len: Count = 1024
     documents_per_row: Count | None = None
+    attention: Callable[..., str] | None = None
     vocab_size: Count | None = None
     num_classes: Count | None = None
     flops_per_token: Callable[[int], float] | None = None

@@ -73,6 +73,12 @@ def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = F
     return without_packing(made) if cross_documents else made
 
 
+def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_documents: bool) -> str:
+    """Return what a job says of its attention on the device that a trace is for; "": nothing."""
+    dtype = model.layout.mp_policy.param_dtype or "float32"
+    return job.attention(dtype, row_items, is_packed=not cross_documents) if job.attention else ""
+
+
 def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Drop what only says that a row is one document: without a mask attention is cheaper."""
     return {name: array for name, array in batch.items() if name not in PACKING}

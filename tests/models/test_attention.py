@@ -109,3 +109,29 @@ def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
         text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*placed).compile().as_text() or ""
     assert "__cudnn$fmha" in text
     assert f"{length},{length}" not in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "is_packed", "text"),
+    [
+        ("h100", "bfloat16", True, "cuDNN (an NVIDIA GPU, and a query that it takes); documents by their places"),
+        ("h100", "bfloat16", False, "cuDNN (an NVIDIA GPU, and a query that it takes)"),
+        (
+            "a100-80",
+            "bfloat16",
+            True,
+            "cuDNN (an NVIDIA GPU, and a query that it takes); documents by a mask [B 1 T T] (cuDNN is told where "
+            "documents are on GPUs from Hopper on)",
+        ),
+        (
+            None,
+            "float32",
+            True,
+            "XLA, with scores [B H T T] in memory (no NVIDIA GPU); documents by a mask [B 1 T T] (only cuDNN can be "
+            "told where documents are)",
+        ),
+    ],
+)
+def test_the_kernel_is_said_with_its_reason(gpu, dtype, is_packed, text):
+    with jax.default_device(hlo.gpus(gpu)[0] if gpu else jax.devices()[0]):
+        assert attention.describe_attention("auto", 64, 64, dtype, 512, is_packed=is_packed) == text

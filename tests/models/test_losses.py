@@ -50,7 +50,8 @@ def test_bfloat16_is_summed_in_float32():
     """Over many chunks the gradient of the head is as near the exact one as over a single chunk."""
     hidden, kernel, targets, weights = make(rows=4, length=512, dtype=jnp.bfloat16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), (hidden, kernel))
-    wanted = grads_of(lambda h, k, t, w: with_logits(h, k, t, w, False), *exact, targets, weights)[0][1]
+    whole = lambda h, k, t, w: with_logits(h, k, t, w, False)  # noqa: E731
+    wanted = grads_of(whole, exact[0], exact[1], targets, weights)[0][1]
     errors = []
     for chunk in (4, 512):
         found = grads_of(lambda *args, chunk=chunk: head_loss(*args, chunk=chunk), hidden, kernel, targets, weights)

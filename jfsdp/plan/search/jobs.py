@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
@@ -21,7 +22,7 @@ from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
-from jfsdp.trainer.step import make_batch, make_schedule, make_step
+from jfsdp.trainer.step import describe_attention, make_batch, make_schedule, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,13 +139,18 @@ def plan_job(
       EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
-    planned = shard_planned(options, find_planned_job(options), topology_devices(cluster, target_config))
+    devices = topology_devices(cluster, target_config)
+    planned = shard_planned(options, find_planned_job(options), devices)
+    with jax.default_device(devices[0]):
+        attention = describe_attention(
+            planned.job, planned.model, planned.seq_len, cross_documents=planned.cross_documents
+        )
     return make_plan(
         planned.step,
         planned.model.abstract_state(planned.tx),
         planned.batch,
         cluster,
-        dataclasses.replace(planned.work, documents_per_row=documents_per_row),
+        dataclasses.replace(planned.work, documents_per_row=documents_per_row, attention=attention),
         reserve_bytes=reserve_bytes,
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,

@@ -29,6 +29,7 @@ from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.sources.source import Source, open_source
+from jfsdp.trainer.step import describe_attention
 
 # What changes losses by rounding only: a run may be resumed with other values.
 _ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
@@ -118,6 +119,10 @@ class Run:
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
             f"{source.describe_batch(self.parts.global_batch)} per step"
         )
+        if attention := describe_attention(
+            self.parts.job, self.parts.model, self.parts.row_items, cross_documents=config.cross_documents
+        ):
+            say(f"attention: {attention}")
         for warning in advise(layout):
             say(f"note: {warning}")
         if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
