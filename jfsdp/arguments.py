@@ -87,7 +87,9 @@ def _problem(name: str, value: Any, hint: Any) -> str:
         return "" if "" in found else (within or [wrong()])[0]
     if kind is Annotated:
         least, most = (*hint.__metadata__, math.inf)[:2]
-        return "" if not _problem(name, value, inner[0]) and least <= value <= most else wrong()
+        if _problem(name, value, inner[0]):
+            return wrong()
+        return "" if _is_traced(value) or least <= value <= most else wrong()
     if not (inner and issubclass(kind, Collection)):
         return "" if _is(value, kind) else wrong()
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
@@ -112,7 +114,8 @@ def _is(value: Any, kind: Any) -> bool:
         return is_bool
     if kind in (int, float):
         if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
-            return getattr(value.dtype, "kind", "no") in ("iu" if kind is int else "iufV")  # V: bfloat16
+            is_number = getattr(value.dtype, "kind", "no") in ("iu" if kind is int else "iufV")  # V: bfloat16
+            return is_number and (_is_traced(value) or bool(value == value))
         is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
@@ -122,6 +125,11 @@ def _is(value: Any, kind: Any) -> bool:
     if hasattr(kind, "_fields"):  # of optax: what has the same functions will do
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in kind._fields)
     return isinstance(value, kind)
+
+
+def _is_traced(value: Any) -> bool:
+    """Tell a number that is not known yet: JAX's, inside a trace."""
+    return any(kind.__name__ == "Tracer" for kind in type(value).__mro__)
 
 
 def _in_words(hint: Any) -> str:

@@ -27,7 +27,8 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
       model: called as `model(tokens, segment_ids=..., positions=..., **options)`.
       batch: `tokens` and `targets`; optional `weights` `[B T]` float32 (default: 1, but 0 where `segment_ids` is 0),
         `segment_ids`, `positions`. The targets are the caller's: nothing is shifted here, and a target that lies in
-        the next document counts unless its weight is 0. A target outside the vocabulary makes the loss NaN.
+        the next document counts unless its weight is 0. A target outside the vocabulary, such as -100, makes the loss
+        NaN unless its weight is 0.
       options: handed on to the model, such as `deterministic=False`.
 
     Returns:
@@ -64,7 +65,7 @@ def classification_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax
     Args:
       model: called as `model(images)`; returns logits `[B K]`.
       batch: `images` and `labels`; optional `weights` `[B]` float32 (default: 1). A label outside the classes makes the
-        loss NaN.
+        loss NaN unless its weight is 0.
 
     Returns:
       `total` and `weight`, and in `aux` `correct`: the weight of the images whose highest logit is the label.
@@ -82,14 +83,23 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> L
     Dtype:   float32 inside and out.
     """
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
-    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="fill")[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    correct = jnp.argmax(logits, axis=-1) == labels
+    losses, correct, _ = _each(logits, labels)
     return LossSums(
-        total=jnp.sum(weights * losses),
+        total=jnp.sum(jnp.where(weights == 0, 0.0, weights * losses)),
         weight=jnp.sum(weights),
         aux={"correct": jnp.sum(weights * correct)},
     )
+
+
+def _each(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return of each label its loss, whether it has the highest logit, and the norm of its probabilities.
+
+    A label outside the classes, a negative one too, has NaN for a loss: an index from the end would be another class.
+    """
+    inside = jnp.where(labels < 0, logits.shape[-1], labels)
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    losses = norm - jnp.take_along_axis(logits, inside[..., None], axis=-1, mode="fill")[..., 0]
+    return losses, jnp.argmax(logits, axis=-1) == labels, norm
 
 
 # [Note: a loss without logits]
@@ -126,7 +136,8 @@ def head_loss(
         )
     if chunk < 1:
         raise ValueError(f"chunk={chunk} tokens must be at least 1")
-    weights = weights.astype(jnp.float32)
+    weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
+    hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of the derivative, so that each has its own
     sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)
     return LossSums(sums[0], jnp.sum(weights), {"correct": sums[1]})
 
@@ -147,16 +158,16 @@ def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: i
         (total, correct, d_kernel), (hidden, targets, weights) = carry, rows
         scores = _scores(hidden, kernel, tied)
         logits = scores.astype(jnp.float32)
-        norm = jax.nn.logsumexp(logits, axis=-1)
-        losses = norm - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")[..., 0]
-        is_correct = jnp.argmax(scores, axis=-1) == targets
+        losses, is_correct, norm = _each(logits, targets)
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-        d_scores = ((jnp.exp(logits - norm[..., None]) - is_target) * weights[..., None]).astype(scores.dtype)
+        d_scores = (jnp.exp(logits - norm[..., None]) - is_target) * weights[..., None]
+        d_scores = jnp.where(weights[..., None] == 0, 0.0, d_scores).astype(scores.dtype)
         d_hidden = jnp.einsum("btv,vd->btd" if tied else "btv,dv->btd", d_scores, kernel)
         order = (d_scores, hidden) if tied else (hidden, d_scores)
         d_kernel += jnp.einsum("btx,bty->xy", *order, preferred_element_type=jnp.float32)
-        sums = (total + jnp.sum(weights * losses), correct + jnp.sum(weights * is_correct), d_kernel)
-        return sums, (d_hidden, losses)
+        counted = jnp.where(weights == 0, 0.0, weights * losses)
+        sums = (total + jnp.sum(counted), correct + jnp.sum(weights * is_correct), d_kernel)
+        return sums, (d_hidden, jnp.where(weights == 0, 0.0, losses))
 
     zero = jnp.zeros((), jnp.float32)
     carry = (zero, zero, jnp.zeros(kernel.shape, jnp.float32))

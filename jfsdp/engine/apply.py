@@ -91,6 +91,7 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`.
         """
+        self.engine.calls.clear()  # names start anew: the same program has the same text
         try:
             traced, flat = self._trace(ROOT, _RootRun(self.model, fn, self._hooks), *self._parts(params, state, inputs))
         except ValueError as error:

@@ -141,11 +141,12 @@ def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
 _SAME_VALUE = ("convert_element_type", "transpose", "reshape", "squeeze", "copy", "optimization_barrier")
 
 
-def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None) -> list[int]:
+def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None, but: str = "") -> list[int]:
     """Count for each input the operations that read it, looking through calls, casts and reshapes.
 
     Args:
       is_one: whether an equation counts, and is not looked into; None: all do, but calls.
+      but: how the names of calls begin that are not looked into either; "": there are none.
     """
     readers: dict[Any, int] = {}
     for atom in jaxpr.outvars:
@@ -157,8 +158,10 @@ def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None) -> list
             counts = [readers.get(var, 0) for var in eqn.outvars]
         elif is_one and is_one(eqn):
             counts = [1] * len(eqn.invars)
+        elif but and str(eqn.params.get("name", "")).startswith(but):
+            counts = [0] * len(eqn.invars)
         elif inner is not None and eqn.primitive.name not in ("scan", "while") and _is_call(inner, eqn):
-            counts = num_readers(inner, is_one)
+            counts = num_readers(inner, is_one, but)
         else:
             counts = [int(is_one is None)] * len(eqn.invars)
         for atom, count in zip(eqn.invars, counts, strict=False):

@@ -18,6 +18,7 @@ from jfsdp.layout.table import HOST, Layout, Leaf
 from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
+UNIT_CALL = "jfsdp_unit_"  # how the names of units' calls begin in a trace
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Engine(abc.ABC):
     Attributes:
       layout: where every stage of every leaf stands.
       mesh: the mesh of the state, with the axes split that some stage splits only in part.
-      calls: the calls of units in the traces so far, by the name that they have there.
+      calls: the calls of units in the latest trace of a root, by the name that they have there.
       writes_order: whether the program says when each collective starts; else XLA does.
     """
 
@@ -88,7 +89,7 @@ class Engine(abc.ABC):
         def in_place(flat: list[Any], shards: Arrays) -> list[Any]:
             return call_traced(traced, shards, flat, movement)
 
-        label = f"jfsdp_unit_{len(self.calls)}"
+        label = f"{UNIT_CALL}{len(self.calls)}"
         in_place.__name__ = label
         self.calls[label] = NamedCall(name, traced, tuple(sorted(shards)))
         return jax.jit(in_place)(list(flat), shards)

@@ -431,3 +431,14 @@ def test_a_name_to_save_need_not_be_in_every_unit():
 def test_an_evaluation_may_pass_by_the_names_to_save():
     model = shard(lambda rngs: Net(rngs, Named), units=[Named, "head"], remat=("hidden",))
     assert model.forward(lambda model, x: model.head(x))(model.init(TX), batch()).shape == (16, 1)
+
+
+def test_a_program_that_is_traced_again_has_the_same_text():
+    """Else evaluation would compile anew in every run: the compilation cache goes by the text."""
+    from tests import models_small as small
+
+    model = jfsdp.fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=-1), units=[small.Block], min_size=1)
+    state = model.abstract_state(optax.sgd(0.1))
+    tokens = jax.ShapeDtypeStruct((8, 6), np.int32)
+    texts = [jax.jit(model.forward(lambda model, x: model(x).sum())).lower(state, tokens).as_text() for _ in range(2)]
+    assert texts[0] == texts[1]

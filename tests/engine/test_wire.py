@@ -1,4 +1,4 @@
-"""What the auto engine puts on the wire at real size, read from HLO that XLA:GPU compiled for H100s."""
+"""What both programs send at real size, read from HLO that XLA:GPU compiled for H100s."""
 
 import functools
 
@@ -126,3 +126,12 @@ def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
         12 * num_parameters(model.layout.leaves) / num_devices, rel=1e-5
     )
     assert not hlo.collectives(compiled.as_text(), num_devices)
+
+
+def test_the_step_of_the_script_sends_no_more_than_theory():
+    """With its own loss, which forms the head's gradient itself: the program is `manual`, and all sums are bfloat16."""
+    _, wire = compiled_wire(engine="auto")
+    assert wire["all-gather", "bf16"] == 2 * (2 * PARAMETERS - ROOT_PARAMETERS) * SHARE
+    assert wire["reduce-scatter", "bf16"] == 2 * PARAMETERS * SHARE
+    assert wire.keys() <= {("all-gather", "bf16"), ("reduce-scatter", "bf16"), ("all-reduce", "f32")}
+    assert wire.get(("all-reduce", "f32"), 0) < 100

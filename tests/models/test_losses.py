@@ -92,10 +92,27 @@ def test_nothing_counted_is_a_sum_of_nothing():
     assert not any(np.any(grad) for grad in grads[:2])
 
 
-def test_a_target_outside_the_vocabulary_is_nan():
+@pytest.mark.parametrize("outside", [VOCAB, -1, -100])
+def test_a_target_outside_the_vocabulary_is_nan_unless_it_counts_nothing(outside):
     hidden, kernel, targets, weights = make()
-    targets = targets.at[0, 3].set(VOCAB)
-    assert np.isnan(head_loss(hidden, kernel, targets, jnp.ones_like(weights), chunk=4).total)
+    targets = targets.at[0, 3].set(outside)
+    given = hidden, kernel, targets, jnp.ones_like(weights)
+    assert np.isnan(head_loss(*given, chunk=4).total) and np.isnan(with_logits(*given, False).total)
+    given = hidden, kernel, targets, weights.at[0, 3].set(0)
+    wanted = grads_of(lambda h, k, t, w: with_logits(h, k, t, w, False), *given)
+    found = grads_of(lambda *args: head_loss(*args, chunk=4), *given)
+    both = (jax.tree.leaves((grads[:2], sums)) for grads, sums in (found, wanted))
+    for a, b in zip(*both, strict=True):
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
+def test_gradients_have_the_dtypes_of_what_they_belong_to(first, second):
+    hidden, kernel, targets, weights = make()
+    given = hidden.astype(first), kernel.astype(second), targets, weights
+    found, _ = grads_of(lambda *args: head_loss(*args, chunk=4), *given)
+    assert [x.dtype for x in found[:2]] == [first, second]
 
 
 @pytest.mark.parametrize(

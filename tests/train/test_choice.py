@@ -35,6 +35,33 @@ class Tied(nnx.Module):
         return self.embed.attend(self.up(self.embed(x.astype(jnp.int32)[:, 0] % 16)))
 
 
+@jax.custom_vjp
+def times(x, weight):
+    return x @ weight
+
+
+times.defvjp(lambda x, weight: (x @ weight, (x, weight)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+class Gate(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x, weight):
+        return x @ (self.scale[...] * weight)
+
+
+class Rooted(nnx.Module):
+    """A weight of the root that goes into a unit (`given`), or into a derivative of the model's own."""
+
+    def __init__(self, rngs, given):
+        self.up, self.given = Gate(rngs), given
+        self.root = nnx.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x):
+        return self.up(x, self.root[...]) if self.given else times(self.up(x, 1.0), self.root[...])
+
+
 class Counted(Net):
     def __init__(self, rngs):
         super().__init__(rngs)
@@ -80,6 +107,24 @@ CASES = {
     "padded": (padded, loss, {"fsdp": 8}, {}, {}, "manual", "padded"),
     "padded, scalar": (padded, scalar, {"fsdp": 8}, {}, {}, "xla", "the loss is a scalar"),
     "tied": (Tied, loss, {"fsdp": 8}, {"units": ["up"]}, {}, "manual", "embed.embedding has several uses"),
+    "a derivative of its own": (
+        lambda rngs: Rooted(rngs, False),
+        loss,
+        {"fsdp": 8},
+        {"units": ["up"]},
+        {},
+        "manual",
+        "the model forms the gradient of root itself",
+    ),
+    "a weight given to a unit": (
+        lambda rngs: Rooted(rngs, True),
+        loss,
+        {"fsdp": 8},
+        {"units": ["up"]},
+        {},
+        "xla",
+        "no more than it must",
+    ),
     "hybrid": (Net, loss, MESH, {"strategy": "hybrid_shard"}, AGAIN, "manual", "sums over replica once per step"),
     "hfsdp": (Net, loss, MESH, {"strategy": "hfsdp"}, {}, "manual", "split further"),
     "zero1": (Net, loss, MESH, {"strategy": "zero1"}, AGAIN, "manual", "sums over replica, fsdp once per step"),

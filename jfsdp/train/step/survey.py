@@ -24,7 +24,7 @@ from jfsdp.engine.dataflow import (
     stated_axes,
     unread,
 )
-from jfsdp.engine.engine import SCOPE, is_key
+from jfsdp.engine.engine import SCOPE, UNIT_CALL, is_key
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
 from jfsdp.layout.table import Layout
@@ -111,7 +111,7 @@ def survey(
         any(draws(eqn) and id(eqn) not in own_draws for eqn in all_eqns(jaxpr)),
         problem,
         of_root(num_readers(jaxpr), 2),
-        of_root(num_readers(jaxpr, has_own_derivative), 1),
+        of_root(num_readers(jaxpr, has_own_derivative, but=UNIT_CALL), 1),
         own,
         any(map(_is_whole, whole)),
     )

@@ -61,7 +61,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
-    job = find_job(config)
+    job = _as_begun(find_job(config), stored.get("decides", {}))
     row_items = check_source(config, job)
     if config.xla:
         check_options({name: value for name, value in options.parse_xla(config.xla).items() if value is not None})
@@ -74,6 +74,13 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
     return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
+
+
+def _as_begun(job: Job, decides: Mapping[str, Any]) -> Job:
+    """Return a job as a run from before 2026-11-23 began it: with any number of documents in a row."""
+    name = "documents_per_row"
+    is_older = decides and hasattr(job.config, name) and f"model_config.{name}" not in decides
+    return job.with_config(**{name: None}) if is_older else job
 
 
 def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
@@ -97,6 +104,7 @@ def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
         raise ValueError(f"--mesh {config.mesh}: {error}{simulated}") from error
 
 
+_ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alone
 _DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
 
 
@@ -106,7 +114,7 @@ def what_decides(config: TrainConfig, job: Job, row_items: int, global_batch: in
     fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
     return {
         "model": config.model or config.factory,
-        **{f"model_config.{name}": value for name, value in fields.items()},
+        **{f"model_config.{name}": value for name, value in fields.items() if name not in _ROUNDS},
         "seq_len": row_items,
         "global_batch": global_batch,
         **options.what_decides(config),

@@ -135,13 +135,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs.
-
-    A field of the model's configuration that they do not know is newer than they are, and not compared.
-    """
+    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
     ours = json.loads(json.dumps(dict(ours), default=str))
-    known = {name: x for name, x in ours.items() if name in theirs or not name.startswith("model_config.")}
-    names = {**theirs, **known} if theirs else ()
+    names = {**theirs, **ours} if theirs else ()
     return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
 
 

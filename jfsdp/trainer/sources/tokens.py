@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jfsdp.trainer.data import (
     DataConfig,
     DataIterator,
@@ -15,6 +17,7 @@ from jfsdp.trainer.data import (
     ngram_entropies,
     open_data,
 )
+from jfsdp.trainer.data.documents import START
 from jfsdp.trainer.data.images import is_images
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
@@ -57,7 +60,25 @@ class TokenSource:
         return len(self.data.eval)
 
     def describe(self) -> str:
-        return str(self.data.stats)
+        return f"{self.data.stats}{self._padding()}"
+
+    def _padding(self) -> str:
+        """Say how much of a row is padding because of its bounded number of documents, where that is much.
+
+        Cost: reads at most 64 documents.
+        """
+        config, train = self.data.config, self.data.train
+        if config.documents_per_row is None or config.cross_documents or not len(train):
+            return ""
+        some = [train[int(at)] for at in np.linspace(0, len(train) - 1, min(64, len(train)))]
+        mean = sum(map(len, some)) / max(1, sum(int((pairs[:, START] > 0).sum()) for pairs in some))
+        padding = 1 - (config.documents_per_row - 1) * mean / config.seq_len
+        if padding < 0.1:
+            return ""
+        return (
+            f"; about {padding:.0%} of each row is padding: documents have {mean:.0f} tokens, and a row holds at most "
+            f"{config.documents_per_row}, padding included; raise it with --model-config documents_per_row=N"
+        )
 
     def describe_batch(self, rows: int) -> str:
         return f"{rows} rows of {self.seq_len} tokens"
