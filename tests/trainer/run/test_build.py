@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from jfsdp.trainer.run import directory
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.source import open_source
@@ -158,3 +159,13 @@ def test_what_changes_rounding_only_is_not():
 def test_a_run_whose_loss_is_scaled_skips_what_is_not_finite():
     assert not build(CONFIG, {}).loop.skips_nonfinite
     assert build(dataclasses.replace(CONFIG, param_dtype="float16"), {}).loop.skips_nonfinite
+
+
+def test_a_run_from_before_the_bound_on_documents_goes_on_without_it():
+    """Its rows, and the states of its data, are those of a stream that nothing is filled into."""
+    new = build(CONFIG, {})
+    older = {name: value for name, value in new.decides.items() if name != "model_config.documents_per_row"}
+    assert (new.job.documents_per_row, build(CONFIG, {"decides": new.decides}).job.documents_per_row) == (64, 64)
+    resumed = build(CONFIG, {"decides": older})
+    assert resumed.job.documents_per_row is None and resumed.job.config.documents_per_row is None
+    assert directory.differences(older, resumed.decides) == {}
