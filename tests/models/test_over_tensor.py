@@ -52,7 +52,7 @@ def test_attention_by_heads_is_attention(mask):
     rows = PartitionSpec("fsdp")
 
     def local(heads, mask):
-        return by_heads(attend, heads, heads, heads, mask=mask)
+        return by_heads(attend, heads, heads, heads, documents=mask)
 
     specs = (rows, None if mask is None else rows)
     names = {"pipe", "replica", "fsdp"}
