@@ -514,7 +514,7 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
     config = tmp_path / "hf" / "config.json"
     theirs = {"eos_token_id": 7, "max_position_embeddings": 4096}
     config.write_text(json.dumps(json.loads(config.read_text()) | theirs))
-    still = ["--steps", 1, "--learning-rate", 1e-9, "--eval-every", 1, "--run-dir", tmp_path / "run"]
+    still = ["--steps", 1, "--learning-rate", 1e-20, "--eval-every", 1, "--run-dir", tmp_path / "run"]
     done = train(*options, *begin, *still)
     assert done.returncode == 0, done.stderr
     lines, before = read_metrics(tmp_path / "run"), read_metrics(unbroken[0])
