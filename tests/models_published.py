@@ -19,7 +19,7 @@ from jfsdp_models.gpt2 import GPT2, Block  # pyright: ignore[reportMissingImport
 from jfsdp_models.gpt2_config import GPT2Config  # pyright: ignore[reportMissingImports]
 from jfsdp_models.llama import DecoderLayer, Llama  # pyright: ignore[reportMissingImports]
 from jfsdp_models.llama_config import LlamaConfig  # pyright: ignore[reportMissingImports]
-from jfsdp_models.losses import classification_loss, next_token_loss  # pyright: ignore[reportMissingImports]
+from jfsdp_models.losses import classification_loss, loss_of_model  # pyright: ignore[reportMissingImports]
 from jfsdp_models.vit import EncoderBlock, ViT  # pyright: ignore[reportMissingImports]
 from jfsdp_models.vit_config import ViTConfig  # pyright: ignore[reportMissingImports]
 
@@ -39,7 +39,10 @@ class Case:
 def tokens(rng, rows):
     ids = rng.integers(0, VOCAB, (2, rows, LENGTH)).astype(np.int32)
     keep = rng.random((rows, 1)) * rng.random((rows, LENGTH)) < 0.4
-    return {"tokens": ids[0], "targets": ids[1], "weights": keep.astype(np.float32)}
+    documents = 1 + np.cumsum(rng.random((rows, LENGTH)) < 0.3, axis=1)
+    is_padding = np.arange(LENGTH) >= rng.integers(1, LENGTH + 1, (rows, 1))
+    packing = {"segment_ids": np.where(is_padding, 0, documents).astype(np.int32)}
+    return {"tokens": ids[0], "targets": ids[1], "weights": keep.astype(np.float32)} | packing
 
 
 def images(rng, rows):
@@ -58,8 +61,9 @@ def llama(stacked, num_layers=2):
         tied=False,
         stacked=stacked,
         attention="xla",
+        loss_chunk=4,
     )
-    return Case(lambda rngs: Llama(config, rngs), next_token_loss, [DecoderLayer], tokens)
+    return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens)
 
 
 def gpt2(stacked=True, dropout=0.0):
@@ -73,10 +77,11 @@ def gpt2(stacked=True, dropout=0.0):
         attention_dropout=dropout,
         stacked=stacked,
         attention="xla",
+        loss_chunk=4,
     )
 
     def loss(model, batch):
-        return next_token_loss(model, batch, deterministic=dropout == 0)
+        return loss_of_model(model, batch, deterministic=dropout == 0)
 
     return Case((GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), loss, [Block], tokens)
 
