@@ -6,7 +6,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from .cudnn import is_at_least, packed_attention
+from .cudnn import binding, is_at_least, packed_attention
 
 AttentionChoice = Literal["auto", "xla", "cudnn"]
 
@@ -97,6 +97,8 @@ def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:
         return "documents_per_row is none"
     if choose_attention(choice, query) == "xla":
         return "only cuDNN can be told where documents are"
+    if binding is None:
+        return "this JAX has no binding by which cuDNN is told where documents are"
     return "" if is_at_least("9.0") else "cuDNN is told where documents are on GPUs from Hopper on"
 
 

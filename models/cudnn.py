@@ -17,7 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as binding
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as binding
+except ImportError:  # private: another JAX may have moved it, and attention then reads a mask
+    binding: Any = None
 
 
 def target_device() -> Any:
@@ -36,12 +40,13 @@ def _numbers(capability: str) -> tuple[int, ...]:
     return tuple(map(int, str(capability).split(".")))
 
 
-def _answer_for_target(capability: str, *, asked: Any = binding.check_compute_capability) -> bool:
+def _answer_for_target(capability: str, *, asked: Any) -> bool:
     has_device = hasattr(jax.config.jax_default_device, "device_kind")  # type: ignore[attr-defined]
     return is_at_least(capability) if has_device else asked(capability)
 
 
-binding.check_compute_capability = functools.wraps(binding.check_compute_capability)(_answer_for_target)
+if binding is not None:
+    binding.check_compute_capability = functools.partial(_answer_for_target, asked=binding.check_compute_capability)
 
 
 def packed_attention(

@@ -135,3 +135,8 @@ def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
 def test_the_kernel_is_said_with_its_reason(gpu, dtype, is_packed, text):
     with jax.default_device(hlo.gpus(gpu)[0] if gpu else jax.devices()[0]):
         assert attention.describe_attention("auto", 64, 64, dtype, 512, is_packed=is_packed) == text
+
+
+def test_a_jax_without_the_binding_takes_a_mask(monkeypatch):
+    monkeypatch.setattr(attention, "binding", None)
+    assert view(hlo.h100s(1)[0]).shape == (2, 1, T, T)
