@@ -98,6 +98,8 @@ class Engine(abc.ABC):
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root unit; return what it returns, and the function from a cotangent to gradients.
 
+        Both programs do so by `jfsdp.engine.manual.run`, with the `Prefetch` of each.
+
         Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 
         Args:

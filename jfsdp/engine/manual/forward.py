@@ -1,4 +1,4 @@
-"""The forward of a step by schedule; see [Note: a manual step] in engine/manual/engine.py."""
+"""The forward of a step of either program; see [Note: a manual step] in engine/manual/engine.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A traced function read as a program: calls of units in their order, loops over them, and the root's own code between.
 
-[Note: how the manual engine sees a model]
+[Note: how both programs see a model]
 While the root is traced, every call of a unit is a `jax.jit` of a name that the engine knows. JAX carries that call
 through whatever the model does (scans, remats, conditions), and left alone it gathers where it stands: correct, and
 without prefetch. Where the trace shows it at the top, or in the body of a scan at the top whose layers it takes one by

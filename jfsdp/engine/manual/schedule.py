@@ -1,4 +1,4 @@
-"""The order of a manual step as data: which unit's weights are on their way while which unit computes.
+"""The order of a step as data: which unit's weights are on their way while which unit computes.
 
 A step calls units in an order that its trace shows. `frontiers` says for each call up to which later call weights are
 gathered by then; `steady` finds the iterations of a loop that all look alike, so that one scan can run them.

@@ -1,4 +1,4 @@
-"""What both passes of a step by schedule share: the program, its calls in order, the weights of the root."""
+"""What both passes of a step, of either program, share: the program, its calls in order, the weights of the root."""
 
 from __future__ import annotations
 

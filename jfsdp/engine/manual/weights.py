@@ -1,4 +1,4 @@
-"""The weights of a step by schedule: where they rest, which are on their way, what is kept of them for the backward."""
+"""The weights of a step of either program: where they rest, which are on their way, what is kept for the backward."""
 
 from __future__ import annotations
 
