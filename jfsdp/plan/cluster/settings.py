@@ -156,7 +156,7 @@ def check_memory_settings(env: Mapping[str, str]) -> list[Finding]:
 def _check_fraction(name: str, text: str) -> Iterator[Finding]:
     topic = f"{name}={text}"
     if not re.fullmatch(r"\d*\.?\d+|\d+\.", text) or not float(text):
-        yield Finding(_P, topic, "is not a part of the memory", "give a number such as 0.9")
+        yield Finding(_P, topic, "is not a part of the memory", "give a number such as 0.95")
     elif float(text) > 1:
         yield Finding(
             _P, topic, "is more than the GPU has; what does not fit is paged to the host", "give at most 0.95"
@@ -164,7 +164,7 @@ def _check_fraction(name: str, text: str) -> Iterator[Finding]:
     elif float(text) > 0.95:
         yield Finding(_P, topic, "leaves NCCL, cuDNN and CUDA too little outside of JAX's share", "give at most 0.95")
     elif float(text) < 0.75:
-        yield Finding(_P, topic, "gives JAX less than its default share of 0.75", "unset it, or give 0.9")
+        yield Finding(_P, topic, "gives JAX less than its default share of 0.75", "unset it, or give 0.95")
 
 
 def _apply(
