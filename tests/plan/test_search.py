@@ -27,7 +27,7 @@ SMALL = SearchSpace(("full_shard", "hybrid_shard"), (4,), ("full", "none", "dots
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 
-def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0):
+def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0, documents_per_row=1):
     """A step of 1 s and 0.2 s per row, of which a hybrid strategy and the option a=1 save something."""
     row_s, row_gib = REMATS[options.remat]
     rows = options.batch_per_device
