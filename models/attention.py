@@ -46,18 +46,16 @@ def find_documents(segment_ids: jax.Array, most: int) -> Documents:
 
     Layout:  [B T] -> two of [B M]
     """
-    is_start = segment_ids[:, 1:] != segment_ids[:, :-1]
-    place = jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    in_run = place[:, :, None] == jnp.arange(most, dtype=jnp.int32)
+    in_run = _runs(segment_ids)[:, :, None] == jnp.arange(most, dtype=jnp.int32)
     lengths = jnp.sum(in_run, axis=1, dtype=jnp.int32)
     starts = jnp.cumsum(lengths, axis=1) - lengths
     return Documents(*(jnp.where(lengths > 0, x, -1) for x in (lengths, starts)))
 
 
-def has_too_many(segment_ids: jax.Array, most: int) -> jax.Array:
-    """Tell which rows have more runs of equal segment ids than `most`. Layout: [B T] -> [B 1 1] bool."""
-    num = 1 + jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
-    return (num > most)[:, None, None]
+def _runs(segment_ids: jax.Array) -> jax.Array:
+    """Count the runs of equal segment ids before the one of each token. Layout: [B T] -> [B T] int32."""
+    is_start = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 # [Note: choosing the attention kernel]
@@ -87,8 +85,8 @@ def document_view(
     query = jax.ShapeDtypeStruct((*segment_ids.shape, 1, head_size), x.dtype)
     if most is None or _needs_mask(choice, query, most):
         return document_mask(segment_ids), x
-    too_many = has_too_many(segment_ids, most)
-    return find_documents(segment_ids, most), jnp.where(too_many, jnp.nan, x).astype(x.dtype)
+    has_too_many = _runs(segment_ids)[:, -1, None, None] >= most
+    return find_documents(segment_ids, most), jnp.where(has_too_many, jnp.nan, x).astype(x.dtype)
 
 
 def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:

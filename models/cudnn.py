@@ -12,7 +12,6 @@ of documents in keys by the number of query heads, which with fewer key heads is
 are repeated for that.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -24,15 +23,18 @@ except ImportError:  # private: another JAX may have moved it, and attention the
     binding: Any = None
 
 
-def target_device() -> Any:
-    """Return the device that a trace is for: the one set as the default, as a plan does, else one of this process."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return device if hasattr(device, "device_kind") else jax.local_devices()[0]
+_of_process = binding and binding.check_compute_capability
 
 
 def is_at_least(capability: str) -> bool:
-    """Tell whether the device that a trace is for is an NVIDIA GPU of at least this compute capability."""
-    found = getattr(target_device(), "compute_capability", None)
+    """Tell whether the device that a trace is for is an NVIDIA GPU of at least this compute capability.
+
+    That is the one set as the default, as a plan does, else one of this process, which the binding asks.
+    """
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if not hasattr(device, "device_kind"):
+        return _of_process(capability)
+    found = getattr(device, "compute_capability", None)
     return found is not None and _numbers(found) >= _numbers(capability)
 
 
@@ -40,13 +42,8 @@ def _numbers(capability: str) -> tuple[int, ...]:
     return tuple(map(int, str(capability).split(".")))
 
 
-def _answer_for_target(capability: str, *, asked: Any) -> bool:
-    has_device = hasattr(jax.config.jax_default_device, "device_kind")  # type: ignore[attr-defined]
-    return is_at_least(capability) if has_device else asked(capability)
-
-
 if binding is not None:
-    binding.check_compute_capability = functools.partial(_answer_for_target, asked=binding.check_compute_capability)
+    binding.check_compute_capability = is_at_least
 
 
 def packed_attention(

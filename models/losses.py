@@ -83,23 +83,24 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> L
     Dtype:   float32 inside and out.
     """
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
-    losses, correct, _ = _each(logits, labels)
+    losses, correct, _ = _each(logits, labels, weights)
     return LossSums(
-        total=jnp.sum(jnp.where(weights == 0, 0.0, weights * losses)),
+        total=jnp.sum(weights * losses),
         weight=jnp.sum(weights),
         aux={"correct": jnp.sum(weights * correct)},
     )
 
 
-def _each(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _each(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return of each label its loss, whether it has the highest logit, and the norm of its probabilities.
 
     A label outside the classes, a negative one too, has NaN for a loss: an index from the end would be another class.
+    What has no weight has no loss, whatever its label.
     """
     inside = jnp.where(labels < 0, logits.shape[-1], labels)
     norm = jax.nn.logsumexp(logits, axis=-1)
     losses = norm - jnp.take_along_axis(logits, inside[..., None], axis=-1, mode="fill")[..., 0]
-    return losses, jnp.argmax(logits, axis=-1) == labels, norm
+    return jnp.where(weights == 0, 0.0, losses), jnp.argmax(logits, axis=-1) == labels, norm
 
 
 # [Note: a loss without logits]
@@ -158,16 +159,15 @@ def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: i
         (total, correct, d_kernel), (hidden, targets, weights) = carry, rows
         scores = _scores(hidden, kernel, tied)
         logits = scores.astype(jnp.float32)
-        losses, is_correct, norm = _each(logits, targets)
+        losses, is_correct, norm = _each(logits, targets, weights)
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         d_scores = (jnp.exp(logits - norm[..., None]) - is_target) * weights[..., None]
         d_scores = jnp.where(weights[..., None] == 0, 0.0, d_scores).astype(scores.dtype)
         d_hidden = jnp.einsum("btv,vd->btd" if tied else "btv,dv->btd", d_scores, kernel)
         order = (d_scores, hidden) if tied else (hidden, d_scores)
         d_kernel += jnp.einsum("btx,bty->xy", *order, preferred_element_type=jnp.float32)
-        counted = jnp.where(weights == 0, 0.0, weights * losses)
-        sums = (total + jnp.sum(counted), correct + jnp.sum(weights * is_correct), d_kernel)
-        return sums, (d_hidden, jnp.where(weights == 0, 0.0, losses))
+        sums = (total + jnp.sum(weights * losses), correct + jnp.sum(weights * is_correct), d_kernel)
+        return sums, (d_hidden, losses)
 
     zero = jnp.zeros((), jnp.float32)
     carry = (zero, zero, jnp.zeros(kernel.shape, jnp.float32))

@@ -32,7 +32,8 @@ class Engine(abc.ABC):
       layout: where every stage of every leaf stands.
       mesh: the mesh of the state, with the axes split that some stage splits only in part.
       calls: the calls of units in the latest trace of a root, by the name that they have there.
-      writes_order: whether the program says when each collective starts; else XLA does.
+      writes_order: whether the program says when each collective starts; else XLA does, and no gradient may wait
+        through a loop, whose carry would hold what is not summed yet.
     """
 
     layout: Layout

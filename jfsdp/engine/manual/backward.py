@@ -49,7 +49,6 @@ class Sums:
     Attributes:
       waiting: of at most one call, besides the root's: what is to be reduced next.
       landed: what is to be added next.
-      delays: whether gradients wait at all.
       reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
     """
 
@@ -57,19 +56,15 @@ class Sums:
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
         self.landed: list[Landed] = []
-        self.delays = True
         # Those of the microbatches before, to which slices are added in place: no second accumulator is filled.
         self.reduced: Arrays = dict(sums or {})
 
-    def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays, shift: Any = 0) -> None:
-        """Let gradients wait, in the form in which they are stored; `shards` of a `Call`, `shift` as in `turn`."""
+    def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
+        """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
         gone = rest_of(self.layout, shards)
         stored = close_grads(self.layout, grads, gone)
         if stored:
             self.waiting.append(Waiting(unit, {name: gone[name] for name in stored}, iteration, stored))
-        if not self.delays:
-            self.turn(shift)
-            self.settle(shift)
 
     def turn(self, shift: Any) -> None:
         """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
@@ -126,7 +121,7 @@ class Sums:
         """Settle, and let zeros land where the scan of a loop finds what its iteration before has reduced."""
         self.settle(0)
         calls = loop.live_calls
-        if not calls or not self.delays:
+        if not calls or not self.engine.writes_order:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
@@ -212,7 +207,10 @@ class Backward:
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(item, []), given)
         if isinstance(item, Call):
-            self.sums.add(item.unit, item.shards, iteration, grads, self.gathers.shift)
+            self.sums.add(item.unit, item.shards, iteration, grads)
+            if item in self.weights.looped and not self.step.engine.writes_order:
+                self.sums.turn(self.gathers.shift)
+                self.sums.settle(self.gathers.shift)
         else:
             if self.step.engine.writes_order:
                 # Else XLA puts off gradients of the root's weights, and keeps what makes them: those of logits, say.
@@ -224,9 +222,9 @@ class Backward:
     def _loop(self, loop: Loop, record: LoopRecord, given: list[Any], cts: Cotangents) -> None:
         run = _Iteration(self, loop)
         carry, ys = given[: run.num_carry], given[run.num_carry :]
-        self.sums.delays = self.step.engine.writes_order
-        if not loop.live_calls or not self.sums.delays:
-            self.sums.turn(0)  # no call of this loop would, and its scan would take what waits for its own
+        if not loop.live_calls or not self.step.engine.writes_order:
+            # No call of this loop would do so, and its scan would take what waits for its own.
+            self.sums.turn(0)
             carry = self.sums.hold(carry)
             self.sums.settle(0)
         names = self.sums.make_room(loop)
@@ -239,7 +237,6 @@ class Backward:
                 here = [at(y, index) for y in ys]
                 carry, consts, xs[index] = run(carry, consts, here, record.single[index], index)
         run.push(cts, carry, consts, join(xs, stacked, low))
-        self.sums.delays = True
 
     def _scan(
         self, loop: Loop, run: _Iteration, carry: Any, consts: Any, ys: list[Any], records: Any, names: list[str]

@@ -47,11 +47,12 @@ class Weights:
     """Gathers the weights of calls from where they rest, and from what is kept of them.
 
     Attributes:
+      looped: the calls inside a loop.
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
     """
 
     def __init__(self, engine: Engine, source: Arrays, looped: frozenset[Call]):
-        self.engine, self.source, self._looped = engine, source, looped
+        self.engine, self.source, self.looped = engine, source, looped
         self.kept: dict[Call, Any] = {}
 
     def _stored(self, call: Call) -> dict[str, int]:
@@ -95,7 +96,7 @@ class Weights:
 
     def _regather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
         kept = self.kept[call]
-        if call in self._looped:
+        if call in self.looped:
             kept = jax.tree.map(lambda x: at(x, iteration), kept)
         return self.movement(call).regather(self.after(kept, tie))
 
@@ -122,7 +123,7 @@ class Weights:
         if keep is None:
             return
         new = keep(full)
-        if call in self._looped:
+        if call in self.looped:
             new = jax.tree.map(lambda all, x: put_at(all, iteration, x), self.kept[call], new)
         self.kept[call] = new
 

@@ -299,7 +299,7 @@ class _Simulation:
             pending = _Pending(collective.name, collective.kind, self.rates.collective_s(collective))
             issued.append((collective, pending))
             yield "wire", pending, collective.done
-        work = work_of(self.module, computation, instruction).with_documents(self.rates.documents_per_row)
+        work = work_of(self.module, computation, instruction)
         if work.kind is Kind.HOST:
             copies.append(_Pending(instruction.name, work.kind.value, self.rates.work_s(work)))
             yield "host", copies[-1], find_done(computation, instruction)

@@ -45,8 +45,8 @@ class Work:
 
     `num_flops` counts what is computed: of causal attention one half. `packed_share` is that part of the scores, where
     the kernel is told of documents in a row, which is then counted as one document: `with_documents` says otherwise.
-    `num_bytes` is read plus written; what a fusion
-    keeps to itself, and the rest of an array of which it takes or replaces a slice, does not count.
+    `num_bytes` is read plus written; what a fusion keeps to itself, and the rest of an array of which it takes or
+    replaces a slice, does not count.
     """
 
     kind: Kind
