@@ -86,7 +86,8 @@ def document_view(
     if most is None or _needs_mask(choice, query, most):
         return document_mask(segment_ids), x
     has_too_many = _runs(segment_ids)[:, -1, None, None] >= most
-    return find_documents(segment_ids, most), jnp.where(has_too_many, jnp.nan, x).astype(x.dtype)
+    documents = find_documents(segment_ids, min(most, segment_ids.shape[1]))
+    return documents, jnp.where(has_too_many, jnp.nan, x).astype(x.dtype)
 
 
 def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:

@@ -26,6 +26,20 @@ def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
             raise ValueError(f"{type(config).__name__}.{field}={value!r} must be a whole number from 1 to {most:,}")
 
 
+def require_documents(config: Any) -> None:
+    """Refuse a bound on the documents of a row that leaves no room for one beside padding; None is no bound.
+
+    Raises:
+      ValueError: names class, field, value and remedy.
+    """
+    most = config.documents_per_row
+    if most is not None and (not is_count(most, MOST_SIZE) or most < 2):
+        raise ValueError(
+            f"{type(config).__name__}.documents_per_row={most!r} must be a whole number from 2 to {MOST_SIZE:,} "
+            "(padding counts as one), or None for any number"
+        )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 

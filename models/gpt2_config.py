@@ -10,6 +10,7 @@ from .checks import (
     require_attention,
     require_bool,
     require_counts,
+    require_documents,
     require_fraction,
     require_heads,
     require_positive,
@@ -57,8 +58,7 @@ class GPT2Config:
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "num_positions", "dim", "loss_chunk")
-        if self.documents_per_row is not None:
-            require_counts(self, "documents_per_row")
+        require_documents(self)
         require_counts(self, "num_layers", most=MOST_LAYERS)
         require_counts(self, "num_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps")

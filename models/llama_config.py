@@ -12,6 +12,7 @@ from .checks import (
     require_attention,
     require_bool,
     require_counts,
+    require_documents,
     require_positive,
 )
 
@@ -90,8 +91,7 @@ class LlamaConfig:
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "dim", "ffn_dim", "loss_chunk")
-        if self.documents_per_row is not None:
-            require_counts(self, "documents_per_row")
+        require_documents(self)
         require_counts(self, "num_layers", most=MOST_LAYERS)
         require_counts(self, "num_heads", "num_kv_heads", most=MOST_HEADS)
         require_positive(self, "norm_eps", "rope_theta")

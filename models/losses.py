@@ -81,7 +81,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> L
 
     Layout:  [... K], [...] int, [...] -> scalars
     Dtype:   float32 inside and out.
+
+    Raises:
+      ValueError: for labels or weights of another shape: what is repeated for rows would be counted once.
     """
+    _check_shapes(logits.shape[:-1], labels, weights)
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
     losses, correct, _ = _each(logits, labels, weights)
     return LossSums(
@@ -89,6 +93,13 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> L
         weight=jnp.sum(weights),
         aux={"correct": jnp.sum(weights * correct)},
     )
+
+
+def _check_shapes(rows: tuple[int, ...], labels: Any, weights: Any) -> None:
+    for name, value in (("labels", labels), ("weights", weights)):
+        shape = getattr(value, "shape", ())
+        if shape != rows:
+            raise ValueError(f"{name} of shape {shape} are not one for each of {rows}; give an array of that shape")
 
 
 def _each(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -127,7 +138,8 @@ def head_loss(
       tied: the kernel is an embedding, one row per token id.
 
     Raises:
-      ValueError: for a head that is no matrix of the hidden states' width, and a chunk below 1.
+      ValueError: for a head that is no matrix of the hidden states' width, a chunk that is no whole number from 1 on,
+        rows without tokens, and targets or weights of another shape.
     """
     width = kernel.shape[-1 if tied else 0] if kernel.ndim == 2 else None
     if width != hidden.shape[-1]:
@@ -135,8 +147,11 @@ def head_loss(
             f"a head of shape {kernel.shape} cannot be multiplied by hidden states of width {hidden.shape[-1]}; give a "
             f"matrix {'[V, D]' if tied else '[D, V]'} with D={hidden.shape[-1]}"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} tokens must be at least 1")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk={chunk!r} tokens must be a whole number, at least 1")
+    if not hidden.shape[1]:
+        raise ValueError(f"hidden states of shape {hidden.shape}: dim 1 has no tokens; give rows of at least 1")
+    _check_shapes(hidden.shape[:2], targets, weights)
     weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
     hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of the derivative, so that each has its own
     sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)

@@ -478,6 +478,8 @@ def test_tiny_learns_a_periodic_sequence():
         ({"num_kv_heads": 3}, r"num_kv_heads=3 does not divide num_heads=4; choose one of \[1, 2, 4\]"),
         ({"dim": 33}, "dim=33 is not a multiple of num_heads=4; choose such a dim, or pass head_dim="),
         ({"head_dim": 7}, "head_dim=7 must be positive and even"),
+        ({"documents_per_row": 1}, r"documents_per_row=1 must be a whole number from 2 .*, or None for any number"),
+        ({"loss_chunk": 0}, "loss_chunk=0 must be a whole number from 1"),
         ({"num_layers": 0}, "num_layers=0 must be a whole number from 1 to 4,096"),
         ({"num_layers": 1e9}, "num_layers=1000000000.0 must be a whole number from 1 to 4,096"),
         ({"num_layers": 10**9}, "num_layers=1000000000 must be a whole number from 1 to 4,096"),

@@ -121,10 +121,34 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(first, second):
         ((WIDTH + 1, VOCAB), False, 4, r"a head of shape \(9, 53\) .* width 8; give a matrix \[D, V\] with D=8"),
         ((WIDTH, VOCAB), True, 4, r"a head of shape \(8, 53\) .* width 8; give a matrix \[V, D\] with D=8"),
         ((WIDTH,), False, 4, r"a head of shape \(8,\) cannot be multiplied"),
-        ((WIDTH, VOCAB), False, 0, "chunk=0 tokens must be at least 1"),
+        ((WIDTH, VOCAB), False, 0, "chunk=0 tokens must be a whole number, at least 1"),
+        ((WIDTH, VOCAB), False, 2.5, "chunk=2.5 tokens must be a whole number, at least 1"),
     ],
 )
 def test_a_head_that_is_none_is_refused(shape, tied, chunk, words):
     hidden, _, targets, weights = make()
     with pytest.raises(ValueError, match=words):
         head_loss(hidden, jnp.zeros(shape), targets, weights, chunk=chunk, tied=tied)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weights": jnp.ones((1, 12))}, r"weights of shape \(1, 12\) are not one for each of \(2, 12\)"),
+        ({"weights": None}, r"weights of shape \(\) are not one for each of \(2, 12\)"),
+        ({"targets": jnp.zeros((2, 11), int)}, r"labels of shape \(2, 11\) are not one for each of \(2, 12\)"),
+    ],
+)
+def test_weights_that_would_be_repeated_are_refused(change, words):
+    hidden, kernel, *rest = make()
+    given = dict(zip(("targets", "weights"), rest, strict=True)) | change
+    with pytest.raises(ValueError, match=words):
+        head_loss(hidden, kernel, *given.values(), chunk=4)
+    with pytest.raises(ValueError, match=words):
+        cross_entropy(hidden @ kernel, *given.values())
+
+
+def test_rows_without_tokens_are_refused():
+    hidden, kernel, targets, weights = make()
+    with pytest.raises(ValueError, match=r"hidden states of shape \(2, 0, 8\): dim 1 has no tokens"):
+        head_loss(hidden[:, :0], kernel, targets[:, :0], weights[:, :0], chunk=4)

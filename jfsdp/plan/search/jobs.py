@@ -118,6 +118,17 @@ def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
     )
 
 
+def _check_documents(num: int, planned: Planned) -> None:
+    most = min(planned.seq_len, planned.job.documents_per_row or planned.seq_len)
+    if planned.cross_documents and num > 1:
+        raise ValueError(f"--documents-per-row {num}: with --cross-documents a row is one document; leave one out")
+    if num > most:
+        raise ValueError(
+            f"--documents-per-row {num}: rows of {planned.seq_len} tokens hold at most {most} documents here; lower "
+            "it, or raise the model's own documents_per_row (--model-config) where that is less than the tokens"
+        )
+
+
 def plan_job(
     options: StepOptions,
     cluster: Cluster,
@@ -135,12 +146,13 @@ def plan_job(
 
     Raises:
       PlanUnavailable: without a compiler for this GPU.
-      ValueError: for options that training would refuse.
+      ValueError: for options that training would refuse, and more documents than a row may hold.
       EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
     devices = topology_devices(cluster, target_config)
     planned = shard_planned(options, find_planned_job(options), devices)
+    _check_documents(documents_per_row, planned)
     with jax.default_device(devices[0]):
         attention = describe_attention(
             planned.job, planned.model, planned.seq_len, cross_documents=planned.cross_documents

@@ -61,7 +61,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
-    job = _as_begun(find_job(config), stored.get("decides", {}))
+    job = _as_begun(find_job(config), config, stored.get("decides", {}))
     row_items = check_source(config, job)
     if config.xla:
         check_options({name: value for name, value in options.parse_xla(config.xla).items() if value is not None})
@@ -76,11 +76,12 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
 
 
-def _as_begun(job: Job, decides: Mapping[str, Any]) -> Job:
-    """Return a job as a run from before 2026-11-23 began it: with any number of documents in a row."""
+def _as_begun(job: Job, config: TrainConfig, decides: Mapping[str, Any]) -> Job:
+    """Return a job with any number of documents in a row, where a run began so: before 2026-11-23 all did."""
     name = "documents_per_row"
-    is_older = decides and hasattr(job.config, name) and f"model_config.{name}" not in decides
-    return job.with_config(**{name: None}) if is_older else job
+    is_given = any(pair.startswith(f"{name}=") for pair in config.model_config)
+    has_bound = not decides or decides.get(f"model_config.{name}") is not None
+    return job if has_bound or is_given or not hasattr(job.config, name) else job.with_config(**{name: None})
 
 
 def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:

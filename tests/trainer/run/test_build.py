@@ -169,3 +169,8 @@ def test_a_run_from_before_the_bound_on_documents_goes_on_without_it():
     resumed = build(CONFIG, {"decides": older})
     assert resumed.job.documents_per_row is None and resumed.job.config.documents_per_row is None
     assert directory.differences(older, resumed.decides) == {}
+    again = build(CONFIG, {"decides": resumed.decides})
+    assert directory.differences(resumed.decides, again.decides) == {}
+    asked = dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "documents_per_row=8"))
+    found = directory.differences(older, build(asked, {"decides": older}).decides)
+    assert found == {"model_config.documents_per_row": [None, 8]}, "who asks for another bound is refused"
