@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jfsdp.checkpoint.foreign.pretrained import load_pretrained
     from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.checkpoint.store import restore, save
-    from jfsdp.engine.manual.schedule import Prefetch
+    from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.layout.build import LeafRules, build_layout
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
@@ -35,7 +35,7 @@ _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
     "checkpoint.foreign.pretrained": ("load_pretrained",),
     "checkpoint.store": ("restore", "save"),
-    "engine.manual.schedule": ("Prefetch",),
+    "engine.driver.schedule": ("Prefetch",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jfsdp.engine.manual.program import NamedCall
+from jfsdp.engine.driver.program import NamedCall
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import HOST, Layout, Leaf
@@ -99,7 +99,7 @@ class Engine(abc.ABC):
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root unit; return what it returns, and the function from a cotangent to gradients.
 
-        Both programs do so by `jfsdp.engine.manual.run`, with the `Prefetch` of each.
+        Both programs do so by `jfsdp.engine.driver.run`, with the `Prefetch` of each.
 
         Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.engine.driver.run import run
+from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, Pairs, Pull, pad_all, to_device
-from jfsdp.engine.manual.run import run
-from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import data_axes
 from jfsdp.layout.table import Leaf

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
-from jfsdp.engine.manual.schedule import Prefetch
+from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jfsdp.arguments import Size, checked
 from jfsdp.compat import warn
-from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
+from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.mesh import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jfsdp.engine.manual.schedule import Prefetch, as_prefetch, frontiers, steady
+from jfsdp.engine.driver.schedule import Prefetch, as_prefetch, frontiers, steady
 
 LIST = ["a", "b", "c", "d"]
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.engine.engine import Engine
-from jfsdp.engine.manual.engine import ManualEngine
-from jfsdp.engine.manual.schedule import Prefetch, as_prefetch
+from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.table import Layout, Leaf

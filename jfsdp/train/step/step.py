@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfsdp.arguments import checked
 from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import SCOPE, to_device
-from jfsdp.engine.manual.schedule import Prefetch
 from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays

@@ -9,7 +9,7 @@ import jax
 
 from jfsdp.compat import core
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.engine.manual.program import Call, Code, Item
+from jfsdp.engine.driver.program import Call, Code, Item
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.at_rest import open_full, rest_of
+from jfsdp.engine.driver.derivatives import Derivatives
+from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, mark_active, mark_live, part_weights
+from jfsdp.engine.driver.schedule import Prefetch, frontiers, steady
+from jfsdp.engine.driver.weights import Weights
 from jfsdp.engine.engine import Engine
-from jfsdp.engine.manual.derivatives import Derivatives
-from jfsdp.engine.manual.program import Block, Call, Code, Item, Loop, mark_active, mark_live, part_weights
-from jfsdp.engine.manual.schedule import Prefetch, frontiers, steady
-from jfsdp.engine.manual.weights import Weights
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.units import ROOT
 

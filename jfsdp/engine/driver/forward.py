@@ -1,4 +1,4 @@
-"""The forward of a step of either program; see [Note: a manual step] in engine/manual/engine.py."""
+"""The forward of a step of either program; see [Note: how a step runs] in run.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.manual.derivatives import run_item
-from jfsdp.engine.manual.program import Block, Call, Code, Item, Loop, read
-from jfsdp.engine.manual.step import Step
-from jfsdp.engine.manual.weights import Gathers, at, join
+from jfsdp.engine.driver.derivatives import run_item
+from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.driver.step import Step
+from jfsdp.engine.driver.weights import Gathers, at, join
 from jfsdp.engine.unit import part
 
 Env = dict[Any, Any]

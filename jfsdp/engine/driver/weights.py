@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.at_rest import rest_of
+from jfsdp.engine.driver.program import Call, Loop
 from jfsdp.engine.engine import Engine
-from jfsdp.engine.manual.program import Call, Loop
 from jfsdp.engine.unit import Arrays, Movement
 
 Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration

@@ -1,4 +1,4 @@
-"""The backward of a step of either program; see [Note: a manual step] in engine/manual/engine.py."""
+"""The backward of a step of either program; see [Note: how a step runs] in run.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jfsdp.engine.at_rest import close_grads, one_to_rest, rest_of
 from jfsdp.engine.dataflow import is_literal
+from jfsdp.engine.driver.forward import LoopRecord
+from jfsdp.engine.driver.program import Call, Item, Loop
+from jfsdp.engine.driver.step import Step
+from jfsdp.engine.driver.weights import Gathers, at, join, put_at, zeros
 from jfsdp.engine.engine import SCOPE, Engine, scoped
-from jfsdp.engine.manual.forward import LoopRecord
-from jfsdp.engine.manual.program import Call, Item, Loop
-from jfsdp.engine.manual.step import Step
-from jfsdp.engine.manual.weights import Gathers, at, join, put_at, zeros
 from jfsdp.engine.unit import Arrays, part
 from jfsdp.layout.units import ROOT
 
