@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 
 from .cudnn import binding, is_at_least, packed_attention
 
@@ -50,6 +51,27 @@ def find_documents(segment_ids: jax.Array, most: int) -> Documents:
     lengths = jnp.sum(in_run, axis=1, dtype=jnp.int32)
     starts = jnp.cumsum(lengths, axis=1) - lengths
     return Documents(*(jnp.where(lengths > 0, x, -1) for x in (lengths, starts)))
+
+
+def check_documents(segment_ids: Any, most: int | None) -> None:
+    """Refuse rows of more documents than the model takes. For batches of your own, on the host, before a step.
+
+    Inside a step nothing can be refused: where documents are counted, the loss of such rows is NaN.
+
+    Args:
+      segment_ids: [B T], a NumPy array; padding counts as a document.
+      most: the config's `documents_per_row`; None: any number.
+
+    Raises:
+      ValueError: names the row, how many it has, and the remedies.
+    """
+    ids = np.asarray(segment_ids)
+    counts = 1 + np.count_nonzero(ids[:, 1:] != ids[:, :-1], axis=1)
+    if most is not None and counts.size and counts.max() > most:
+        raise ValueError(
+            f"row {counts.argmax()} of the batch has {counts.max()} documents (padding counts as one), and the model "
+            f"takes documents_per_row={most}; end rows earlier, or raise it in the model's config"
+        )
 
 
 def _runs(segment_ids: jax.Array) -> jax.Array:

@@ -80,14 +80,14 @@ class GPT2Config:
         return tables + self.num_layers * (self.matmul_params_per_layer + norms + biases) + 2 * self.dim
 
 
-def flops_per_token(config: GPT2Config, seq_len: int) -> float:
+def flops_per_token(config: GPT2Config, num_keys: float) -> float:
     """Count the model FLOPs of forward and backward per token: `6 N + 12 L D T`, as for Llama.
 
     N counts the weights that take part in matmuls: the tied head, but not the lookups, norms or biases. The attention
-    term counts scores and values over all T keys, without the causal half (PaLM, arXiv 2204.02311, appendix B).
+    term counts scores and values over T=`num_keys` keys; see `llama_config.flops_per_token`.
     """
     matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
-    return 6.0 * matmul_params + 12.0 * config.num_layers * config.dim * seq_len
+    return 6.0 * matmul_params + 12.0 * config.num_layers * config.dim * num_keys
 
 
 _no_dropout = partial(GPT2Config, dropout=0.0, attention_dropout=0.0)

@@ -143,16 +143,17 @@ class LlamaConfig:
         return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+def flops_per_token(config: LlamaConfig, num_keys: float) -> float:
     """Count the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
 
     N counts the weights that take part in matmuls: the head (tied or not), but not the lookup, norms or biases. The
-    attention term counts scores and values over all T keys, *without* the causal half, which is the convention of
-    PaLM (arXiv 2204.02311, appendix B) and torchtitan; with a window, T is the window where that is shorter.
+    attention term counts scores and values over T=`num_keys` keys. Given all of a row, *without* the causal half, that
+    is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan; given the keys that a token sees on
+    average, it is what causal attention computes. With a window, T is the window where that is shorter.
     Recomputed activations do not count: this is for MFU, not for hardware utilization.
     """
     matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
-    num_keys = min(seq_len, config.local_window_size or seq_len)
+    num_keys = min(num_keys, config.local_window_size or num_keys)
     return 6.0 * matmul_params + 12.0 * config.num_layers * config.num_heads * config.head_size * num_keys
 
 

@@ -106,13 +106,13 @@ class ViTConfig:
         return embedding + self.num_layers * (self.matmul_params_per_layer + vectors) + head
 
 
-def flops_per_image(config: ViTConfig, seq_len: int = 1) -> float:
+def flops_per_image(config: ViTConfig, num_keys: float = 1) -> float:
     """Count the model FLOPs of forward and backward per image: `6 (T N + P E + D K) + 12 L D T^2`.
 
     N counts the weights of the blocks that take part in matmuls, P E the patches times their embedding, D K the head;
-    the attention term scores and values over all T tokens. `seq_len` is not read: a row is one image.
+    the attention term scores and values over all T tokens. `num_keys` is not read: a token sees its whole image.
     """
-    del seq_len
+    del num_keys
     blocks = config.seq_len * config.num_layers * config.matmul_params_per_layer
     ends = config.num_patches * config.patch_dim * config.dim + config.dim * config.num_classes
     return 6.0 * (blocks + ends) + 12.0 * config.num_layers * config.dim * config.seq_len**2

@@ -37,6 +37,8 @@ def print_plan(plan: Plan) -> None:
     )
     rate, item = plan.items_per_s, plan.work.item
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    if mfu and plan.mfu_causal not in (None, plan.mfu):
+        mfu += f" ({plan.mfu_causal:.1%} counting keys that are seen)"
     console.print(
         f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/GPU{mfu}; bound by {plan.bound_by}; "
         f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"

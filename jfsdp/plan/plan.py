@@ -46,7 +46,8 @@ class Work:
       rows: sequences or images per device and step.
       item: "token" or "image".
       item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
-        frozen weights; None if unknown.
+        frozen weights; None if unknown. Attention counts all keys of a row.
+      causal_flops: the same, but attention counts the keys that a token sees: half of its document's.
       dtype: in which it computes, for the peak of the hardware.
       documents_per_row: how many documents of equal length a packed row is taken to hold; 1 is the most work.
       attention: what the model says of its kernel, in words.
@@ -59,6 +60,7 @@ class Work:
     dtype: str
     documents_per_row: Count = 1
     attention: str = ""
+    causal_flops: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +113,16 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """The model's FLOPs over what the GPU could do meanwhile; recomputation does not count."""
-        if self.work.item_flops is None:
-            return None
-        return self.work.item_flops * self.items_per_s / self.cluster.gpu.peak_flops(self.work.dtype)
+        return self._mfu(self.work.item_flops)
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """As `mfu`, of `Work.causal_flops`."""
+        return self._mfu(self.work.causal_flops)
+
+    def _mfu(self, item_flops: float | None) -> float | None:
+        peak = self.cluster.gpu.peak_flops(self.work.dtype)
+        return None if item_flops is None else item_flops * self.items_per_s / peak
 
     @property
     def link_s(self) -> dict[str, float]:
@@ -189,6 +198,7 @@ class Plan:
             "attention": self.work.attention,
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "mfu": self.mfu,
+            "mfu_causal": self.mfu_causal,
             "bound_by": self.bound_by,
             "compute_bound_batch_per_device": self.compute_bound_rows,
             "options": dict(self.compiled.options),

@@ -42,8 +42,9 @@ class Job:
         is for, and why, in words; None: nothing is said of it.
       vocab_size: how many token ids the model knows; None for models without tokens.
       num_classes: how many labels the model knows; None for models without classes.
-      flops_per_token: `f(seq_len) -> FLOPs` of one token (where `data` is "images": of one image) forward and backward,
-        for MFU; None if unknown.
+      flops_per_token: `f(num_keys) -> FLOPs` forward and backward of one token (where `data` is "images": of one image)
+        that attends to so many keys, for MFU; called with `seq_len`, and for MFU of causal attention with the mean
+        number that tokens see. None if unknown.
       configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
         What `dataclasses.replace` changed of a job stays: see `with_config`.
       config: the model's configuration, any dataclass; written beside checkpoints.
@@ -67,7 +68,7 @@ class Job:
     attention: Callable[..., str] | None = None
     vocab_size: Count | None = None
     num_classes: Count | None = None
-    flops_per_token: Callable[[int], float] | None = None
+    flops_per_token: Callable[[float], float] | None = None
     configure: Callable[..., Any] | None = None
     config: Any = None
     pretrained: Mapping[str, Any] | None = None

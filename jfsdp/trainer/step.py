@@ -79,6 +79,16 @@ def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_d
     return job.attention(dtype, row_items, is_packed=not cross_documents) if job.attention else ""
 
 
+def mean_keys(batch: Any) -> float | None:
+    """Return how many keys a token of packed rows sees on average, attending causally inside its document.
+
+    Args:
+      batch: arrays of this process; `positions` count from the start of each document. Without them: None.
+    """
+    positions = batch.get("positions") if isinstance(batch, Mapping) else None
+    return None if positions is None else float(np.mean(positions)) + 1
+
+
 def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Drop what only says that a row is one document: without a mask attention is cheaper."""
     return {name: array for name, array in batch.items() if name not in PACKING}

@@ -17,7 +17,7 @@ from jfsdp.trainer.options import StepOptions
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
     "fits peak_bytes memory state_bytes wire_bytes wire_bytes_theory wire_ratio collectives overlapped_share exposed_s "
-    "step_s tokens_per_s_per_gpu mfu bound_by options compile_s"
+    "step_s tokens_per_s_per_gpu mfu mfu_causal bound_by options compile_s"
 )
 BROKEN_JOB = """
 def make():

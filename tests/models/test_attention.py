@@ -140,3 +140,13 @@ def test_the_kernel_is_said_with_its_reason(gpu, dtype, is_packed, text):
 def test_a_jax_without_the_binding_takes_a_mask(monkeypatch):
     monkeypatch.setattr(attention, "binding", None)
     assert view(hlo.h100s(1)[0]).shape == (2, 1, T, T)
+
+
+@pytest.mark.parametrize("most", [3, None])
+def test_rows_that_a_model_takes_pass_the_check_on_the_host(most):
+    attention.check_documents(rows_of([[3, 1], [12], []]), most)
+
+
+def test_a_row_of_too_many_documents_is_refused_on_the_host():
+    with pytest.raises(ValueError, match=r"row 1 of the batch has 4 documents .* takes documents_per_row=3"):
+        attention.check_documents(rows_of([[3, 1], [2, 2, 2], []]), 3)

@@ -94,13 +94,13 @@ def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int)
     return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
 
 
-def _item_flops(job: Job, layout: Layout, seq_len: int) -> float | None:
-    """Return the FLOPs of an item; frozen weights need no gradient, so two per element and token less."""
+def _item_flops(job: Job, layout: Layout, num_keys: float) -> float | None:
+    """Return the FLOPs of an item that attends to so many keys; frozen weights need two per element and token less."""
     frozen = matmul_elements(job, layout, trainable=False)
     # How often an image meets each weight is the model's own affair.
     if job.flops_per_token is None or (frozen and job.data != "tokens"):
         return None
-    return job.flops_per_token(seq_len) - 2 * frozen
+    return job.flops_per_token(num_keys) - 2 * frozen
 
 
 def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
@@ -157,12 +157,15 @@ def plan_job(
         attention = describe_attention(
             planned.job, planned.model, planned.seq_len, cross_documents=planned.cross_documents
         )
+        causal = _item_flops(planned.job, planned.model.layout, planned.seq_len / documents_per_row / 2)
     return make_plan(
         planned.step,
         planned.model.abstract_state(planned.tx),
         planned.batch,
         cluster,
-        dataclasses.replace(planned.work, documents_per_row=documents_per_row, attention=attention),
+        dataclasses.replace(
+            planned.work, documents_per_row=documents_per_row, attention=attention, causal_flops=causal
+        ),
         reserve_bytes=reserve_bytes,
         vocab_size=planned.job.vocab_size,
         on_progress=on_progress,

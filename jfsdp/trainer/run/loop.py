@@ -18,6 +18,7 @@ from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
 from jfsdp.trainer.run.stop import StopSignal
+from jfsdp.trainer.step import mean_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Loop:
     def _take_step(self, state: TrainState, before: Metrics, is_first: bool) -> tuple[TrainState, Metrics]:
         batch = self._next_batch(state, before)
         if not is_first:
-            self.throughput.count_step()
+            self.throughput.count_step(mean_keys(batch))
             return self.step(state, batch)
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)

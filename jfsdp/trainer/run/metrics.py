@@ -11,6 +11,7 @@ or null; a number that JSON has no word for (a loss that is NaN) is null.
     tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
     tokens_per_s_per_device   (of models for images these read images_per_s, and so on)
     mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
+    mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
     memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
     num_skipped               steps skipped for non-finite gradients so far
@@ -29,7 +30,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ class Throughput:
     Args:
       items_per_step: tokens (or images) of all devices together: every row of the global batch counts, once.
       num_devices: all of the mesh.
-      flops_per_item: forward and backward; None if unknown.
+      flops_per_item: `f(num_keys)`, forward and backward, of an item that attends to so many keys; None if unknown.
+      row_items: tokens of a row: the keys that MFU counts.
       device_kind: to look the peak up.
       item: what is counted: "token" or "image".
     """
@@ -104,25 +106,31 @@ class Throughput:
         self,
         items_per_step: int,
         num_devices: int,
-        flops_per_item: float | None,
+        flops_per_item: Callable[[float], float] | None,
         device_kind: str,
         item: str = "token",
+        row_items: int = 1,
     ):
         self.items_per_step, self.num_devices, self.item = items_per_step, num_devices, item
-        peak = peak_flops(device_kind)
-        self._flops_per_peak = None if peak is None or flops_per_item is None else flops_per_item / peak
+        self._peak, self._flops, self._row_items = peak_flops(device_kind), flops_per_item, row_items
         self.restart()
 
     def restart(self) -> None:
         """Forget the steps counted; the clock starts now."""
-        self._num_steps, self._paused_s, self._start = 0, 0.0, time.perf_counter()
+        self._num_steps, self._num_keys, self._paused_s, self._start = 0, 0.0, 0.0, time.perf_counter()
 
     def seen(self, num_steps: int) -> Record:
         """Return how much was trained on in so many steps."""
         return {f"{self.item}s_seen": num_steps * self.items_per_step}
 
-    def count_step(self) -> None:
+    def count_step(self, num_keys: float | None = None) -> None:
+        """Count a step.
+
+        Args:
+          num_keys: how many keys its tokens see on average; None: all before them in their row.
+        """
         self._num_steps += 1
+        self._num_keys += self._row_items / 2 if num_keys is None else num_keys
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -133,15 +141,18 @@ class Throughput:
 
     def take(self) -> Record:
         """Return the rates since the last `take` or `restart`, and start anew."""
-        step_s = items_per_s = per_device = mfu = None
+        step_s = items_per_s = per_device = mfu = mfu_causal = None
         if self._num_steps:
             step_s = (time.perf_counter() - self._start - self._paused_s) / self._num_steps
             items_per_s = self.items_per_step / step_s
             per_device = items_per_s / self.num_devices
-            mfu = None if self._flops_per_peak is None else per_device * self._flops_per_peak
+            if self._peak is not None and self._flops is not None:
+                mfu = per_device * self._flops(self._row_items) / self._peak
+                mfu_causal = per_device * self._flops(self._num_keys / self._num_steps) / self._peak
         self.restart()
         rate = f"{self.item}s_per_s"
-        return {rate: items_per_s, f"{rate}_per_device": per_device, "mfu": mfu, "step_s": step_s}
+        rates = {rate: items_per_s, f"{rate}_per_device": per_device}
+        return rates | {"mfu": mfu, "mfu_causal": mfu_causal, "step_s": step_s}
 
 
 def finite(record: Mapping[str, Any]) -> Record:

@@ -237,8 +237,8 @@ class Run:
 
     def _make_throughput(self, num_devices: int, device_kind: str) -> Throughput:
         parts, job = self.parts, self.parts.job
-        flops = job.flops_per_token(parts.row_items) if job.flops_per_token else None
-        return Throughput(parts.global_batch * parts.row_items, num_devices, flops, device_kind, self.source.item)
+        items, flops = parts.global_batch * parts.row_items, job.flops_per_token
+        return Throughput(items, num_devices, flops, device_kind, self.source.item, parts.row_items)
 
     def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
         if not self.source.num_eval:

@@ -35,13 +35,15 @@ def test_peak_flops_of_a_cpu_is_not_known():
 def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
     clock = iter([0.0, 10.0, 10.0])
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
-    throughput = Throughput(1000, num_devices=4, flops_per_item=989e9, device_kind="NVIDIA H100")
-    for _ in range(5):
-        throughput.count_step()
+    flops = lambda num_keys: 989e9 * num_keys / 100  # noqa: E731
+    throughput = Throughput(1000, num_devices=4, flops_per_item=flops, device_kind="NVIDIA H100", row_items=100)
+    for num_keys in (10.0, 10.0, 10.0, 20.0, None):
+        throughput.count_step(num_keys)
     rates = throughput.take()
     assert rates["step_s"] == 2.0 and rates["tokens_per_s"] == 500.0
     assert rates["tokens_per_s_per_device"] == 125.0
     assert rates["mfu"] == pytest.approx(125 * 989e9 / 989e12)
+    assert rates["mfu_causal"] == pytest.approx(rates["mfu"] * 0.2), "(10 + 10 + 10 + 20 + 50) / 5 of 100 keys"
 
 
 def test_what_is_done_while_paused_is_no_step_time():
@@ -53,7 +55,7 @@ def test_what_is_done_while_paused_is_no_step_time():
 
 
 def test_rates_without_a_step_are_null():
-    throughput = Throughput(1, num_devices=1, flops_per_item=1.0, device_kind="NVIDIA H100")
+    throughput = Throughput(1, num_devices=1, flops_per_item=lambda _: 1.0, device_kind="NVIDIA H100")
     assert set(throughput.take().values()) == {None}
 
 
@@ -79,7 +81,7 @@ def test_a_full_disk_is_named():
 
 def test_rates_carry_the_name_of_what_is_counted():
     throughput = Throughput(10, num_devices=1, flops_per_item=None, device_kind="cpu", item="image")
-    assert throughput.take().keys() == {"images_per_s", "images_per_s_per_device", "mfu", "step_s"}
+    assert throughput.take().keys() == {"images_per_s", "images_per_s_per_device", "mfu", "mfu_causal", "step_s"}
     assert throughput.seen(3) == {"images_seen": 30}
 
 
