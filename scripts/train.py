@@ -144,12 +144,13 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         initialize_processes(config.coordinator, config.num_processes, config.process_id)
         start_jax()
-        from jfsdp.trainer.run.build import build
+        from jfsdp.trainer.run.build import build, make_run_mesh, with_global_batch
         from jfsdp.trainer.run.training import Run
 
         run_dir = find_run_dir(config)
         stored = runs.read_config(run_dir) if config.resume else {}
         config = as_before(config, stored.get("config", {}), argv) if stored else config
+        config = with_global_batch(config, make_run_mesh(config)) if config.global_batch is not None else config
         run = Run(config, build(config, stored), run_dir, stored, begin)
         is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:

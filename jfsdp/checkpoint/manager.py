@@ -259,9 +259,12 @@ class Checkpointer:
             warn(f"{error}. Falling back to step {earlier[-1]}")
             how: dict[str, Any] = {"only": only, "skip": skip, "one_replica": one_replica, "fall_back": True}
             return self.restore(like, earlier[-1], **how)
-        extras = read_manifest(path)["extra"]
-        index = jax.process_index()
+        extras, index = read_manifest(path)["extra"], jax.process_index()
         return state, extras[index if index < len(extras) else 0]
+
+    def extras(self, step: int) -> list[Any]:
+        """Return what each process that saved a step gave as `extra`, in their order."""
+        return read_manifest(self.directory / str(step))["extra"]
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -276,6 +276,10 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
 # keeps any of these in its state; a schedule goes by the count of updates, which goes on.
 CHANGEABLE = ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite")
 
+# The same, but left out on resume it has its default, or follows from --global-batch and the devices. With other
+# microbatches come other dropout masks and batch statistics.
+FOLLOWS = ("accumulate",)
+
 # What changes them by rounding only: a run may go on with other values.
 ROUNDING = (
     "mesh",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfsdp.trainer.data import DataConfig, make_eval_iterator, make_train_iterator, open_data
+from jfsdp.trainer.data import DataConfig, lanes, make_eval_iterator, make_train_iterator, open_data
 from tests.thin import thin
 
 NUM_DOCUMENTS = 12
@@ -172,9 +172,8 @@ def test_prefetching_does_not_change_the_batches(uneven_documents):
         ("eval_fraction", {"eval_fraction": 0.5}, {}),
         ("cross_documents", {"cross_documents": True}, {}),
         ("max_document_bytes", {"max_document_bytes": 100}, {}),
-        ("batch_size", {}, {"batch_size": 3}),
-        ("process_index", {}, {"process_index": 1}),
-        ("process_count", {}, {"process_count": 3}),
+        ("global_batch", {}, {"batch_size": 3}),
+        ("global_batch", {}, {"process_count": 3}),
     ],
 )
 def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, name, config, options):
@@ -182,7 +181,7 @@ def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, na
     state = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), **shared).get_state()
     other_config = DataConfig(uneven_documents, **{"seq_len": 64} | config)
     other = make_train_iterator(open_data(other_config), **shared | options)
-    with pytest.raises(ValueError, match=f"another stream: {name} was [^,]*, is [^,]*; resume"):
+    with pytest.raises(ValueError, match=f"in other data: {name} was [^,]*, is [^,]*; resume"):
         other.set_state(state)
 
 
@@ -190,9 +189,9 @@ def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, une
     train = make_train_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
     other = make_train_iterator(open_data(DataConfig(uneven_documents)), batch_size=1)
     held_out = make_eval_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
-    with pytest.raises(ValueError, match="another stream: data was"):
+    with pytest.raises(ValueError, match="in other data: data was"):
         other.set_state(train.get_state())
-    with pytest.raises(ValueError, match="another stream: split was 'train', is 'eval'"):
+    with pytest.raises(ValueError, match="in other data: split was 'train', is 'eval'"):
         held_out.set_state(train.get_state())
     with pytest.raises(ValueError, match="version 0"):
         train.set_state(train.get_state() | {"version": 0})
@@ -224,10 +223,85 @@ def test_evaluation_rows_do_not_depend_on_the_number_of_processes(uneven_documen
     assert not together[len(one) :].any()
 
 
-def test_more_processes_than_documents_raises_with_remedy(one_row_documents):
-    data = open_data(DataConfig(one_row_documents, eval_fraction=0))
-    with pytest.raises(ValueError, match="12 training documents cannot be shared by 13 processes; give more data"):
-        make_train_iterator(data, batch_size=1, process_count=13)
+ROWS = 12  # of a global batch
+
+
+def _global_batches(data, process_count, num, states=()):
+    """Return so many whole batches of all processes, and the states of all of them afterwards, as a checkpoint has."""
+    size = ROWS // process_count
+    iterators = [
+        make_train_iterator(data, batch_size=size, process_index=i, process_count=process_count)
+        for i in range(process_count)
+    ]
+    for iterator in iterators:
+        if states:
+            iterator.set_state(*states)
+    steps = [[next(iterator) for iterator in iterators] for _ in range(num)]
+    batches = [{name: np.concatenate([own[name] for own in step]) for name in step[0]} for step in steps]
+    return batches, [json.loads(json.dumps(iterator.get_state())) for iterator in iterators]
+
+
+@pytest.mark.parametrize("shuffle_rows", [0, 24])
+@pytest.mark.parametrize(("per_lane", "num_lanes"), [(1000, 1), (10, 4), (3, 12)])
+def test_batches_do_not_depend_on_the_number_of_processes(
+    uneven_documents, monkeypatch, per_lane, num_lanes, shuffle_rows
+):
+    monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", per_lane)
+    assert lanes.count_lanes(40, ROWS) == num_lanes
+    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0, shuffle_rows=shuffle_rows))
+    expected, _ = _global_batches(data, 1, 12)
+    for process_count in (2, 3, 4, 6, 12):
+        found, states = _global_batches(data, process_count, 5)
+        for others in (1, 2, 4):  # the run goes on with another number, and that with another
+            more, later = _global_batches(data, others, 3, states)
+            last, _ = _global_batches(data, 3, 4, later)
+            _assert_batches_equal([*found, *more, *last], expected)
+
+
+def test_a_process_reads_the_lanes_of_its_own_rows_alone(uneven_documents, monkeypatch):
+    monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)
+    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0))
+    read = [set(state["position"]["lanes"]) for state in _global_batches(data, 4, 2)[1]]
+    assert read == [{str(3 * i), str(3 * i + 1), str(3 * i + 2)} for i in range(4)]
+
+
+def test_every_document_is_in_one_lane_of_each_epoch(one_row_documents, monkeypatch):
+    monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    iterator = make_train_iterator(data, batch_size=4)
+    for _ in range(3):
+        tokens = np.concatenate([batch["tokens"] for batch in _take(iterator, NUM_DOCUMENTS // 4)])
+        assert len({row.tobytes() for row in tokens}) == NUM_DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "num_rows", "expected"), [(0, 8, 1), (1999, 8, 1), (2000, 8, 2), (9000, 6, 6)]
+)
+def test_lanes_divide_the_batch_and_have_enough_documents(num_documents, num_rows, expected):
+    assert lanes.count_lanes(num_documents, num_rows) == expected
+
+
+def test_more_processes_than_documents_share_them(one_row_documents):
+    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    rows = [
+        _number(next(make_train_iterator(data, batch_size=1, process_index=i, process_count=13))) for i in range(13)
+    ]
+    assert len(set(rows)) == NUM_DOCUMENTS
+
+
+def test_a_state_from_before_lanes_goes_on_where_one_process_read_all_rows(uneven_documents):
+    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    iterator = make_train_iterator(data, batch_size=2)
+    _take(iterator, 5)
+    state = iterator.get_state()
+    stream = {name: value for name, value in state["stream"].items() if name not in ("global_batch", "num_lanes")}
+    stream |= {"batch_size": 2, "process_index": 0, "process_count": 1}
+    older = {"version": 1, "stream": stream, "position": state["position"]["lanes"]["0"][1]}
+    restored = make_train_iterator(data, batch_size=2)
+    restored.set_state(older)
+    _assert_batches_equal(_take(restored, 5), _take(iterator, 5))
+    with pytest.raises(ValueError, match=r"version 1, .* --restart-data"):
+        restored.set_state(older | {"stream": stream | {"process_count": 2}})
 
 
 def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_documents):

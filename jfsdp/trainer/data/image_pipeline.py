@@ -24,10 +24,11 @@ _PADDING = -1
 def make_image_train_iterator(
     data: ImageData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
 ) -> DataIterator:
-    """Return an endless iterator over this process's share of the training images.
+    """Return an endless iterator over this process's rows of the training batches.
 
-    Each epoch has its own order, drawn from `seed`; every image goes to exactly one process in it. A batch may hold the
-    end of one epoch and the beginning of the next.
+    The rows of all processes together are the same for any number of them that shares the global batch. Each epoch has
+    its own order, drawn from `seed`, and every image once. A batch may hold the end of one epoch and the beginning of
+    the next.
 
     Memory: the batches read ahead.
 
@@ -39,21 +40,16 @@ def make_image_train_iterator(
       prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
 
     Raises:
-      ValueError: if there are fewer training images than processes, or numbers that make no sense.
+      ValueError: for numbers that make no sense.
     """
     check_share(batch_size, process_index, process_count)
-    if len(data.train) < process_count:
-        raise ValueError(
-            f"data {data.config.data!r}: {len(data.train)} training images cannot be shared by {process_count} "
-            "processes; use more images, or fewer processes"
-        )
-    grain = load("grain")
+    grain, num_rows = load("grain"), batch_size * process_count
 
-    shuffled = grain.MapDataset.source(data.train.tolist()).shuffle(seed=data.config.seed)
-    share = shuffled[process_index::process_count].repeat()
-    batches = share.to_iter_dataset(read_in_caller()).batch(batch_size).map(functools.partial(_take, data))
-    stream = _describe(data, "train", batch_size, process_index, process_count)
-    return DataIterator(prefetch(batches, prefetch_batches), stream)
+    shuffled = grain.MapDataset.source(data.train.tolist()).shuffle(seed=data.config.seed).repeat()
+    mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
+    take = lambda indices: _take(data, indices[mine])  # noqa: E731
+    batches = shuffled.to_iter_dataset(read_in_caller()).batch(num_rows).map(take)
+    return DataIterator(prefetch(batches, prefetch_batches), _describe(data, "train", num_rows))
 
 
 def make_image_eval_iterator(
@@ -78,8 +74,7 @@ def make_image_eval_iterator(
     filling = np.full(-len(data.eval) % global_size, _PADDING)
     rows = np.concatenate([data.eval, filling]).reshape(-1, process_count, batch_size)[:, process_index]
     batches = grain.MapDataset.source(list(rows)).map(functools.partial(_take, data)).to_iter_dataset(read_in_caller())
-    stream = _describe(data, "eval", batch_size, process_index, process_count)
-    return DataIterator(prefetch(batches, prefetch_batches), stream)
+    return DataIterator(prefetch(batches, prefetch_batches), _describe(data, "eval", global_size))
 
 
 def _take(data: ImageData, indices: np.ndarray) -> Batch:
@@ -94,7 +89,7 @@ def _take(data: ImageData, indices: np.ndarray) -> Batch:
     }
 
 
-def _describe(data: ImageData, split: str, batch_size: int, process_index: int, process_count: int) -> dict[str, Any]:
+def _describe(data: ImageData, split: str, global_batch: int) -> dict[str, Any]:
     """Return all that the order and content of the batches depend on."""
     return {
         "split": split,
@@ -102,7 +97,5 @@ def _describe(data: ImageData, split: str, batch_size: int, process_index: int, 
         "eval_fraction": data.config.eval_fraction,
         "split_seed": data.config.split_seed,
         "seed": data.config.seed,
-        "batch_size": batch_size,
-        "process_index": process_index,
-        "process_count": process_count,
+        "global_batch": global_batch,
     }

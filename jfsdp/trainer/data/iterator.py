@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jfsdp.extras import load
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 Batch = dict[str, np.ndarray]
 
 
@@ -23,11 +23,12 @@ class DataIterator(Iterator[Batch]):
     Args:
       dataset: of grain; yields batches, and its iterator has `get_state`, `set_state` and `close`.
       stream: all that order and content of the batches depend on; a state is restored into the same stream only.
+      join: `f(positions) -> position` where a process's state knows of its own rows only; None: they are all equal.
     """
 
-    def __init__(self, dataset: Any, stream: dict[str, Any]):
+    def __init__(self, dataset: Any, stream: dict[str, Any], join: Callable[[list[Any]], Any] | None = None):
         self._open = [iter(dataset)]
-        self._stream = stream
+        self._stream, self._join = stream, join
         # Not left to grain's __del__, which at interpreter exit prints an ignored TypeError (0.2.18).
         self._close = weakref.finalize(self, _close_all, self._open)
 
@@ -49,27 +50,51 @@ class DataIterator(Iterator[Batch]):
         state = {"version": _STATE_VERSION, "stream": self._stream, "position": self._iterator.get_state()}
         return json.loads(json.dumps(state))
 
-    def set_state(self, state: dict[str, Any]):
-        """Continue where `get_state` was called, bit for bit, in this or another process.
+    def set_state(self, *states: dict[str, Any]):
+        """Continue where `get_state` was called, bit for bit, in this or another process, or another number of them.
 
         Cost: for tokens, reads and tokenizes again the documents of one window of `shuffle_rows` rows.
 
+        Args:
+          states: of every process, after the same batch; of one alone, where there was one.
+
         Raises:
-          ValueError: if the state belongs to another stream (data, seed, seq_len, process count..); names what differs.
+          ValueError: if a state belongs to another stream (data, seed, seq_len, global batch..); names what differs.
         """
+        states = tuple(map(_upgrade, states))
+        for state in states:
+            self._check(state)
+        positions = [_tuples(state["position"]) for state in states]
+        self._iterator.set_state(self._join(positions) if self._join else positions[0])
+
+    def _check(self, state: dict[str, Any]) -> None:
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"data state has version {state.get('version')}, expected {_STATE_VERSION}; start the data anew"
+                f"the checkpoint's place in the data has version {state.get('version')}, and this jfsdp reads "
+                f"{_STATE_VERSION}; --restart-data begins them anew"
             )
         theirs, ours = state["stream"], self._stream
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if differing:
             pairs = ", ".join(f"{n} was {theirs.get(n)!r}, is {ours.get(n)!r}" for n in differing)
             raise ValueError(
-                f"data state belongs to another stream: {pairs}; resume with the same settings, or start the data anew "
-                "by not restoring its state"
+                f"the checkpoint's place is in other data: {pairs}; resume with the same settings, or begin the data "
+                "anew with --restart-data"
             )
-        self._iterator.set_state(_tuples(state["position"]))
+
+
+def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state from before 2026-11-23 as one of today, where a single process read all rows: then in one lane."""
+    stream = state.get("stream", {})
+    if state.get("version") != 1 or stream.get("process_count") != 1:
+        return state
+    kept = {name: value for name, value in stream.items() if name not in ("process_index", "process_count")}
+    kept["global_batch"] = kept.pop("batch_size")
+    is_tokens, position = "seq_len" in stream, state["position"]
+    if is_tokens:
+        kept = {"documents_per_row": None, "num_lanes": 1} | kept
+        position = {"taken": 0, "lanes": {"0": [0, position]}}
+    return {"version": _STATE_VERSION, "stream": kept, "position": position}
 
 
 def _close_all(iterators: list[Any]):

@@ -19,21 +19,24 @@ import numpy as np
 from jfsdp.extras import load
 from jfsdp.trainer.data.documents import INPUT, START, TARGET, DataConfig, TokenData
 from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
+from jfsdp.trainer.data.lanes import batch_lanes, count_lanes, join_lanes
 from jfsdp.trainer.data.rows import PADDING, end_rows
 
 
 def make_train_iterator(
     data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
 ) -> DataIterator:
-    """Return an endless iterator over this process's share of the training documents.
+    """Return an endless iterator over this process's rows of the training batches.
 
-    Each epoch has its own order, drawn from `seed`; every document goes to exactly one process in it. Shares hold
-    unequal numbers of tokens, so processes may be in different epochs at the same step.
+    The rows of all processes together are the same for any number of them that shares the global batch; see
+    [Note: lanes]. Each epoch of a lane has its own order, drawn from `seed`, and every document is in exactly one lane
+    in it.
 
     Rows cut from one document would otherwise follow each other, so that a batch is one topic: the rows of a window are
     shuffled again.
 
-    Memory: the batches read ahead, one document and `shuffle_rows` rows as pairs, 12 bytes per token.
+    Memory: the batches read ahead; of each lane read, one document and its part of `shuffle_rows` rows as pairs, 12
+      bytes per token.
 
     Args:
       data: from `open_data`.
@@ -43,23 +46,21 @@ def make_train_iterator(
       prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
 
     Raises:
-      ValueError: if there are fewer training documents than processes, or numbers that make no sense.
+      ValueError: for numbers that make no sense.
     """
     check_share(batch_size, process_index, process_count)
-    if len(data.train) < process_count:
-        raise ValueError(
-            f"data {data.config.data!r}: {len(data.train)} training documents cannot be shared by {process_count} "
-            f"processes; give more data (a file is cut into documents of {data.config.max_document_bytes} bytes), or "
-            "use fewer processes"
-        )
-    grain = load("grain")
+    grain, config, num_rows = load("grain"), data.config, batch_size * process_count
+    num_lanes = count_lanes(len(data.train), num_rows)
+    documents = grain.MapDataset.source(data.train).shuffle(seed=config.seed)
 
-    documents = grain.MapDataset.source(data.train).shuffle(seed=data.config.seed)
-    share = documents[process_index::process_count].repeat()
-    rows = _shuffle_rows(_pack(share, data.config), data.config)
-    batches = rows.batch(batch_size).map(functools.partial(_to_batch, cross_documents=data.config.cross_documents))
-    stream = _describe(data, "train", batch_size, process_index, process_count)
-    return DataIterator(prefetch(batches, prefetch_batches), stream)
+    def open_lane(lane: int) -> Any:
+        return _shuffle_rows(_pack(documents[lane::num_lanes].repeat(), config), config, lane, num_lanes)
+
+    own = range(process_index * batch_size, (process_index + 1) * batch_size)
+    rows = batch_lanes(open_lane, num_lanes, num_rows, own)
+    batches = rows.map(functools.partial(_to_batch, cross_documents=config.cross_documents))
+    stream = _describe(data, "train", num_rows) | {"num_lanes": num_lanes}
+    return DataIterator(prefetch(batches, prefetch_batches), stream, join=join_lanes)
 
 
 def make_eval_iterator(
@@ -88,7 +89,7 @@ def make_eval_iterator(
     pad = functools.partial(grain_experimental().batch_and_pad, batch_size=global_size)
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
-    stream = _describe(data, "eval", batch_size, process_index, process_count)
+    stream = _describe(data, "eval", global_size)
     return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
@@ -109,13 +110,14 @@ def _pack(documents: Any, config: DataConfig) -> Any:
     return grain_experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": config.seq_len})
 
 
-def _shuffle_rows(rows: Any, config: DataConfig) -> Any:
-    if config.shuffle_rows < 2:
+def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> Any:
+    window, seed = config.shuffle_rows // num_lanes, (config.seed + lane) % 2**32
+    if window < 2:
         return rows
 
     from jfsdp.compat import grain_experimental
 
-    return grain_experimental().WindowShuffleIterDataset(rows, window_size=config.shuffle_rows, seed=config.seed)
+    return grain_experimental().WindowShuffleIterDataset(rows, window_size=window, seed=seed)
 
 
 def _named_pairs(pairs: np.ndarray) -> Batch:
@@ -139,7 +141,7 @@ def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)
     }
 
 
-def _describe(data: TokenData, split: str, batch_size: int, process_index: int, process_count: int) -> dict[str, Any]:
+def _describe(data: TokenData, split: str, global_batch: int) -> dict[str, Any]:
     """Return all that the order and content of the batches depend on."""
     config = data.config
     return {
@@ -154,7 +156,5 @@ def _describe(data: TokenData, split: str, batch_size: int, process_index: int, 
         "seed": config.seed,
         "shuffle_rows": config.shuffle_rows,
         "documents_per_row": None if config.cross_documents else config.documents_per_row,
-        "batch_size": batch_size,
-        "process_index": process_index,
-        "process_count": process_count,
+        "global_batch": global_batch,
     }

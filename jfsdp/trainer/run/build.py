@@ -95,6 +95,28 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
     )
 
 
+def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
+    """Return a configuration with the rows per device and the microbatches that make its global batch on a mesh.
+
+    Raises:
+      ValueError: with the arithmetic, if no number of microbatches makes it.
+    """
+    if config.global_batch is None:
+        return config
+    check_numbers(config, global_batch=1, batch_per_device=1, accumulate=1)
+    shards, rows = num_data_shards(dict(mesh.shape)), config.global_batch
+    at_once = config.batch_per_device // config.accumulate
+    if not at_once or rows % (shards * at_once) or config.batch_per_device % config.accumulate:
+        possible = [count for count in range(1, rows // shards + 1) if rows % (shards * count) == 0]
+        fits = f"--batch-per-device can be {', '.join(map(str, possible[:12]))}" if possible else "use other devices"
+        raise ValueError(
+            f"--global-batch {rows}: {shards} devices with {config.batch_per_device}/{config.accumulate} rows each at "
+            f"once (--batch-per-device over --accumulate) do not divide it; {fits}, without --accumulate"
+        )
+    per_device = rows // shards
+    return dataclasses.replace(config, batch_per_device=per_device, accumulate=per_device // at_once)
+
+
 def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
     """Arrange all devices of all processes, or those given, into the mesh."""
     try:

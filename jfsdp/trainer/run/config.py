@@ -35,6 +35,9 @@ class TrainConfig(StepOptions):
     shuffle_rows: Count = 1024
     """Rows that are shuffled among themselves. 0: keep the rows of a document together."""
 
+    global_batch: Number = None
+    """Rows per step of all devices together, whatever their number. --batch-per-device over --accumulate are then the
+    rows that a device computes at once, and how many microbatches make a step follows. none: as those two say."""
     steps: Count = 1000
     """Steps of the whole run; what was done before a resume counts."""
     seed: Count = 0
@@ -76,6 +79,8 @@ class TrainConfig(StepOptions):
     """Keep also every step that is a multiple of N."""
     keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
     """Keep also the best by a metric: eval_loss, eval_correct:max, eval_correct:max:2."""
+    restart_data: bool = False
+    """On resume, begin the data anew instead of with what was not seen yet."""
     fall_back: bool = False
     """If the checkpoint to resume from is damaged, take the newest whole one before it."""
     eval_every: Count = 0

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
-from jfsdp.trainer.options import CHANGEABLE
+from jfsdp.trainer.options import CHANGEABLE, FOLLOWS
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
@@ -147,13 +147,13 @@ def describe(differing: Mapping[str, Sequence[Any]]) -> str:
 
 
 def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
-    """Refuse to continue a run under another configuration, but for what a run may change (`CHANGEABLE`).
+    """Refuse to continue a run under another configuration, but for what may change (`CHANGEABLE`, `FOLLOWS`).
 
     Raises:
       ValueError: naming each setting that differs, what it was and what it is.
     """
     found = differences(read_config(run_dir).get("decides", {}), ours)
-    if refused := {name: pair for name, pair in found.items() if name not in CHANGEABLE}:
+    if refused := {name: pair for name, pair in found.items() if name not in (*CHANGEABLE, *FOLLOWS)}:
         raise ValueError(
             f"run directory {str(run_dir)!r} holds another run: {describe(refused)}. Resume with the settings that "
             f"began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"

@@ -17,6 +17,7 @@ from jfsdp.launch.hosts import wait_for_all
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.state import TrainState
+from jfsdp.train.step.step import own_rows
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
@@ -119,6 +120,8 @@ class Run:
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
             f"{source.describe_batch(self.parts.global_batch)} per step"
         )
+        if config.global_batch is not None:
+            say(f"global batch: {config.batch_per_device} rows per device in {config.accumulate} microbatches")
         if attention := describe_attention(
             self.parts.job, self.parts.model, self.parts.row_items, cross_documents=config.cross_documents
         ):
@@ -156,11 +159,10 @@ class Run:
 
     def _share(self, accumulate: int) -> dict[str, int]:
         """Return this process's part of each batch, as the data iterators take it."""
-        count = jax.process_count()
-        if self.parts.global_batch % count:
-            raise ValueError(f"{self.parts.global_batch} rows per step cannot be shared by {count} processes")
-        size = self.parts.global_batch // count // accumulate
-        return {"batch_size": size, "process_index": jax.process_index(), "process_count": count}
+        num_rows = self.parts.global_batch // accumulate
+        own = own_rows(self.parts.step.mesh, num_rows)
+        share = {"process_index": own.start // len(own), "process_count": num_rows // len(own)}
+        return {"batch_size": len(own), **share}
 
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
@@ -177,12 +179,16 @@ class Run:
         like = parts.model.abstract_state(parts.tx)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            state, extra = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
-        checkpoints.close()
+            state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
         self.first = int(state.step)
+        extras = checkpoints.extras(self.first)
+        checkpoints.close()
         for warning in caught:
             self.display.say(f"note: {warning.message}")
-        iterator.set_state(extra["data"])
+        if self.config.restart_data:
+            self.display.say("the data begin anew: examples that were seen come again")
+        else:
+            iterator.set_state(*(extra["data"] for extra in extras))
         self._rewind()
         self.display.say(f"resumed after step {self.first}")
         self._say_changes(decides)

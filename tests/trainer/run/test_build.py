@@ -1,9 +1,11 @@
 import dataclasses
 
+import jax
 import pytest
 
+from jfsdp.layout.mesh import make_mesh, parse_mesh
 from jfsdp.trainer.run import directory
-from jfsdp.trainer.run.build import build
+from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
@@ -174,3 +176,29 @@ def test_a_run_from_before_the_bound_on_documents_goes_on_without_it():
     asked = dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "documents_per_row=8"))
     found = directory.differences(older, build(asked, {"decides": older}).decides)
     assert found == {"model_config.documents_per_row": [None, 8]}, "who asks for another bound is refused"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "accumulate", "expected"),
+    [("fsdp=8", 2, 1, (6, 3)), ("fsdp=8", 4, 2, (6, 3)), ("replica=2,fsdp=4", 6, 1, (6, 1)), ("fsdp=2", 3, 1, (24, 8))],
+)
+def test_microbatches_follow_from_the_global_batch_and_the_devices(mesh, rows, accumulate, expected):
+    asked = dataclasses.replace(CONFIG, mesh=mesh, global_batch=48, batch_per_device=rows, accumulate=accumulate)
+    made = with_global_batch(
+        asked, make_mesh(**parse_mesh(mesh), devices=jax.devices()[: 2 if mesh == "fsdp=2" else 8])
+    )
+    assert (made.batch_per_device, made.accumulate) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "global_batch", "words"),
+    [
+        (5, 48, r"--global-batch 48: 8 devices with 5/1 rows each .* --batch-per-device can be 1, 2, 3, 6, without"),
+        (1, 12, "--global-batch 12: 8 devices .*; use other devices"),
+        (1, 0, "--global-batch 0 must be"),
+    ],
+)
+def test_a_global_batch_that_the_devices_do_not_divide_is_refused_with_the_arithmetic(rows, global_batch, words):
+    asked = dataclasses.replace(CONFIG, global_batch=global_batch, batch_per_device=rows)
+    with pytest.raises(ValueError, match=words):
+        with_global_batch(asked, make_mesh(fsdp=8))
