@@ -110,6 +110,18 @@ def gather_from_processes(value: Any) -> Any:
     return multihost_utils.process_allgather(value)
 
 
+def coordination_store() -> tuple[Any, int, int]:
+    """Return the key-value store that the processes of a run share, which of them this is, and how many there are.
+
+    The store has `key_value_set`, which refuses a key that is there, and `key_value_try_get`, which raises for one that
+    is not. None for one process.
+    """
+    from jax._src import distributed
+
+    found = distributed.global_state
+    return found.client, found.process_id or 0, (found.num_processes or 1) if found.client else 1
+
+
 def grain_experimental() -> Any:
     """Return what grain calls experimental: packing, windowed shuffling, padding of last batches, a reading thread."""
     return load("grain").experimental

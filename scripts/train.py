@@ -14,6 +14,7 @@ import dataclasses
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ except MissingExtra as error:
 
 import tyro
 
+from jfsdp.launch.processes import initialize
 from jfsdp.launch.runtime import (
     configure_xla,
     enable_compilation_cache,
     ending_with_its_reader,
-    initialize_processes,
     plain_warnings,
     without_plugin_chatter,
 )
+from jfsdp.launch.watch import tell_and_end
 from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
@@ -85,7 +87,9 @@ def find_run_dir(config: TrainConfig) -> Path:
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser()
     name = config.recipe if config.recipe != "none" else config.model or (config.factory or "run").replace(":", ".")
-    if config.coordinator or "JAX_COORDINATOR_ADDRESS" in os.environ:
+    import jax
+
+    if jax.process_count() > 1:
         raise UsageError("several processes must agree on the directory of the run: give --run-dir")
     return runs.newest_run_dir(name) if config.resume else runs.new_run_dir(name)
 
@@ -100,11 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(config, argv)
     except (ValueError, OSError) as error:
         if is_debug:
-            raise
-        print(f"train.py: error: {describe_error(error, TrainConfig)}", file=sys.stderr)
+            traceback.print_exc()
+        message = describe_error(error, TrainConfig)
+        print(f"train.py: error: {message}", file=sys.stderr)
         from jfsdp.checkpoint.disk.files import is_damage
 
-        return DAMAGED if is_damage(error) else 2 if isinstance(error, UsageError) else 1
+        status = DAMAGED if is_damage(error) else 2 if isinstance(error, UsageError) else 1
+        tell_and_end(message, status)
+        return status
+    except Exception as error:
+        traceback.print_exc()
+        tell_and_end(f"{type(error).__name__}: {error}", 1)
+        return 1
     except KeyboardInterrupt:
         print("train.py: interrupted; what was saved before stands", file=sys.stderr)
         return INTERRUPTED
@@ -142,7 +153,8 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     begin = time.perf_counter()
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
-        initialize_processes(config.coordinator, config.num_processes, config.process_id)
+        compare = {name: value for name, value in dataclasses.asdict(config).items() if name != "process_id"}
+        initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
         start_jax()
         from jfsdp.trainer.run.build import build, make_run_mesh, with_global_batch
         from jfsdp.trainer.run.training import Run

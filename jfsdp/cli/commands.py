@@ -18,6 +18,7 @@ from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.checkpoint import BROKEN, CHECKPOINT_COMMANDS, Checkpoint
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
+from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import plain_warnings
@@ -39,6 +40,7 @@ COMMANDS = {
     "checkpoint": Checkpoint,
     "models": Models,
     "doctor": Doctor,
+    "launch": Launch,
 }
 COMMANDS_OF = {Checkpoint: CHECKPOINT_COMMANDS}
 
@@ -64,15 +66,17 @@ def parse(args: Sequence[str]) -> Any:
         listed = functools.reduce(operator.or_, [_listed(name, one) for name, one in kind.items()])
         description = DESCRIPTION if kind is COMMANDS else inspect.getdoc(Checkpoint)
         return tyro.cli(listed, prog=prog, args=rest, description=description, config=config)
+    rest, command = split_command(rest) if kind is Launch else (rest, [])
     check_known(rest, kind)
     default = tyro.MISSING_NONPROP
     if issubclass(kind, StepOptions):
         others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
         default = recipe_defaults(kind(), rest, ignore=others)
     description, registry = inspect.getdoc(kind), show_groups(kind)
-    return tyro.cli(
+    parsed: Any = tyro.cli(
         kind, prog=prog, args=rest, default=default, description=description, config=config, registry=registry
     )
+    return dataclasses.replace(parsed, command=tuple(command)) if command else parsed
 
 
 def _listed(name: str, kind: type) -> Any:

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jfsdp.arguments import Count, Size, checked
+from jfsdp.arguments import checked
 
 MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
@@ -105,49 +105,6 @@ def merge_flags(text: str, flags: dict[str, str]) -> str:
     """Set flags in an XLA_FLAGS text, replacing those of the same name."""
     kept = [part for part in text.split() if re.split("=", part.lstrip("-"))[0] not in flags]
     return " ".join([*kept, *(f"--{name}={value}" for name, value in flags.items())])
-
-
-@checked
-def initialize_processes(coordinator: str | None, num_processes: Count | None, process_id: Size | None) -> None:
-    """Join the other processes of the run, where there are others. Call it before anything else of JAX.
-
-    Args:
-      coordinator: HOST:PORT of process 0; "auto" finds it and the rest from Slurm, Open MPI and others that JAX knows;
-        None: where `JAX_COORDINATOR_ADDRESS` is set, as "auto" with this address; else a single process.
-      num_processes, process_id: needed with HOST:PORT.
-
-    Raises:
-      ValueError: if HOST:PORT comes without its two numbers, or the numbers without it.
-    """
-    if coordinator is None:
-        if num_processes is not None or process_id is not None:
-            raise ValueError("--num-processes and --process-id belong to --coordinator HOST:PORT; give all three")
-        if "JAX_COORDINATOR_ADDRESS" not in os.environ:
-            return
-    elif coordinator != "auto":
-        if num_processes is None or process_id is None:
-            raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
-        if process_id >= num_processes or not re.search(r".:\d+$", coordinator):
-            raise ValueError(f"--coordinator {coordinator!r} must be HOST:PORT, and --process-id below --num-processes")
-    import jax
-
-    address, own = None if coordinator == "auto" else coordinator, gpus_of_only_task(os.environ)
-    try:
-        jax.distributed.initialize(address, num_processes, process_id, local_device_ids=own)
-    except ValueError as error:
-        remedy = "give --coordinator HOST:PORT, --num-processes N and --process-id, a number below N"
-        raise ValueError(f"--coordinator {coordinator}: JAX cannot tell the processes ({error}); {remedy}") from error
-
-
-def gpus_of_only_task(environment: Mapping[str, str]) -> list[int] | None:
-    """Return all GPUs of the node where Slurm started one task on each; None: JAX decides.
-
-    JAX (0.10.2, 0.12) takes a Slurm task for that of one GPU: of eight, a task alone on its node would use the first.
-    """
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]  # such as 1(x4)
-    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    is_alone = tasks == "1" and gpus.isdecimal() and "JAX_LOCAL_DEVICE_IDS" not in environment
-    return list(range(int(gpus))) if is_alone else None
 
 
 @checked

@@ -20,7 +20,7 @@ GROUPS = {
     "data": "text_field extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows seed",
     "checkpoint": "checkpoint_every checkpoint_minutes keep keep_every keep_best fall_back restart_data",
     "evaluation and logging": "log_every eval_every eval_batches sample_tokens prompt temperature profile",
-    "process and device": "coordinator num_processes process_id simulate_devices",
+    "process and device": "coordinator num_processes process_id timeout simulate_devices",
     "XLA and debugging": "xla deterministic cache_dir check_loss debug",
 }
 SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}

@@ -11,8 +11,6 @@ import pytest
 from jfsdp.launch.runtime import (
     configure_xla,
     enable_compilation_cache,
-    gpus_of_only_task,
-    initialize_processes,
     merge_flags,
     without_plugin_chatter,
 )
@@ -35,13 +33,6 @@ def test_flags_after_jax_is_imported_are_an_error_and_not_ignored():
 def test_a_count_of_devices_that_cannot_be_simulated_is_refused(count):
     with pytest.raises(ValueError, match=f"simulate_devices={count} must"):
         configure_xla(simulate_devices=count)
-
-
-def test_a_coordinator_without_its_numbers_is_refused():
-    with pytest.raises(ValueError, match="needs --num-processes and --process-id"):
-        initialize_processes("localhost:1234", None, None)
-    with pytest.raises(ValueError, match="belong to --coordinator"):
-        initialize_processes(None, 2, 0)
 
 
 def test_programs_for_several_cpu_devices_are_not_loaded_from_a_cache(tmp_path):
@@ -108,31 +99,3 @@ def test_what_stops_jax_at_its_start_is_said(command, environment, status, words
     done = start(*command, *directory, **environment)
     assert done.returncode in status
     assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
-
-
-SLURM = {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_GPUS_ON_NODE": "8"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "gpus"),
-    [
-        (SLURM, list(range(8))),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1"}, list(range(8))),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, None),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,8"}, None),
-        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, None),
-        ({}, None),
-    ],
-)
-def test_a_task_alone_on_its_node_has_all_of_its_gpus(environment, gpus):
-    assert gpus_of_only_task(environment) == gpus
-
-
-def test_processes_join_with_the_gpus_of_their_task(monkeypatch):
-    given = []
-    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **named: given.append((args, named)))
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    initialize_processes("auto", None, None)
-    assert given == [((None, None, None), {"local_device_ids": list(range(8))})]

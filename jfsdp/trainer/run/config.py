@@ -110,6 +110,9 @@ class TrainConfig(StepOptions):
     """How many processes; needed with HOST:PORT."""
     process_id: Number = None
     """Which of them this is, from 0; needed with HOST:PORT."""
+    timeout: Real = 600.0
+    """Seconds that a step, a batch or a part of an evaluation may take; three times that for the first step, a save and
+    restoring. Then one of several processes ends with the reason, and so do the others. 0: any number."""
     debug: bool = False
     """Show the traceback of an error."""
 

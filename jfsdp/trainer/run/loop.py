@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
@@ -79,6 +80,7 @@ class Loop:
       stop: asked after every step.
       display, writers: where records go.
       run_dir: where traces go.
+      watch: told what is under way, and how long it may take.
       max_in_flight: steps that may be dispatched and not finished. On simulated devices only 1 is safe: collectives of
         two steps would compete for the threads that both need.
     """
@@ -95,6 +97,7 @@ class Loop:
     display: Display
     writers: Sequence[Writer]
     run_dir: Path
+    watch: Watch
     max_in_flight: int = 2
     described: Any = None
     first_step_s: float | None = None
@@ -117,15 +120,19 @@ class Loop:
             while step < self.config.steps:
                 step += 1
                 self._start_trace(step, first)
-                state, metrics = self._take_step(state, metrics, step == first + 1)
-                in_flight.append(metrics["loss"])
-                while len(in_flight) >= self.max_in_flight:
-                    in_flight.pop(0).block_until_ready()
-                self._stop_trace(step, metrics)
-                self.display.advance(step)
-                may_gather = self._is_due(self.config.log_every or 1, step)
-                is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
-                is_save = is_last or self.checkpoints.is_due(step, may_gather=may_gather)
+                with self.watch.at(f"the data of step {step}"):
+                    batch = self._next_batch(state, metrics)
+                is_first = step == first + 1
+                with self.watch.at(f"step {step}", PATIENT if is_first else 1):
+                    state, metrics = self._take_step(state, batch, is_first)
+                    in_flight.append(metrics["loss"])
+                    while len(in_flight) >= self.max_in_flight:
+                        in_flight.pop(0).block_until_ready()
+                    self._stop_trace(step, metrics)
+                    self.display.advance(step)
+                    may_gather = self._is_due(self.config.log_every or 1, step)
+                    is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
+                    is_save = is_last or self.checkpoints.is_due(step, may_gather=may_gather)
                 self._after_step(state, metrics, step, is_last, is_save)
                 if is_last:
                     break
@@ -133,8 +140,7 @@ class Loop:
             self._stop_trace(None, None)
         return state, step
 
-    def _take_step(self, state: TrainState, before: Metrics, is_first: bool) -> tuple[TrainState, Metrics]:
-        batch = self._next_batch(state, before)
+    def _take_step(self, state: TrainState, batch: Any, is_first: bool) -> tuple[TrainState, Metrics]:
         if not is_first:
             self.throughput.count_step(mean_keys(batch))
             return self.step(state, batch)
@@ -169,7 +175,8 @@ class Loop:
         interrupted = is_last and step < config.steps
         is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
         if is_last or is_eval or self._is_due(config.log_every, step):
-            self._log(state, metrics, step, is_eval)
+            with self.watch.at(f"what step {step} is logged with"):
+                self._log(state, metrics, step, is_eval)
         if is_save:
             self._check_finite(metrics, step)
             with self.throughput.paused():
@@ -179,7 +186,8 @@ class Loop:
         """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
         record = self.last_record if self.last_record and self.last_record["step"] == step else {}
         metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
-        blocked_s = self.checkpoints.save(step, state, self.get_extra(), config=self.described, metrics=metrics)
+        with self.watch.at(f"saving step {step}", PATIENT):
+            blocked_s = self.checkpoints.save(step, state, self.get_extra(), config=self.described, metrics=metrics)
         self.last_saved, self.blocked_s = step, self.blocked_s + blocked_s
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:

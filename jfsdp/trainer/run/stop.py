@@ -1,4 +1,4 @@
-"""Stopping on request: SIGINT and SIGTERM finish the step, save, and leave."""
+"""Stopping on request: SIGINT, SIGTERM and SIGUSR1 finish the step, save, and leave."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from jfsdp.launch.hosts import gather_json
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm's --signal=USR1 sends
 
 
 class StopSignal:
-    """Remembers the first SIGINT or SIGTERM; the second one acts as if nobody listened. A context manager.
+    """Remembers the first SIGINT, SIGTERM or SIGUSR1; the second one acts as if nobody listened. A context manager.
 
     Several processes must stop at the same step, or some would wait for others in a collective for ever. Whether any
     was asked is therefore gathered, and only at the steps that the loop names: at most `log_every` steps late.

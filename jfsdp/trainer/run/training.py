@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jfsdp.launch.hosts import wait_for_all
+from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.state import TrainState
@@ -73,6 +74,7 @@ class Run:
         runs.check_writable(self.run_dir)
         try:
             with contextlib.ExitStack() as held:
+                self.watch = held.enter_context(Watch(self.config.timeout))
                 if self.is_writer:
                     held.enter_context(runs.only_writer(self.run_dir))
                 self._run()
@@ -133,7 +135,8 @@ class Run:
 
     def _train(self, decides: dict[str, Any]) -> None:
         iterator = self.source.train_batches(**self._share(1))
-        state = self._start_state(iterator, decides)
+        with self.watch.at("the first weights, or restoring", PATIENT):
+            state = self._start_state(iterator, decides)
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", self._describe(decides))
         with contextlib.ExitStack() as stack:
@@ -149,7 +152,8 @@ class Run:
                 with contextlib.suppress(Exception):
                     checkpoints.close(alone=True)  # what is being saved is worth waiting for
                 raise
-            checkpoints.close()
+            with self.watch.at("finishing the last save", PATIENT):
+                checkpoints.close()
             self._finish(loop, state, steps, stop)
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +242,7 @@ class Run:
             display=self.display,
             writers=writers,
             run_dir=self.run_dir,
+            watch=self.watch,
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
 
@@ -252,7 +257,12 @@ class Run:
 
         def batches() -> Iterator[Any]:
             with contextlib.closing(self.source.eval_batches(**self._share(self.config.accumulate))) as iterator:
-                yield from map(self.source.prepare, iterator)
+                while True:
+                    with self.watch.at("a batch of the evaluation"):
+                        batch = next(iterator, None)
+                        if batch is None:
+                            return
+                        yield self.source.prepare(batch)  # while it is computed, this stays
 
         job = self.parts.job
         num_batches = self.config.eval_batches * self.config.accumulate

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jfsdp.launch.watch import Watch
 from jfsdp.trainer.run.display import Silent
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.loop import Loop, LoopConfig
@@ -71,6 +72,7 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
         display=Silent(),
         writers=[records],
         run_dir=None,  # type: ignore[arg-type]
+        watch=Watch(0),
     )
     state, steps = loop.run(State(first), first)  # type: ignore[arg-type]
     return records, state, steps

@@ -1,0 +1,110 @@
+"""`jfsdp launch`: the processes of a run on this host, as torchrun starts them for PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jfsdp.launch.environment import find_place
+from jfsdp.launch.runtime import merge_flags
+from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
+from jfsdp.trainer.options import Count, Name, Number, Real
+from jfsdp.trainer.spelling import check_numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Start the processes of a run on this host, end all when one fails, and start them again.
+
+    jfsdp launch [OPTIONS] script.py ARGUMENTS
+
+    The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. Give that --run-dir and
+    --resume auto: then a restart goes on from the last checkpoint. On several hosts start one on each, by srun (one
+    task per host), or with --nnodes, --node-rank and --rendezvous. Exit status: that of the process that failed first.
+    """
+
+    nproc: Count = 1
+    """Processes on this host: one per GPU, or one for all of its GPUs."""
+    nnodes: Number = None
+    """How many hosts. none: as Slurm says, else one."""
+    node_rank: Number = None
+    """Which of them this is, from 0. none: as Slurm says."""
+    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Host 0 and a port that is free there; a restart takes the next. none: as Slurm says; alone, any free port."""
+    devices_per_proc: Count = 0
+    """Simulated CPU devices of each process. 0: the real devices."""
+    max_restarts: Count = 0
+    """How often all are started again after one has failed."""
+    grace: Real = 30.0
+    """Seconds that the others have to end by themselves, once one has failed."""
+    log_dir: Name = None
+    """Where ATTEMPT/RANK.log are written. none: logs/launch-DATE-TIME."""
+    command: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def run(self) -> int:
+        check_numbers(self, nproc=1, nnodes=1, node_rank=0, devices_per_proc=0, max_restarts=0, grace=0)
+        if not self.command:
+            raise ValueError("no script is named: jfsdp launch --nproc 8 script.py ARGUMENTS")
+        program = [sys.executable, "-u"] if self.command[0].endswith(".py") else []
+        if program and not Path(self.command[0]).is_file():
+            raise ValueError(f"script {self.command[0]!r} is no file; name one that is there")
+        environment = dict(os.environ)
+        if self.devices_per_proc:
+            count = {"xla_force_host_platform_device_count": str(self.devices_per_proc)}
+            flags = merge_flags(environment.get("XLA_FLAGS", ""), count)
+            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        hosts = self._hosts()
+        directory = Path(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"))
+        supervisor = Supervisor(
+            [*program, *self.command],
+            self.nproc,
+            hosts,
+            directory,
+            max_restarts=self.max_restarts,
+            grace_s=self.grace,
+            environment=environment,
+        )
+        print(
+            f"jfsdp launch: {self.nproc} processes on host {hosts.node} of {hosts.num_nodes}, process 0 at "
+            f"{hosts.address}; logs in {directory}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return supervisor.run()
+
+    def _hosts(self) -> Hosts:
+        """Return where this host stands, by the options or as Slurm and others say."""
+        given = (self.nnodes, self.node_rank, self.rendezvous)
+        if any(value is not None for value in given):
+            if (self.nnodes or 1) > 1 and None in given:
+                raise ValueError("several hosts need --nnodes, --node-rank and --rendezvous HOST:PORT; give all three")
+            if (self.node_rank or 0) >= (self.nnodes or 1):
+                raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes or 1}")
+            address = self.rendezvous or f"localhost:{free_port()}"
+            if not re.search(r".:\d+$", address):
+                raise ValueError(f"--rendezvous {address!r} must be HOST:PORT")
+            return Hosts(self.nnodes or 1, self.node_rank or 0, address)
+        place = find_place(os.environ)
+        if place is None or place.address is None:
+            return Hosts(1, 0, f"localhost:{free_port()}")
+        return Hosts(place.num_processes, place.process_id, place.address, place.num_local or 1, place.local_id or 0)
+
+
+def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of `jfsdp launch`, and the script with its own arguments after them."""
+    takes_value = False
+    for place, arg in enumerate(args):
+        if arg == "--":
+            return list(args[:place]), list(args[place + 1 :])
+        if not takes_value and not arg.startswith("-"):
+            return list(args[:place]), list(args[place:])
+        takes_value = not takes_value and arg.startswith("--") and "=" not in arg and arg != "--help"
+    return list(args), []

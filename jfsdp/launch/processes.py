@@ -1,0 +1,127 @@
+"""Joining the other processes of a run. Importing this imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jfsdp.arguments import Count, Size, checked
+from jfsdp.launch.environment import Place, find_place, own_gpus
+from jfsdp.launch.roll_call import call_roll
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
+_OWN = re.compile(
+    r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*)"
+)
+
+
+@checked
+def initialize(
+    coordinator: str | None = None,
+    num_processes: Count | None = None,
+    process_id: Size | None = None,
+    *,
+    compare: Mapping[str, Any] | None = None,
+    timeout_s: float = 300.0,
+) -> Place | None:
+    """Join the other processes of the run, where there are others. Call it before anything else of JAX.
+
+    Without arguments it reads the environment as Slurm, Open MPI, Kubernetes, torchrun and `jfsdp launch` set it; see
+    [Note: who says it] in environment.py. Process 0 prints what was found. Where a host has several processes, its GPUs
+    are shared out evenly, unless `JAX_LOCAL_DEVICE_IDS` says which are whose.
+
+    All processes first call at process 0, which compares the versions of packages, `XLA_FLAGS`, `JAX_*` and `NCCL_*` of
+    all; see [Note: why before JAX] in roll_call.py.
+
+    Args:
+      coordinator: HOST:PORT of process 0; None or "auto": as the environment says.
+      num_processes, process_id: of the run; needed with HOST:PORT.
+      compare: more, as plain JSON, that must be equal in all processes: your configuration.
+      timeout_s: how long to wait for the others.
+
+    Returns:
+      Which process this is; None: there is only one.
+
+    Raises:
+      ValueError: in every process that came, for processes that are missing, come twice or are not alike; for a process
+        0 that cannot be reached; for variables and arguments that are missing or contradict each other.
+    """
+    place = _asked(coordinator, num_processes, process_id)
+    if place is None:
+        return None
+    gpus = None if "JAX_LOCAL_DEVICE_IDS" in os.environ else own_gpus(place, num_gpus())
+    if place.address is not None:
+        call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
+    import jax
+
+    # JAX would catch SIGTERM and tell nobody who does not ask: a run listens itself, and before it a signal is to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        place.address,
+        place.num_processes,
+        place.process_id,
+        local_device_ids=gpus,
+        initialization_timeout=max(1, int(timeout_s)),
+    )
+    if place.process_id == 0:
+        print(f"processes: {place}", flush=True)
+    return place
+
+
+def _asked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place | None:
+    if coordinator in (None, "auto"):
+        if num_processes is not None or process_id is not None:
+            raise ValueError("--num-processes and --process-id belong to --coordinator HOST:PORT; give all three")
+        return _found(is_asked=coordinator is not None)
+    if num_processes is None or process_id is None:
+        raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
+    if process_id >= num_processes or not re.search(r".:\d+$", coordinator):
+        raise ValueError(f"--coordinator {coordinator!r} must be HOST:PORT, and --process-id below --num-processes")
+    return Place("--coordinator", coordinator, num_processes, process_id) if num_processes > 1 else None
+
+
+def _found(*, is_asked: bool) -> Place | None:
+    place, address = find_place(os.environ), os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if place is not None:
+        return dataclasses.replace(place, address=address) if address else place
+    if address:
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS={address!r} is set, and nothing says which process this is; set "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or unset it"
+        )
+    if is_asked:
+        raise ValueError(
+            "--coordinator auto: the environment says of no other process (srun, mpirun, torchrun, jfsdp launch and "
+            "others do); leave it out for one process, or give HOST:PORT, --num-processes and --process-id"
+        )
+    return None
+
+
+def num_gpus() -> int:
+    """Return how many NVIDIA GPUs this process sees, without starting a driver; 0 where that is not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _versions() -> dict[str, str | None]:
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def _settings() -> dict[str, str]:
+    """Return what of the environment changes the program that is compiled, or how it is run."""
+    ours = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|(JAX|NCCL)_\w+")
+    return {name: value for name, value in os.environ.items() if ours.fullmatch(name) and not _OWN.fullmatch(name)}

@@ -1,0 +1,211 @@
+"""`jfsdp launch`: the processes of a run on this host, ended together and started again. Imports no JAX.
+
+[Note: how a supervisor works] It starts `nproc` processes and tells each by torchrun's variables which it is
+(environment.py). What they print goes to a file each, and that of the first to the terminal too. When one fails, the
+others have a while to end by themselves (watch.py tells them why), then they are ended. All are started again as long
+as restarts are left, on the next port: they go on from their last checkpoint, as `--resume auto` says. On several
+hosts one supervisor runs on each. There a failure reaches the processes of all hosts, so all supervisors start again,
+each by itself; the roll call waits until all are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jfsdp.launch.watch import ENDED_BY_OTHERS
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+USAGE = 2  # the exit status of what restarting does not mend
+_POLL_S = 0.1
+_TAIL_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Where a supervisor stands among those of a run.
+
+    Attributes:
+      num_nodes, node: of the run, and this one.
+      address: HOST:PORT of process 0; attempt k uses port PORT + k.
+      num_siblings, sibling: how many supervisors this host has, and which of them this is.
+    """
+
+    num_nodes: int
+    node: int
+    address: str
+    num_siblings: int = 1
+    sibling: int = 0
+
+
+@dataclasses.dataclass
+class Child:
+    """A process that was started: its rank of the run, its log, and what it ended with."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+class Supervisor:
+    """Runs `command` as `nproc` processes of this host; see [Note: how a supervisor works].
+
+    Args:
+      log_dir: of files `ATTEMPT/RANK.log`.
+      max_restarts: how often all are started again.
+      grace_s: seconds for the others to end by themselves after one has failed.
+      environment: of the processes, but for what is said to each.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nproc: int,
+        hosts: Hosts,
+        log_dir: Path,
+        *,
+        max_restarts: int = 0,
+        grace_s: float = 30.0,
+        environment: Mapping[str, str] = os.environ,
+    ):
+        self.command, self.nproc, self.hosts, self.log_dir = list(command), nproc, hosts, log_dir
+        self.max_restarts, self.grace_s, self.environment = max_restarts, grace_s, dict(environment)
+        self.children: list[Child] = []
+        self.killed: set[int] = set()
+        self.stopped_by: int | None = None
+
+    def run(self) -> int:
+        """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
+        with self._forwarding():
+            for attempt in range(self.max_restarts + 1):
+                self.children = [self._start(local, attempt) for local in range(self.nproc)]
+                failed = self._wait()
+                if failed is None:
+                    return 0
+                status = _status(failed.process.returncode)
+                self._report(failed, status, attempt)
+                if self.stopped_by is not None or status == USAGE:
+                    break
+        return status
+
+    def _start(self, local: int, attempt: int) -> Child:
+        hosts, rank = self.hosts, self.hosts.node * self.nproc + local
+        host, _, port = hosts.address.rpartition(":")
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": hosts.num_nodes * self.nproc,
+            "LOCAL_RANK": hosts.sibling * self.nproc + local,
+            "LOCAL_WORLD_SIZE": hosts.num_siblings * self.nproc,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": int(port) + attempt,
+            "JFSDP_RESTART": attempt,
+        }
+        log = self.log_dir / str(attempt) / f"{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = self.environment | {name: str(value) for name, value in told.items()}
+        with log.open("wb") as file:
+            # Of a group of its own: a signal of the terminal comes from here alone, once.
+            output = file if local else subprocess.PIPE
+            process: subprocess.Popen[bytes] = subprocess.Popen(
+                self.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        if not local:
+            threading.Thread(target=_copy, args=(process.stdout, log), daemon=True).start()
+        return Child(rank, process, log)
+
+    def _wait(self) -> Child | None:
+        """Wait until all have ended; return the one that failed first, if any did."""
+        first: Child | None = None
+        until = float("inf")
+        self.killed = set()
+        while running := [child for child in self.children if child.process.poll() is None]:
+            failed = [child for child in self.children if child.process.returncode not in (None, 0)]
+            if failed and first is None:
+                first, until = min(failed, key=_blame), time.monotonic() + self.grace_s
+            if time.monotonic() > until:
+                for child in running:
+                    self.killed.add(child.rank)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child.process.pid, signal.SIGKILL)  # one that is stopped takes no other
+            time.sleep(_POLL_S)
+        failed = [child for child in self.children if child.process.returncode]
+        if first is None or first.process.returncode == ENDED_BY_OTHERS:
+            first = min(failed, key=_blame, default=None)
+        return first
+
+    def _report(self, failed: Child, status: int, attempt: int) -> None:
+        left = self.max_restarts - attempt
+        others = {child.rank: _status(child.process.returncode) for child in self.children if child is not failed}
+        lines = failed.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        told = [
+            f"jfsdp launch: process {failed.rank} failed first, with status {status}{_said(status)}; the others of "
+            f"this host ended with {others or 'nothing: there are none'}. Logs: {failed.log.parent}",
+            *[f"did not end by themselves, and were killed: {sorted(self.killed)}; they hung, or were stopped"]
+            * bool(self.killed),
+            f"the last lines of process {failed.rank}:",
+            *(f"    {line}" for line in lines),
+        ]
+        if status == USAGE:
+            told.append("not started again: what was asked cannot begin")
+        elif self.stopped_by is None:
+            told.append(f"starting again, {left} restarts left" if left else "no restart is left")
+        print("\n".join(told), file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        def forward(number: int, _: Any) -> None:
+            self.stopped_by = number
+            for child in self.children:
+                if child.process.poll() is None:
+                    child.process.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _blame(child: Child) -> tuple[bool, bool, int]:
+    """Order processes that have failed by who is likely to be the cause: not those that others ended."""
+    code = child.process.returncode
+    return code == ENDED_BY_OTHERS, code == -signal.SIGABRT, child.rank
+
+
+def _status(code: int | None) -> int:
+    """Return a process's exit status as a shell says it."""
+    return 128 - code if code is not None and code < 0 else code or 0
+
+
+def _said(status: int) -> str:
+    return f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
+
+
+def _copy(source: IO[bytes] | None, log: Path) -> None:
+    """Copy what a process prints to its log, and to the terminal."""
+    assert source is not None
+    with source, log.open("ab") as file:
+        while data := source.read1(1 << 16):  # type: ignore[attr-defined]
+            file.write(data)
+            file.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+
+
+def free_port() -> int:
+    """Return a port of this host that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]

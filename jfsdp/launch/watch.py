@@ -1,0 +1,130 @@
+"""Nothing hangs without a word: a thread that watches whether this process gets on, and whether the others live.
+
+[Note: how processes end together] A process that fails leaves its error in the key-value store of JAX's coordination
+service, which every process has joined, and all others read it there: they end within seconds, with that error as
+theirs. JAX by itself ends them after its heartbeats stop (100 s), or after the 300 s that a failing process waits for
+the others at its exit, and without a word about the cause. A process that waits in a collective still sends heartbeats;
+so each says what it is about to do and how long that may take (`Watch.at`), and the thread ends it when it takes
+longer. A hung GPU is not repaired: the process ends, and its launcher starts all again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+STUCK, ENDED_BY_OTHERS = 75, 76  # exit statuses
+PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
+_PERIOD_S = 1.0
+_OWN_WORD_S = 2.0  # for a process that has met the same error to say so itself
+_LINGER_S = 5.0  # of process 0 after it failed: the store, which the others read, ends with it
+_KEY = "jfsdp/failed"
+
+
+class Watch:
+    """Says when this process, or another of the run, does not get on. A context manager; start it after JAX.
+
+    Args:
+      limit_s: seconds that a step, a batch or a part of an evaluation may take; 0: any number.
+    """
+
+    def __init__(self, limit_s: float):
+        from jfsdp.compat import coordination_store
+
+        self.limit_s = limit_s
+        self.store, self.process, self.count = coordination_store()
+        self._places: list[_Place] = []  # what this process is about, innermost last
+        self._done = threading.Event()
+
+    def __enter__(self) -> Watch:
+        # Two threads: the store does not answer where process 0 is stopped.
+        watches = [self._watch_self] * bool(self.limit_s) + [self._watch_others] * (self.count > 1)
+        for watch in watches:
+            threading.Thread(target=watch, name="jfsdp-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+
+    @contextlib.contextmanager
+    def at(self, place: str, times: float = 1) -> Iterator[None]:
+        """Say what begins here, and that it may take `times` the limit. What is inside it counts for itself."""
+        here = _Place(place, times * self.limit_s, time.monotonic())
+        self._places.append(here)
+        try:
+            yield
+        finally:
+            self._places.remove(here)
+            if self._places:
+                self._places[-1].begin = time.monotonic()
+
+    def _watch_self(self) -> None:
+        while not self._done.wait(_PERIOD_S):
+            for place in self._places[-1:]:
+                if not place.is_told and time.monotonic() > place.begin + place.limit_s:
+                    place.is_told = True
+                    self._say_stuck(place)
+
+    def _watch_others(self) -> None:
+        while not self._done.wait(_PERIOD_S):
+            with contextlib.suppress(Exception):  # nobody has told anything
+                told = self.store.key_value_try_get(_KEY)
+                time.sleep(_OWN_WORD_S + _LINGER_S * told.startswith(self._own_name()))  # its own word ends it
+                print(f"error: another process failed, so this one ends: {told}", file=sys.stderr)
+                _end(self.process, ENDED_BY_OTHERS)
+
+    def _own_name(self) -> str:
+        return f"process {self.process} of {self.count}:"
+
+    def _say_stuck(self, place: _Place) -> None:
+        message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
+        print(f"error: {self._own_name()} {message}; all threads:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        tell_and_end(message, STUCK)  # alone it goes on: it may be in a debugger
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """What is under way, since when on this process's clock, and how many seconds it may take."""
+
+    name: str
+    limit_s: float
+    begin: float
+    is_told: bool = False
+
+
+def tell_and_end(message: str, status: int) -> None:
+    """Tell the other processes of the run why this one ends, and end it at once: at its exit JAX would wait for them.
+
+    Does nothing in a run of one process, or where `jax` was not imported.
+    """
+    if "jax" not in sys.modules:
+        return
+    from jfsdp.compat import coordination_store
+
+    store, process, count = coordination_store()
+
+    def tell() -> None:
+        with contextlib.suppress(Exception):  # another was first, or the store has gone: then nobody reads it
+            store.key_value_set(_KEY, f"process {process} of {count}: {message}")
+
+    if count > 1:
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        teller.join(_LINGER_S)
+        _end(process, status)
+
+
+def _end(process: int, status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    time.sleep(_LINGER_S if process == 0 else 0)
+    os._exit(status)

@@ -1,0 +1,114 @@
+"""Which process this is, from variables as those who start processes set them."""
+
+import dataclasses
+
+import pytest
+
+from jfsdp.launch.environment import Place, expand_counts, find_place, first_host, own_gpus
+
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "32",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
+    "SLURM_STEP_NODELIST": "gpu[07-10]",
+    "SLURM_NTASKS": "32",
+}
+SBATCH = {"SLURM_JOB_ID": "4242", "SLURM_NTASKS": "32", "SLURM_NODELIST": "gpu[07-10]", "SLURM_PROCID": "0"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "run-0.run", "MASTER_PORT": "1234"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "node0:99", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+ON_SLURM = Place("Slurm", f"gpu07:{61440 + 4242 % 4096}", 32, 9, 8, 1)
+BY_TORCHRUN = Place("RANK and WORLD_SIZE", "node0:29500", 8, 5, 4, 1)
+ONE_TASK_PER_NODE = SRUN | {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (SBATCH, None),  # the batch script itself is no task
+        (SRUN, ON_SLURM),
+        (SRUN | {"JAX_COORDINATOR_PORT": "7777"}, dataclasses.replace(ON_SLURM, address="gpu07:7777")),
+        (TORCHRUN, BY_TORCHRUN),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, None),
+        (TORCHRUN | ONE_TASK_PER_NODE, BY_TORCHRUN),  # a launcher of four under each of two tasks
+        (MPIRUN, Place("Open MPI", None, 4, 3, 2, 1)),
+        (MPIRUN | {"MASTER_ADDR": "h", "MASTER_PORT": "1"}, Place("Open MPI", "h:1", 4, 3, 2, 1)),
+        (INDEXED_JOB, Place("JOB_COMPLETION_INDEX and WORLD_SIZE", "run-0.run:1234", 4, 2)),
+        ({"JOB_COMPLETION_INDEX": "0"}, None),
+        (JAX, Place("JAX_NUM_PROCESSES", "node0:99", 2, 1)),
+    ],
+)
+def test_a_process_knows_its_place(environment, expected):
+    assert find_place(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (TORCHRUN | {"WORLD_SIZE": ""}, "RANK is set, and WORLD_SIZE is empty"),
+        ({"RANK": "0"}, "RANK is set, and WORLD_SIZE is not set"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8 must be below WORLD_SIZE=8"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be below LOCAL_WORLD_SIZE=4"),
+        (TORCHRUN | {"RANK": "one"}, "RANK='one' must be a whole number"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK is set, and MASTER_ADDR is not set"),
+        (TORCHRUN | {"MASTER_PORT": "123456"}, "MASTER_PORT=123456 must be a port"),
+        (TORCHRUN | {"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set, and JAX_COORDINATOR_ADDRESS is not set"),
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | SRUN, "there are 1 processes, and Slurm 32"),
+        (TORCHRUN | JAX, "JAX_NUM_PROCESSES says that there are 2 processes, and RANK and WORLD_SIZE 8"),
+        (TORCHRUN | JAX | {"JAX_NUM_PROCESSES": "8"}, "this is process 1, and RANK and WORLD_SIZE 5"),
+        (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
+        (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID is empty"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, "contradicts SLURM_STEP_NUM_TASKS=32"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "'many' is no list of counts"),
+    ],
+)
+def test_variables_that_are_missing_or_contradict_are_named(environment, words):
+    with pytest.raises(ValueError, match=words):
+        find_place(environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("node001", "node001"), ("a,b", "a"), ("node[001-015],x", "node001"), ("n[7,9]", "n7"), ("n[3]", "n3")],
+)
+def test_the_first_host_of_slurms_list(text, host):
+    assert first_host(text) == host
+
+
+def test_counts_of_slurm():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_local", "local_id", "visible", "expected"),
+    [(8, 3, 8, [3]), (2, 1, 8, [4, 5, 6, 7]), (1, 0, 8, None), (8, 3, 1, None), (8, 3, 0, None), (0, None, 8, None)],
+)
+def test_processes_of_a_host_share_its_gpus(num_local, local_id, visible, expected):
+    assert own_gpus(Place("", None, 64, 3, num_local, local_id), visible) == expected
+
+
+def test_gpus_that_cannot_be_shared_evenly_are_refused():
+    with pytest.raises(ValueError, match="3 processes on this host cannot share its 8 GPUs evenly"):
+        own_gpus(Place("torchrun", None, 3, 0, 3, 0), 8)

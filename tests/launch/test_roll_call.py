@@ -1,0 +1,93 @@
+"""Whether all processes of a run are there, once, and alike."""
+
+import re
+import socket
+import threading
+import time
+
+import pytest
+
+from jfsdp.launch.environment import Place
+from jfsdp.launch.roll_call import call_roll
+
+SAME = {"jax": "0.10.2", "seed": 0}
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def call(ids, *, count=None, told=None, timeout_s=10.0, counts=None):
+    """Call the roll in a thread per process; return what each raised, or "" where all was well."""
+    address, found = f"localhost:{free_port()}", ["no word"] * len(ids)
+
+    def run(place, process):
+        own = (counts or {}).get(place, count or len(ids))
+        try:
+            call_roll(Place("test", address, own, process), (told or {}).get(place, SAME), timeout_s)
+            found[place] = ""
+        except ValueError as error:
+            found[place] = str(error)
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(ids)]
+    for thread in reversed(threads):  # process 0 last: the others wait for it
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return found
+
+
+def test_all_go_on_when_all_are_there_and_alike():
+    assert call([0, 1, 2, 3]) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"ids": [0, 1, 3], "count": 4, "timeout_s": 2.0}, "1 of 4 processes did not come within 2 s: 2;"),
+        ({"ids": [0, 1, 1], "count": 3, "timeout_s": 5.0}, "two processes are process 1:"),
+        ({"ids": [0, 1], "counts": {1: 3}}, "process 1 (.*) counts 3 processes, and process 0 (.*) 2;"),
+        (
+            {"ids": [0, 1, 2], "told": {1: SAME | {"seed": 7}}},
+            r"not alike: seed is 0, but of process 1 \(.*\) 7; start all alike",
+        ),
+        ({"ids": [0, 1, 2], "told": {0: SAME | {"XLA_FLAGS": "-x"}}}, 'XLA_FLAGS is null, but of process 0 .* "-x"'),
+    ],
+)
+def test_every_process_that_came_says_what_is_wrong(case, words):
+    found = call(**case)
+    assert found and all(text and re.search(words.replace("(.*)", r"\(.*\)"), text) for text in found), found
+
+
+def test_a_port_that_another_program_has_is_named():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"process 0 cannot listen at port {port} .* choose another port"):
+            call_roll(Place("test", f"localhost:{port}", 2, 0), SAME, 1.0)
+
+
+@pytest.mark.parametrize("host", ["localhost", "no-such-host.invalid"])
+def test_a_process_0_that_cannot_be_reached_is_named_within_the_time(host):
+    begin, port = time.monotonic(), free_port()
+    with pytest.raises(ValueError, match=f"process 1 of 2 .* cannot reach process 0 at {host}:{port}, which is "):
+        call_roll(Place("test", f"{host}:{port}", 2, 1), SAME, 1.0)
+    assert time.monotonic() - begin < 15
+
+
+def test_strangers_at_the_port_are_no_processes():
+    address = f"localhost:{free_port()}"
+    thread = threading.Thread(target=call_roll, args=(Place("test", address, 2, 0), SAME, 20.0))
+    thread.start()
+    for told in (b"GET / HTTP/1.1\r\n\r\n", b"", b"[1]\n"):
+        while True:
+            try:
+                with socket.create_connection(("localhost", int(address.split(":")[1]))) as stranger:
+                    stranger.sendall(told)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+    call_roll(Place("test", address, 2, 1), SAME, 20.0)
+    thread.join(timeout=20)
+    assert not thread.is_alive()
