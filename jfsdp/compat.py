@@ -116,9 +116,9 @@ def coordination_store() -> tuple[Any, int, int]:
     The store has `key_value_set`, which refuses a key that is there, and `key_value_try_get`, which raises for one that
     is not. None for one process.
     """
-    from jax._src import distributed
+    from jax.experimental import multihost_utils
 
-    found = distributed.global_state
+    found: Any = multihost_utils.distributed.global_state  # pyright: ignore[reportPrivateImportUsage]
     return found.client, found.process_id or 0, (found.num_processes or 1) if found.client else 1
 
 

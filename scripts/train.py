@@ -36,13 +36,13 @@ from jfsdp.launch.runtime import (
     plain_warnings,
     without_plugin_chatter,
 )
-from jfsdp.launch.watch import tell_and_end
+from jfsdp.launch.watch import PATIENT, Watch, tell_and_end
 from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known
+from jfsdp.trainer.spelling import check_known, check_numbers
 
 DAMAGED, INTERRUPTED = 4, 130
 SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")
@@ -154,17 +154,27 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
         compare = {name: value for name, value in dataclasses.asdict(config).items() if name != "process_id"}
+        check_numbers(config, timeout=0)
         initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
-        start_jax()
-        from jfsdp.trainer.run.build import build, make_run_mesh, with_global_batch
-        from jfsdp.trainer.run.training import Run
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with Watch(config.timeout) as watch:
+        _run(config, argv, begin, watch)
 
-        run_dir = find_run_dir(config)
-        stored = runs.read_config(run_dir) if config.resume else {}
-        config = as_before(config, stored.get("config", {}), argv) if stored else config
-        config = with_global_batch(config, make_run_mesh(config)) if config.global_batch is not None else config
-        run = Run(config, build(config, stored), run_dir, stored, begin)
-        is_cached = enable_compilation_cache(config.cache_dir) is not None
+
+def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -> None:
+    try:
+        with watch.at("the start", PATIENT):
+            start_jax()
+            from jfsdp.trainer.run.build import build, make_run_mesh, with_global_batch
+            from jfsdp.trainer.run.training import Run
+
+            run_dir = find_run_dir(config)
+            stored = runs.read_config(run_dir) if config.resume else {}
+            config = as_before(config, stored.get("config", {}), argv) if stored else config
+            config = with_global_batch(config, make_run_mesh(config)) if config.global_batch is not None else config
+            run = Run(config, build(config, stored), run_dir, stored, begin, watch)
+            is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_cached and config.cache_dir is not None:

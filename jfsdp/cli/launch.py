@@ -16,7 +16,7 @@ import tyro
 from jfsdp.launch.environment import find_place
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
-from jfsdp.trainer.options import Count, Name, Number, Real
+from jfsdp.trainer.options import Count, Name, Number, Real, optional
 from jfsdp.trainer.spelling import check_numbers
 
 
@@ -37,7 +37,7 @@ class Launch:
     """How many hosts. none: as Slurm says, else one."""
     node_rank: Number = None
     """Which of them this is, from 0. none: as Slurm says."""
-    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    rendezvous: Annotated[str | None, optional(str, "HOST:PORT")] = None
     """Host 0 and a port that is free there; a restart takes the next. none: as Slurm says; alone, any free port."""
     devices_per_proc: Count = 0
     """Simulated CPU devices of each process. 0: the real devices."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jfsdp.compat import gather_from_processes
+from jfsdp.launch.roll_call import differences
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -75,6 +76,17 @@ def wait_for_all(place: str) -> None:
     told = gather_json(place)
     if set(told) != {place}:
         raise RuntimeError(f"the processes of the run are at different places: {told}; were all started alike?")
+
+
+def check_alike(**told: Any) -> None:
+    """Refuse to go on where a process tells something else than the others; all of the run must call it.
+
+    Raises:
+      ValueError: in every process, naming who differs and in what.
+    """
+    own = (platform.node(), told)
+    if problem := differences(dict(enumerate(gather_json(own)))):
+        raise ValueError(problem)
 
 
 def gather_json(value: Any) -> list[Any]:

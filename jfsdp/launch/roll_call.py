@@ -68,7 +68,11 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> str:
                     others.append(connection)
                     problem = _clash(found, present)
                     present[found["process"]] = found
-        problem = problem or _missing(present, own["count"], time.monotonic() - begin) or _differ(present)
+        problem = (
+            problem
+            or _missing(present, own["count"], time.monotonic() - begin)
+            or differences({process: (one["who"], one["told"]) for process, one in present.items()})
+        )
         for connection in others:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(problem).encode() + b"\n")
@@ -135,16 +139,17 @@ def _missing(present: Mapping[int, Any], count: int, waited_s: float) -> str:
     )
 
 
-def _differ(present: Mapping[int, Mapping[str, Any]]) -> str:
-    """Say who tells something else than most others do, and what."""
-    names = sorted({name for one in present.values() for name in one["told"]})
+def differences(present: Mapping[int, tuple[str, Mapping[str, Any]]]) -> str:
+    """Say which processes tell something else than most others do, and what; "": they are alike.
+
+    Args:
+      present: by process, who it is, and what it tells, by name.
+    """
     lines = []
-    for name in names:
-        values = {process: one["told"].get(name) for process, one in sorted(present.items())}
-        shown = [json.dumps(value, sort_keys=True) for value in values.values()]
-        usual = max(shown, key=shown.count)
-        odd = [(process, text) for process, text in zip(values, shown, strict=True) if text != usual]
+    for name in sorted({name for _, told in present.values() for name in told}):
+        shown = {process: json.dumps(told.get(name), sort_keys=True) for process, (_, told) in sorted(present.items())}
+        usual = max(shown.values(), key=list(shown.values()).count)
+        odd = [f"process {process} ({present[process][0]}) {text}" for process, text in shown.items() if text != usual]
         if odd:
-            whose = "; ".join(f"process {process} ({present[process]['who']}) {text}" for process, text in odd[:4])
-            lines.append(f"{name} is {usual}, but of {whose}{' and others' * (len(odd) > 4)}")
+            lines.append(f"{name} is {usual}, but of {'; '.join(odd[:4])}{' and others' * (len(odd) > 4)}")
     return f"the processes of the run are not alike: {'. '.join(lines)}; start all alike" if lines else ""

@@ -23,9 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jfsdp.launch.environment import LATEST_PORT
 from jfsdp.launch.watch import ENDED_BY_OTHERS
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FIRST_PORT = 1024  # the first that needs no privilege
 USAGE = 2  # the exit status of what restarting does not mend
 _POLL_S = 0.1
 _TAIL_LINES = 40
@@ -107,7 +109,7 @@ class Supervisor:
             "LOCAL_RANK": hosts.sibling * self.nproc + local,
             "LOCAL_WORLD_SIZE": hosts.num_siblings * self.nproc,
             "MASTER_ADDR": host,
-            "MASTER_PORT": int(port) + attempt,
+            "MASTER_PORT": FIRST_PORT + (int(port) + attempt - FIRST_PORT) % (LATEST_PORT + 1 - FIRST_PORT),
             "JFSDP_RESTART": attempt,
         }
         log = self.log_dir / str(attempt) / f"{rank}.log"

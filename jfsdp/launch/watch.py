@@ -103,7 +103,8 @@ class _Place:
 def tell_and_end(message: str, status: int) -> None:
     """Tell the other processes of the run why this one ends, and end it at once: at its exit JAX would wait for them.
 
-    Does nothing in a run of one process, or where `jax` was not imported.
+    Where another has told before, what failed here is what followed from it: that is said last, and the exit status is
+    `ENDED_BY_OTHERS`. Does nothing in a run of one process, or where `jax` was not imported.
     """
     if "jax" not in sys.modules:
         return
@@ -111,14 +112,21 @@ def tell_and_end(message: str, status: int) -> None:
 
     store, process, count = coordination_store()
 
+    own, first = f"process {process} of {count}: {message}", []
+
     def tell() -> None:
         with contextlib.suppress(Exception):  # another was first, or the store has gone: then nobody reads it
-            store.key_value_set(_KEY, f"process {process} of {count}: {message}")
+            store.key_value_set(_KEY, own)
+        with contextlib.suppress(Exception):
+            first.append(store.key_value_try_get(_KEY))
 
     if count > 1:
-        teller = threading.Thread(target=tell, daemon=True)
+        teller = threading.Thread(target=tell, daemon=True)  # the store may not answer
         teller.start()
         teller.join(_LINGER_S)
+        if first and first[0] != own:
+            print(f"error: another process failed before: {first[0]}", file=sys.stderr)
+            status = ENDED_BY_OTHERS
         _end(process, status)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step.step import TrainStep
+from jfsdp.train.step.step import TrainStep, batch_sharding
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
 
@@ -87,6 +87,23 @@ def mean_keys(batch: Any) -> float | None:
     """
     positions = batch.get("positions") if isinstance(batch, Mapping) else None
     return None if positions is None else float(np.mean(positions)) + 1
+
+
+def own_rows(mesh: Any, num_rows: int) -> range:
+    """Return which rows of a global batch stand on this process's devices.
+
+    Raises:
+      ValueError: if they are not neighbours: the mesh mixes the devices of processes.
+    """
+    places = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
+    own = range(rows[0], rows[-1] + 1)
+    if len(own) != len(rows) or own.start % len(own):
+        raise ValueError(
+            f"process {jax.process_index()} has rows {rows} of a batch, and data are read by neighbours; make the mesh "
+            "with jfsdp.make_mesh, which keeps the devices of a process together"
+        )
+    return own
 
 
 def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:

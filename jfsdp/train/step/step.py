@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.compat import keep_pace
@@ -326,6 +327,15 @@ class TrainStep(BatchStep):
         self.finished(batch, result[1])
         return result
 
+    def fingerprint(self, state: TrainState, batch: Any) -> str:
+        """Return a digest of the program that a step is, for processes to compare; unequal programs hang or mix arrays.
+
+        Cost: a trace, which the first step uses again, and a lowering.
+        """
+        state, batch = self.prepare(state, batch)
+        lowered = self._compile_for(state).lower(*lend_host_params(state), batch)
+        return hashlib.blake2b(lowered.as_text().encode(), digest_size=8).hexdigest()
+
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
         """Lower the step for shapes, those of a *global* batch; the devices of a deviceless topology will do.
 
@@ -380,23 +390,6 @@ def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
     """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims."""
     is_scalar = value is not None and not np.ndim(value)
     return NamedSharding(mesh, PartitionSpec() if is_scalar else PartitionSpec(data_axes(mesh)))
-
-
-def own_rows(mesh: Mesh, num_rows: int) -> range:
-    """Return which rows of a global batch stand on this process's devices.
-
-    Raises:
-      ValueError: if they are not neighbours: the mesh mixes the devices of processes.
-    """
-    places = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
-    own = range(rows[0], rows[-1] + 1)
-    if len(own) != len(rows) or own.start % len(own):
-        raise ValueError(
-            f"process {jax.process_index()} has rows {rows} of a batch, and data are read by neighbours; make the mesh "
-            "with jfsdp.make_mesh, which keeps the devices of a process together"
-        )
-    return own
 
 
 def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jfsdp.launch.hosts import check_alike
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import Metrics, TrainStep
@@ -148,6 +149,8 @@ class Loop:
         batch = self.step.shard_batch(batch)
         reason = self.step.decide(state, batch)
         self.display.say(f"program {self.step.program}: {as_options(reason)}")
+        if jax.process_count() > 1:
+            check_alike(**{"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from jfsdp.launch.hosts import wait_for_all
+from jfsdp.launch.hosts import check_alike, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.state import TrainState
-from jfsdp.train.step.step import own_rows
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
@@ -31,7 +30,7 @@ from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.sources.source import Source, open_source
-from jfsdp.trainer.step import describe_attention
+from jfsdp.trainer.step import describe_attention, own_rows
 
 # What changes losses by rounding only: a run may be resumed with other values.
 _ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
@@ -43,6 +42,7 @@ class Run:
     Args:
       stored: the `config.json` of the run to resume, or empty.
       begin: `time.perf_counter()` at the start of the program, for the summary.
+      watch: told what is under way.
 
     Attributes:
       has_begun: everything that was asked for is there, and the first step is next.
@@ -55,8 +55,9 @@ class Run:
         run_dir: Path,
         stored: Mapping[str, Any],
         begin: float,
+        watch: Watch,
     ):
-        self.config, self.parts, self.run_dir, self.begin = config, parts, run_dir, begin
+        self.config, self.parts, self.run_dir, self.begin, self.watch = config, parts, run_dir, begin, watch
         self.theirs = stated_by_weights(config, stored)
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
@@ -74,7 +75,6 @@ class Run:
         runs.check_writable(self.run_dir)
         try:
             with contextlib.ExitStack() as held:
-                self.watch = held.enter_context(Watch(self.config.timeout))
                 if self.is_writer:
                     held.enter_context(runs.only_writer(self.run_dir))
                 self._run()
@@ -105,6 +105,8 @@ class Run:
     def _check_decides(self) -> dict[str, Any]:
         """Refuse to resume under another configuration; return what `config.json` is to say."""
         decides = self.parts.decides | self.source.decides()
+        shown = {name: str(value) for name, value in decides.items()}
+        check_alike(**shown, **{"step to resume from": self.first})
         if self.config.resume is not None:
             runs.check_same(self.run_dir, decides)
         return decides

@@ -1,0 +1,14 @@
+#!/bin/bash
+# No launcher, a Slurm task per GPU: sbatch scripts/cluster/slurm-tasks.sh. Slurm's requeue is the restart.
+#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12
+#SBATCH --time=24:00:00 --signal=TERM@600 --requeue --open-mode=append
+RUN=/shared/runs/llama
+DATA='/shared/text/*.jsonl'
+TOKENIZER=/shared/tokenizer.json
+
+export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 NCCL_DEBUG=WARN NCCL_LAUNCH_ORDER_IMPLICIT=1 # see slurm.sh
+
+# One task that fails ends the step; each task takes the GPU of its number on the node, so all must see all of them.
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+  python scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --data "$DATA" --tokenizer "$TOKENIZER" || exit $?
+grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"

@@ -1,0 +1,80 @@
+"""`jfsdp launch`: its command line, and where a host stands. What it starts is tested in tests/launch."""
+
+import os
+
+import pytest
+
+from jfsdp.cli.commands import main, parse
+from jfsdp.cli.launch import Launch, split_command
+from jfsdp.launch.supervisor import Hosts
+
+
+@pytest.mark.parametrize(
+    ("args", "own", "command"),
+    [
+        (["--nproc", "2", "a.py", "--nproc", "9"], ["--nproc", "2"], ["a.py", "--nproc", "9"]),
+        (["--nproc=2", "a.py"], ["--nproc=2"], ["a.py"]),
+        (["--log-dir", "x", "--", "python", "-m", "a"], ["--log-dir", "x"], ["python", "-m", "a"]),
+        (["a.py", "--help"], [], ["a.py", "--help"]),
+        (["--help"], ["--help"], []),
+    ],
+)
+def test_options_before_the_script_are_the_launchers(args, own, command):
+    assert split_command(args) == (own, command)
+
+
+def test_the_script_keeps_its_arguments():
+    parsed = parse(["launch", "--nproc", "2", "train.py", "--mesh", "fsdp=2", "--resume"])
+    assert parsed == Launch(nproc=2, command=("train.py", "--mesh", "fsdp=2", "--resume"))
+
+
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        ({"nnodes": 2, "node_rank": 1, "rendezvous": "a:5"}, {}, Hosts(2, 1, "a:5")),
+        ({"rendezvous": "a:5"}, SLURM, Hosts(1, 0, "a:5")),
+        ({}, SLURM, Hosts(4, 3, "n1:61441", 2, 1)),
+    ],
+)
+def test_a_host_stands_where_options_or_slurm_say(options, environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Launch(**options)._hosts() == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "no script is named"),
+        (["--nproc", "0", "train.py"], "--nproc 0 must be"),
+        (["--nprocs", "2", "train.py"], "--nprocs: there is no such option; there is --nproc"),
+        (["nothere.py"], "script 'nothere.py' is no file"),
+        (["--nnodes", "2", "scripts/train.py"], "need --nnodes, --node-rank and --rendezvous"),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:5", "scripts/train.py"],
+            "--node-rank 2 must be below --nnodes 2",
+        ),
+        (["--rendezvous", "a", "scripts/train.py"], "--rendezvous 'a' must be HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(args, words, capsys):
+    assert main(["launch", *args]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_processes_run_and_their_status_is_returned(tmp_path, monkeypatch):
+    (tmp_path / "fail.py").write_text("import os, sys; sys.exit(7 * (os.environ['RANK'] == '1'))")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--nproc", "2", "--grace", "5", "fail.py"]) == 7
+    assert len(os.listdir("logs")) == 1

@@ -1,0 +1,94 @@
+"""Processes that are started, ended together and started again. They import no JAX."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jfsdp.launch.environment import find_place
+from jfsdp.launch.supervisor import Hosts, Supervisor
+
+SAYS = "import os, sys, time; rank, attempt = int(os.environ['RANK']), int(os.environ['JFSDP_RESTART'])\n"
+
+
+@pytest.fixture
+def supervise(tmp_path):
+    def run(code, nproc=3, hosts=None, **options: Any):
+        options.setdefault("grace_s", 5.0)
+        command = [sys.executable, "-u", "-c", SAYS + code]
+        hosts = hosts or Hosts(1, 0, "localhost:5000")
+        supervisor = Supervisor(command, nproc, hosts, tmp_path / "logs", **options)
+        return supervisor, supervisor.run()
+
+    return run
+
+
+def log(supervisor, rank, attempt=0):
+    return (supervisor.log_dir / str(attempt) / f"{rank}.log").read_text()
+
+
+def test_each_process_knows_its_place_and_has_a_log(supervise, capfd):
+    hosts = Hosts(2, 1, "node0:5000", num_siblings=2, sibling=1)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    supervisor, status = supervise(f"print(*(os.environ[name] for name in '{names}'.split()))", 2, hosts)
+    assert status == 0
+    assert [log(supervisor, rank).split() for rank in (2, 3)] == [
+        ["2", "4", "2", "4", "node0", "5000"],
+        ["3", "4", "3", "4", "node0", "5000"],
+    ]
+    told = dict(zip(map(str, names.split()), log(supervisor, 3).split(), strict=True))
+    place = find_place(told)
+    assert place is not None and (place.process_id, place.local_id) == (3, 3)
+    assert "2 4 2 4 node0 5000" in capfd.readouterr().out, "the first of a host prints to the terminal too"
+
+
+def test_the_first_to_fail_is_named_last_with_what_it_said(supervise, capfd):
+    code = "time.sleep(0.5) if rank == 1 else time.sleep(60)\nprint('disk', 'full') if rank == 1 else 0\nsys.exit(rank)"
+    begin = time.monotonic()
+    _, status = supervise(code, grace_s=0.5)
+    assert status == 1 and time.monotonic() - begin < 30
+    said = capfd.readouterr().err
+    assert "process 1 failed first, with status 1; the others of this host ended with {0: 137, 2: 137}" in said
+    assert "were killed: [0, 2]" in said and said.index("    disk full") > said.index("the last lines of process 1")
+
+
+def test_those_that_others_ended_are_not_to_blame(supervise, capfd):
+    _, status = supervise("time.sleep(0.2 * rank); sys.exit({0: 76, 1: 76, 2: 4}[rank])")
+    assert status == 4 and "process 2 failed first, with status 4" in capfd.readouterr().err
+
+
+def test_all_are_started_again_until_they_end_well(supervise, capfd):
+    code = "print(attempt, os.environ['MASTER_PORT'])\nsys.exit(1 if attempt < 2 and rank == 2 else 0)"
+    supervisor, status = supervise(code, max_restarts=5)
+    assert status == 0 and [log(supervisor, 1, attempt) for attempt in range(3)] == ["0 5000\n", "1 5001\n", "2 5002\n"]
+    assert "starting again, 4 restarts left" in capfd.readouterr().err
+
+
+def test_no_more_restarts_than_asked_for(supervise, capfd):
+    supervisor, status = supervise("sys.exit(3)", 1, max_restarts=2)
+    assert status == 3 and sorted(os.listdir(supervisor.log_dir)) == ["0", "1", "2"]
+    assert "no restart is left" in capfd.readouterr().err
+
+
+def test_what_cannot_begin_is_not_started_again(supervise):
+    supervisor, status = supervise("sys.exit(2)", max_restarts=5)
+    assert status == 2 and os.listdir(supervisor.log_dir) == ["0"]
+
+
+def test_a_stopped_process_is_killed_and_named(supervise, capfd):
+    code = "import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.5); sys.exit(75)"
+    _, status = supervise(code, grace_s=0.5)
+    assert status == 75 and "were killed: [0]; they hung, or were stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number):
+    code = "import signal\nsignal.signal(int(sys.argv[1]), lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
+    threading.Timer(2.0, os.kill, [os.getpid(), number]).start()
+    code = code.replace("int(sys.argv[1])", str(int(number)))
+    supervisor, status = supervise(code, max_restarts=5)
+    assert status == 9 and os.listdir(supervisor.log_dir) == ["0"]

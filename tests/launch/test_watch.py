@@ -1,0 +1,113 @@
+"""A process that does not get on, and what the others are told."""
+
+import threading
+import time
+
+import pytest
+
+from jfsdp import compat
+from jfsdp.launch import watch
+
+
+class Store:
+    """The key-value store of JAX's coordination service, as far as it is used."""
+
+    def __init__(self):
+        self.told = {}
+
+    def key_value_set(self, key, value):
+        if key in self.told:
+            raise RuntimeError("ALREADY_EXISTS")
+        self.told[key] = value
+
+    def key_value_try_get(self, key):
+        return self.told[key]
+
+
+class Silent(Store):
+    """One whose process is stopped: it never answers."""
+
+    def key_value_set(self, key, value):
+        threading.Event().wait()
+
+    key_value_try_get = key_value_set  # type: ignore[assignment]
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """With which statuses this process would have ended, in the order of the calls."""
+    statuses = []
+    monkeypatch.setattr(watch, "_end", lambda _, status: statuses.append(status))
+    for name in ("_PERIOD_S", "_OWN_WORD_S", "_LINGER_S"):
+        monkeypatch.setattr(watch, name, 0.05)
+    return statuses
+
+
+@pytest.fixture
+def join(monkeypatch):
+    def join(store, process=1, count=2):
+        monkeypatch.setattr(compat, "coordination_store", lambda: (store, process, count))
+
+    return join
+
+
+def wait_for(condition, timeout_s=10.0):
+    until = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("store", [Store(), Silent()])
+def test_what_takes_too_long_ends_the_process_with_its_place_and_stacks(store, join, ended, capfd):
+    join(store)
+    with watch.Watch(0.2) as watching, watching.at("step 7"):
+        wait_for(lambda: ended)
+    assert ended == [watch.STUCK]
+    said = capfd.readouterr().err
+    assert "process 1 of 2: no progress: step 7 takes more than 0.2 s" in said and "test_watch.py" in said
+
+
+def test_what_gets_on_is_left_alone_and_what_is_inside_counts_for_itself(join, ended):
+    join(Store())
+    with watch.Watch(0.3) as watching, watching.at("an evaluation"):
+        for batch in range(6):
+            with watching.at(f"batch {batch}"):
+                time.sleep(0.1)
+    with watch.Watch(0.1) as watching, watching.at("a save", times=20):
+        time.sleep(0.5)
+    with watch.Watch(0) as watching, watching.at("anything"):
+        time.sleep(0.2)
+    assert not ended
+
+
+def test_the_others_end_with_the_error_of_the_one_that_failed(join, ended, capfd):
+    store = Store()
+    join(store, process=0)
+    watch.tell_and_end("disk full", 1)
+    join(store, process=1)
+    with watch.Watch(0):
+        wait_for(lambda: watch.ENDED_BY_OTHERS in ended)
+    assert ended[0] == 1
+    assert "error: another process failed, so this one ends: process 0 of 2: disk full" in capfd.readouterr().err
+
+
+def test_an_error_that_followed_from_anothers_ends_with_the_others(join, ended, capfd):
+    store = Store()
+    join(store, process=0)
+    watch.tell_and_end("disk full", 4)
+    join(store, process=1)
+    watch.tell_and_end("connection closed", 1)
+    assert ended == [4, watch.ENDED_BY_OTHERS]
+    assert "another process failed before: process 0 of 2: disk full" in capfd.readouterr().err
+
+
+def test_one_process_alone_is_told_and_goes_on(ended, capfd):
+    with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
+        time.sleep(0.5)
+    watch.tell_and_end("anything", 1)
+    assert not ended and capfd.readouterr().err.count("the data of step 3 takes more than 0.1 s") == 1
+
+
+def test_the_store_of_this_jax_is_found(monkeypatch):
+    assert compat.coordination_store() == (None, 0, 1)
