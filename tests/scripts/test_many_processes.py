@@ -1,0 +1,107 @@
+"""The training script as one process and as several of `jfsdp launch`: the same rows, the same losses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--model", "llama-tiny", "--model-config", "dim=32", "num_layers=2", "ffn_dim=64", "--seq-len", "32")
+QUIET = ("--sample-tokens", "0", "--eval-batches", "1", "--log-every", "1", "--global-batch", "12")
+STRATEGIES = {
+    "full_shard": ("--mesh", "fsdp=-1"),
+    "zero1": ("--mesh", "fsdp=-1", "--strategy", "zero1"),
+    "hybrid_shard": ("--mesh", "replica=2,fsdp=-1", "--strategy", "hybrid_shard"),
+    "hpz": ("--mesh", "fsdp=-1", "--strategy", "hpz"),
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the script as `nproc` processes of so many devices each; its run directory is `name`."""
+
+    def start(name, nproc, devices, *options, launch=()):
+        command = [sys.executable, "-m", "jfsdp", "launch", "--nproc", str(nproc), "--devices-per-proc", str(devices)]
+        command += ["--log-dir", str(tmp_path / f"{name}-logs"), *launch, "scripts/train.py", *SMALL, *QUIET]
+        command += ["--run-dir", str(tmp_path / name), *options]
+        environment = {**os.environ, "XLA_FLAGS": ""}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return start
+
+
+def finish(process, timeout_s=300):
+    out, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, out
+
+
+def losses(run_dir):
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(start, tmp_path):
+    whole = start("whole", 1, 2, "--steps", "8")
+    parts = ((2, 1, 4), (1, 3, 6), (3, 1, 8))
+    for nproc, devices, steps in parts:
+        schedule = ("--steps", str(steps), "--decay-steps", "8", "--resume", "auto", "--mesh", "fsdp=-1")
+        status, out = finish(start("parts", nproc, devices, *schedule))
+        assert status == 0, out
+    assert finish(whole)[0] == 0
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=2e-4)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_do_not_depend_on_the_number_of_processes(start, tmp_path, strategy, engine):
+    options = (*STRATEGIES[strategy], "--engine", engine, "--steps", "20")
+    for nproc, devices in ((1, 4), (2, 2), (4, 1)):
+        status, out = finish(start(str(nproc), nproc, devices, *options))
+        assert status == 0, out
+        np.testing.assert_allclose(losses(tmp_path / str(nproc)), losses(tmp_path / "1"), rtol=2e-6)
+
+
+def ranks(run_dir):
+    """Return the process id of each rank of a run that is there, and its attempt."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            line = (process / "cmdline").read_text()
+            told = dict(one.split("=", 1) for one in (process / "environ").read_text().split("\0") if "=" in one)
+        except OSError:
+            continue
+        if str(run_dir) in line and "RANK" in told:
+            found[int(told["RANK"])] = int(process.name), int(told["JFSDP_RESTART"])
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, number, rank):
+    options = ("--steps", "60", "--checkpoint-every", "5", "--timeout", "15", "--resume", "auto")
+    whole = start("whole", 2, 1, *options)
+    assert finish(whole)[0] == 0
+    process = start("hurt", 2, 1, *options, launch=("--max-restarts", "2", "--grace", "10"))
+    metrics = tmp_path / "hurt" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while time.monotonic() < until and (not metrics.exists() or len(losses(metrics.parent)) < 12):
+        time.sleep(0.05)
+    os.kill(ranks(metrics.parent)[rank][0], number)
+    begin = time.monotonic()
+    while any(attempt == 0 for _, attempt in ranks(metrics.parent).values()):
+        assert time.monotonic() - begin < 60, "all of the attempt end within --timeout, --grace and some seconds"
+        time.sleep(0.1)
+    status, out = finish(process)
+    assert status == 0, out
+    assert losses(tmp_path / "hurt") == losses(tmp_path / "whole")
