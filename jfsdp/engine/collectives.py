@@ -70,6 +70,7 @@ class LocalEngine(Engine):
         if kind == SCATTER:
             assert dim is not None
             return jax.lax.psum_scatter(value, axes, scatter_dimension=dim - gone, tiled=True).astype(dtype)
+        assert kind == REDUCE, kind
         return jax.lax.psum(value, axes).astype(dtype)
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
