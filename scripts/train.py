@@ -4,6 +4,7 @@ A recipe names defaults; any option on the command line overrides it. Exit statu
 - 0: all steps are done; or SIGINT or SIGTERM stopped the training, and its last step is saved (a second signal kills)
 - 1: an error after training began
 - 2: what was asked cannot begin: an option, a path, data, weights, a checkpoint that is not there
+- 75: not all processes came, or nothing got on (--timeout); 76: another process failed
 - 4: the checkpoint to begin or resume from is damaged
 """
 
@@ -29,6 +30,7 @@ except MissingExtra as error:
 import tyro
 
 from jfsdp.launch.processes import initialize
+from jfsdp.launch.roll_call import NotAllThere
 from jfsdp.launch.runtime import (
     configure_xla,
     enable_compilation_cache,
@@ -36,7 +38,7 @@ from jfsdp.launch.runtime import (
     plain_warnings,
     without_plugin_chatter,
 )
-from jfsdp.launch.watch import PATIENT, Watch, tell_and_end
+from jfsdp.launch.watch import PATIENT, STUCK, Watch, say, tell_and_end
 from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
@@ -104,16 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(config, argv)
     except (ValueError, OSError) as error:
         if is_debug:
-            traceback.print_exc()
+            say(traceback.format_exc())
         message = describe_error(error, TrainConfig)
-        print(f"train.py: error: {message}", file=sys.stderr)
+        say(f"train.py: error: {message}")
         from jfsdp.checkpoint.disk.files import is_damage
 
         status = DAMAGED if is_damage(error) else 2 if isinstance(error, UsageError) else 1
+        status = STUCK if isinstance(error, NotAllThere) else status
         tell_and_end(message, status)
         return status
     except Exception as error:
-        traceback.print_exc()
+        say(traceback.format_exc())
         tell_and_end(f"{type(error).__name__}: {error}", 1)
         return 1
     except KeyboardInterrupt:
@@ -153,12 +156,16 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     begin = time.perf_counter()
     try:
         configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
-        compare = {name: value for name, value in dataclasses.asdict(config).items() if name != "process_id"}
+        compare = {
+            name: value for name, value in dataclasses.asdict(config).items() if name not in ("process_id", "cache_dir")
+        }
         check_numbers(config, timeout=0)
-        initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
+        place = initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
+    except NotAllThere:
+        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with Watch(config.timeout) as watch:
+    with Watch(config.timeout, place) as watch:
         _run(config, argv, begin, watch)
 
 

@@ -38,7 +38,7 @@ class Launch:
     node_rank: Number = None
     """Which of them this is, from 0. none: as Slurm says."""
     rendezvous: Annotated[str | None, optional(str, "HOST:PORT")] = None
-    """Host 0 and a port that is free there; a restart takes the next. none: as Slurm says; alone, any free port."""
+    """Host 0 and a port that is free there. none: as Slurm says; alone, any free port."""
     devices_per_proc: Count = 0
     """Simulated CPU devices of each process. 0: the real devices."""
     max_restarts: Count = 0

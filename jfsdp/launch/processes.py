@@ -17,7 +17,7 @@ from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
 _OWN = re.compile(
-    r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*)"
+    r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*|HOSTID)"
 )
 
 
@@ -49,13 +49,16 @@ def initialize(
       Which process this is; None: there is only one.
 
     Raises:
-      ValueError: in every process that came, for processes that are missing, come twice or are not alike; for a process
-        0 that cannot be reached; for variables and arguments that are missing or contradict each other.
+      NotAllThere: a ValueError: in every process that came, for processes that are missing; for a process 0 that cannot
+        be reached. Starting again may mend it.
+      ValueError: in every process, for processes that come twice or are not alike; for variables and arguments that are
+        missing or contradict each other.
     """
     place = _asked(coordinator, num_processes, process_id)
     if place is None:
         return None
-    gpus = None if "JAX_LOCAL_DEVICE_IDS" in os.environ else own_gpus(place, num_gpus())
+    is_said = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
+    gpus = None if is_said else own_gpus(place, num_gpus())
     if place.address is not None:
         call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
     import jax

@@ -8,11 +8,15 @@ found. Then it frees the port for JAX.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
 import platform
+import queue
+import resource
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +25,10 @@ from jfsdp.launch.environment import Place
 
 _MOST_BYTES = 1 << 20  # of what a process tells
 _PATIENCE_S = 5.0  # for one that has connected to say who it is
+
+
+class NotAllThere(ValueError):
+    """Processes did not come, or could not reach process 0. Starting again may mend it."""
 
 
 def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> None:
@@ -32,69 +40,105 @@ def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> None:
       told: plain JSON by name, which must be equal in all.
 
     Raises:
-      ValueError: in every process that came: for processes that did not, that came twice, that count differently, or
-        tell something else; for an address that cannot be reached, or a port that is taken.
+      NotAllThere: in every process that came, for processes that did not; for an address that cannot be reached, or a
+        port that is taken.
+      ValueError: in every process, for processes that came twice, count differently, or tell something else.
     """
     assert place.address is not None
     host, _, port = place.address.rpartition(":")
     own = {"process": place.process_id, "count": place.num_processes, "told": dict(told)}
     own |= {"who": f"{platform.node()}, pid {os.getpid()}"}
     deadline = time.monotonic() + timeout_s
-    problem = (_listen if place.process_id == 0 else _report)(host.strip("[]"), int(port), own, deadline)
+    problem, is_lasting = (_listen if place.process_id == 0 else _report)(host.strip("[]"), int(port), own, deadline)
     if problem:
-        raise ValueError(problem)
+        raise ValueError(problem) if is_lasting else NotAllThere(problem)
 
 
-def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> str:
-    begin = time.monotonic()
+def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple[str, bool]:
+    begin, came = time.monotonic(), queue.SimpleQueue()
+    _raise_file_limit(own["count"] + 256)
     try:
-        server = socket.create_server(("", port), backlog=min(own["count"], 4096))
+        server = _serve(port, own["count"])
     except OSError as error:
         return (
-            f"process 0 cannot listen at port {port} of {platform.node()} ({error.strerror}); another program has it: "
-            f"choose another port (MASTER_PORT, or that of --coordinator {host}:{port})"
-        )
-    present, problem = {0: own}, ""
-    with contextlib.ExitStack() as stack:
-        others = []
-        with server:
-            while not problem and len(present) < own["count"] and (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                with contextlib.suppress(OSError, ValueError):  # a stranger, or one that ended: wait for others
-                    connection = stack.enter_context(server.accept()[0])
-                    found = _read(connection, min(_PATIENCE_S, left))
-                    if not isinstance(found, dict) or own.keys() - found.keys():
-                        raise ValueError("this is no process of a run")
-                    others.append(connection)
-                    problem = _clash(found, present)
-                    present[found["process"]] = found
-        problem = (
-            problem
-            or _missing(present, own["count"], time.monotonic() - begin)
-            or differences({process: (one["who"], one["told"]) for process, one in present.items()})
-        )
-        for connection in others:
-            with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(problem).encode() + b"\n")
-    return problem
+            f"process 0 cannot listen at port {port} of {platform.node()} ({os.strerror(error.errno or 0)}); another "
+            "program has it: "
+            f"choose another where {host}:{port} was chosen (--rendezvous, --coordinator, MASTER_PORT, or under Slurm "
+            "JAX_COORDINATOR_PORT)"
+        ), False
+    present, others, problem = {0: own}, [], ""
+    with server:
+        threading.Thread(target=_accept, args=(server, own, came), daemon=True).start()
+        while not problem and len(present) < own["count"] and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                found, connection = came.get(timeout=left)
+                others.append(connection)
+                problem = _clash(found, present)
+                present[found["process"]] = found
+    missing = "" if problem else _missing(present, own["count"], time.monotonic() - begin)
+    problem = problem or missing
+    problem = problem or differences({process: (one["who"], one["told"]) for process, one in present.items()})
+    for connection in others:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(json.dumps([problem, not missing]).encode() + b"\n")
+    return problem, not missing
 
 
-def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> str:
+def _serve(port: int, count: int) -> socket.socket:
+    backlog = min(count, 4096)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)
+
+
+def _accept(server: socket.socket, own: Mapping[str, Any], came: queue.SimpleQueue) -> None:
+    """Read what each that connects tells, in a thread of its own: one that is silent holds nobody up."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:  # all are there, or the time is over
+            return
+        threading.Thread(target=_read_one, args=(connection, own, came), daemon=True).start()
+
+
+def _read_one(connection: socket.socket, own: Mapping[str, Any], came: queue.SimpleQueue) -> None:
+    try:
+        found = _read(connection, _PATIENCE_S)
+        if any(type(found[name]) is not type(value) for name, value in own.items()):
+            raise ValueError("this is no process of a run")
+        if not 0 <= found["process"] < max(found["count"], own["count"]):
+            raise ValueError("this is no process of this run")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a stranger, or one that ended
+        connection.close()
+    else:
+        came.put((found, connection))
+
+
+def _raise_file_limit(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        if 0 <= soft < count:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
+
+
+def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple[str, bool]:
     failure: OSError | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(_PATIENCE_S, left)) as connection:
                 connection.sendall(json.dumps(own).encode() + b"\n")
-                return _read(connection, left + _PATIENCE_S)
+                problem, is_lasting = _read(connection, left + _PATIENCE_S)
+                return problem, is_lasting
         except TimeoutError:
             failure = TimeoutError("no answer")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             failure = error if isinstance(error, OSError) else OSError("what answers there is not process 0")
             time.sleep(min(0.5, max(0.0, left)))
     return (
         f"process {own['process']} of {own['count']} ({own['who']}) cannot reach process 0 at {host}:{port}, which is "
         f"{_resolved(host)} here: {failure}; is process 0 running, is that its host, and is the port open?"
-    )
+    ), False
 
 
 def _read(connection: socket.socket, timeout_s: float) -> Any:
@@ -148,7 +192,7 @@ def differences(present: Mapping[int, tuple[str, Mapping[str, Any]]]) -> str:
     lines = []
     for name in sorted({name for _, told in present.values() for name in told}):
         shown = {process: json.dumps(told.get(name), sort_keys=True) for process, (_, told) in sorted(present.items())}
-        usual = max(shown.values(), key=list(shown.values()).count)
+        ((usual, _),) = collections.Counter(shown.values()).most_common(1)
         odd = [f"process {process} ({present[process][0]}) {text}" for process, text in shown.items() if text != usual]
         if odd:
             lines.append(f"{name} is {usual}, but of {'; '.join(odd[:4])}{' and others' * (len(odd) > 4)}")

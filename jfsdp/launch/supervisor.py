@@ -3,9 +3,9 @@
 [Note: how a supervisor works] It starts `nproc` processes and tells each by torchrun's variables which it is
 (environment.py). What they print goes to a file each, and that of the first to the terminal too. When one fails, the
 others have a while to end by themselves (watch.py tells them why), then they are ended. All are started again as long
-as restarts are left, on the next port: they go on from their last checkpoint, as `--resume auto` says. On several
+as restarts are left: they go on from their last checkpoint, as `--resume auto` says. On several
 hosts one supervisor runs on each. There a failure reaches the processes of all hosts, so all supervisors start again,
-each by itself; the roll call waits until all are there.
+each by itself; the roll call waits until all are there, of whatever attempt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import LATEST_PORT
 from jfsdp.launch.watch import ENDED_BY_OTHERS
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-FIRST_PORT = 1024  # the first that needs no privilege
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 USAGE = 2  # the exit status of what restarting does not mend
 _POLL_S = 0.1
 _TAIL_LINES = 40
@@ -39,7 +37,7 @@ class Hosts:
 
     Attributes:
       num_nodes, node: of the run, and this one.
-      address: HOST:PORT of process 0; attempt k uses port PORT + k.
+      address: HOST:PORT of process 0.
       num_siblings, sibling: how many supervisors this host has, and which of them this is.
     """
 
@@ -88,9 +86,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
-        with self._forwarding():
+        with self._forwarding(), contextlib.ExitStack() as stack:
+            stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
-                self.children = [self._start(local, attempt) for local in range(self.nproc)]
+                self.children = []
+                for local in range(self.nproc):
+                    self.children.append(self._start(local, attempt))
+                if self.stopped_by is not None:  # some were not there yet when it came
+                    self._send(self.stopped_by)
                 failed = self._wait()
                 if failed is None:
                     return 0
@@ -109,13 +112,13 @@ class Supervisor:
             "LOCAL_RANK": hosts.sibling * self.nproc + local,
             "LOCAL_WORLD_SIZE": hosts.num_siblings * self.nproc,
             "MASTER_ADDR": host,
-            "MASTER_PORT": FIRST_PORT + (int(port) + attempt - FIRST_PORT) % (LATEST_PORT + 1 - FIRST_PORT),
+            "MASTER_PORT": port,
             "JFSDP_RESTART": attempt,
         }
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.environment | {name: str(value) for name, value in told.items()}
-        with log.open("wb") as file:
+        with log.open("ab") as file:
             # Of a group of its own: a signal of the terminal comes from here alone, once.
             output = file if local else subprocess.PIPE
             process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -135,15 +138,24 @@ class Supervisor:
             if failed and first is None:
                 first, until = min(failed, key=_blame), time.monotonic() + self.grace_s
             if time.monotonic() > until:
-                for child in running:
-                    self.killed.add(child.rank)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child.process.pid, signal.SIGKILL)  # one that is stopped takes no other
+                self.killed |= {child.rank for child in running}
+                self._kill()
             time.sleep(_POLL_S)
-        failed = [child for child in self.children if child.process.returncode]
+        failed = [child for child in self.children if child.process.returncode and child.rank not in self.killed]
         if first is None or first.process.returncode == ENDED_BY_OTHERS:
             first = min(failed, key=_blame, default=None)
         return first
+
+    def _send(self, number: int) -> None:
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.send_signal(number)
+
+    def _kill(self) -> None:
+        for child in self.children:
+            if child.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)  # one that is stopped takes no other
 
     def _report(self, failed: Child, status: int, attempt: int) -> None:
         left = self.max_restarts - attempt
@@ -167,9 +179,7 @@ class Supervisor:
     def _forwarding(self) -> Iterator[None]:
         def forward(number: int, _: Any) -> None:
             self.stopped_by = number
-            for child in self.children:
-                if child.process.poll() is None:
-                    child.process.send_signal(number)
+            self._send(number)
 
         before = {number: signal.signal(number, forward) for number in FORWARDED}
         try:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from jfsdp.launch.environment import Place
+
 STUCK, ENDED_BY_OTHERS = 75, 76  # exit statuses
 PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
 _PERIOD_S = 1.0
@@ -33,13 +35,17 @@ class Watch:
 
     Args:
       limit_s: seconds that a step, a batch or a part of an evaluation may take; 0: any number.
+      place: what `jfsdp.launch.initialize` returned; None: there are no other processes.
     """
 
-    def __init__(self, limit_s: float):
-        from jfsdp.compat import coordination_store
-
+    def __init__(self, limit_s: float, place: Place | None = None):
         self.limit_s = limit_s
-        self.store, self.process, self.count = coordination_store()
+        self.store: Any = None
+        self.process, self.count = 0, 1
+        if place is not None:
+            from jfsdp.compat import coordination_store
+
+            self.store, self.process, self.count = coordination_store()
         self._places: list[_Place] = []  # what this process is about, innermost last
         self._done = threading.Event()
 
@@ -74,10 +80,13 @@ class Watch:
 
     def _watch_others(self) -> None:
         while not self._done.wait(_PERIOD_S):
+            told = ""
             with contextlib.suppress(Exception):  # nobody has told anything
                 told = self.store.key_value_try_get(_KEY)
-                time.sleep(_OWN_WORD_S + _LINGER_S * told.startswith(self._own_name()))  # its own word ends it
-                print(f"error: another process failed, so this one ends: {told}", file=sys.stderr)
+            if told:
+                if self._done.wait(_OWN_WORD_S + _LINGER_S * told.startswith(self._own_name())):
+                    return  # this process has come to its end meanwhile
+                say(f"error: another process failed, so this one ends: {told}")
                 _end(self.process, ENDED_BY_OTHERS)
 
     def _own_name(self) -> str:
@@ -85,8 +94,9 @@ class Watch:
 
     def _say_stuck(self, place: _Place) -> None:
         message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
-        print(f"error: {self._own_name()} {message}; all threads:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        say(f"error: {self._own_name()} {message}; all threads:")
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         tell_and_end(message, STUCK)  # alone it goes on: it may be in a debugger
 
 
@@ -125,9 +135,15 @@ def tell_and_end(message: str, status: int) -> None:
         teller.start()
         teller.join(_LINGER_S)
         if first and first[0] != own:
-            print(f"error: another process failed before: {first[0]}", file=sys.stderr)
+            say(f"error: another process failed before: {first[0]}")
             status = ENDED_BY_OTHERS
         _end(process, status)
+
+
+def say(text: str) -> None:
+    """Print to standard error. A disk that is full, and takes no more of a log, must not keep a process from ending."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _end(process: int, status: int) -> NoReturn:

@@ -167,15 +167,23 @@ def find_job(name: str) -> Job:
 
 
 def job_from_factory(spec: str) -> Job:
-    """Load a job from `module:function`, importing from the working directory as `python -m` would.
+    """Load a job from `module:function`; see `load_named`. What the factory itself raises passes through."""
+    value = load_named(spec, "factory")
+    return as_job(value() if callable(value) else value, spec)
+
+
+def load_named(spec: str, what: str) -> Any:
+    """Return what `module:name` names, importing from the working directory as `python -m` would.
+
+    Args:
+      what: what it is for, for messages.
 
     Raises:
-      ValueError: if the spec is malformed, or names no module or function. What the factory itself raises passes
-        through.
+      ValueError: if the spec is malformed, or names no module, or nothing in it.
     """
-    module_name, _, function = spec.partition(":")
-    if not module_name or not function:
-        raise ValueError(f"factory {spec!r} is not module:function")
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{what} {spec!r} is not module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -183,11 +191,10 @@ def job_from_factory(spec: str) -> Job:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"factory {spec!r}: no module named {error.name!r} from {os.getcwd()}") from error
-    if not hasattr(module, function):
-        raise ValueError(f"factory {spec!r}: module {module_name} has no {function!r}")
-    value = getattr(module, function)
-    return as_job(value() if callable(value) else value, spec)
+        raise ValueError(f"{what} {spec!r}: no module named {error.name!r} from {os.getcwd()}") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{what} {spec!r}: module {module_name} has no {name!r}")
+    return getattr(module, name)
 
 
 def load_job(model: str | None, factory: str | None) -> Job:

@@ -6,7 +6,7 @@ The training script builds its run of these, and a plan lowers the same on other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,14 +79,30 @@ def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_d
     return job.attention(dtype, row_items, is_packed=not cross_documents) if job.attention else ""
 
 
-def mean_keys(batch: Any) -> float | None:
-    """Return how many keys a token of packed rows sees on average, attending causally inside its document.
+_SAMPLE = 64  # tokens of a batch whose keys are counted
+
+
+def seen_keys(batch: Any) -> list[float] | None:
+    """Return how many keys some tokens of packed rows see, attending causally inside their documents.
 
     Args:
       batch: arrays of this process; `positions` count from the start of each document. Without them: None.
     """
     positions = batch.get("positions") if isinstance(batch, Mapping) else None
-    return None if positions is None else float(np.mean(positions)) + 1
+    if positions is None:
+        return None
+    tokens = np.linspace(0, positions.size - 1, _SAMPLE).astype(int)
+    return (np.ravel(positions)[tokens] + 1.0).tolist()
+
+
+def causal_flops(flops: Callable[[float], float], keys: Sequence[float]) -> float:
+    """Return the mean FLOPs of tokens that see so many keys each: windows make them no function of the mean."""
+    return sum(map(flops, keys)) / len(keys)
+
+
+def causal_keys(seq_len: float) -> list[float]:
+    """Return how many keys tokens of a document see, evenly spread over it."""
+    return [seq_len * (place + 0.5) / _SAMPLE for place in range(_SAMPLE)]
 
 
 def own_rows(mesh: Any, num_rows: int) -> range:

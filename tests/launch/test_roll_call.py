@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jfsdp.launch.environment import Place
-from jfsdp.launch.roll_call import call_roll
+from jfsdp.launch.roll_call import NotAllThere, call_roll, differences
 
 SAME = {"jax": "0.10.2", "seed": 0}
 
@@ -64,7 +64,7 @@ def test_every_process_that_came_says_what_is_wrong(case, words):
 def test_a_port_that_another_program_has_is_named():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=f"process 0 cannot listen at port {port} .* choose another port"):
+        with pytest.raises(ValueError, match=f"process 0 cannot listen at port {port} .* another program has it"):
             call_roll(Place("test", f"localhost:{port}", 2, 0), SAME, 1.0)
 
 
@@ -76,18 +76,65 @@ def test_a_process_0_that_cannot_be_reached_is_named_within_the_time(host):
     assert time.monotonic() - begin < 15
 
 
-def test_strangers_at_the_port_are_no_processes():
-    address = f"localhost:{free_port()}"
+def test_strangers_at_the_port_are_no_processes_and_hold_nobody_up():
+    address, silent = f"localhost:{free_port()}", []
     thread = threading.Thread(target=call_roll, args=(Place("test", address, 2, 0), SAME, 20.0))
     thread.start()
-    for told in (b"GET / HTTP/1.1\r\n\r\n", b"", b"[1]\n"):
+    odd = b'{"process": [], "count": 2, "told": 5, "who": ""}\n'
+    for told in (b"GET / HTTP/1.1\r\n\r\n", b"", b"[1]\n", odd, b"[" * 100_000 + b"\n", *[None] * 5):
         while True:
             try:
-                with socket.create_connection(("localhost", int(address.split(":")[1]))) as stranger:
-                    stranger.sendall(told)
+                stranger = socket.create_connection(("localhost", int(address.split(":")[1])))
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
+        silent.append(stranger)
+        if told is not None:
+            stranger.sendall(told)
+    begin = time.monotonic()
     call_roll(Place("test", address, 2, 1), SAME, 20.0)
     thread.join(timeout=20)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and time.monotonic() - begin < 4
+    for stranger in silent:
+        stranger.close()
+
+
+def test_what_starting_again_may_mend_is_told_apart():
+    with pytest.raises(NotAllThere):
+        call_roll(Place("test", f"localhost:{free_port()}", 2, 0), SAME, 0.5)
+    with pytest.raises(NotAllThere):
+        call_roll(Place("test", f"localhost:{free_port()}", 2, 1), SAME, 0.5)
+
+
+def test_a_process_of_another_attempt_is_waited_for():
+    """A host whose process failed before the others were there starts it again; they are still waiting."""
+    address = f"localhost:{free_port()}"
+    threads = [
+        threading.Thread(target=call_roll, args=(Place("test", address, 3, process), SAME, 20.0)) for process in (1, 0)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    call_roll(Place("test", address, 3, 2), SAME, 20.0)
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_addresses_of_both_kinds_are_served(host):
+    if host == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    address = f"{host}:{free_port()}"
+    thread = threading.Thread(target=call_roll, args=(Place("test", address, 2, 0), SAME, 20.0))
+    thread.start()
+    call_roll(Place("test", address, 2, 1), SAME, 20.0)
+    thread.join(timeout=20)
+
+
+def test_differences_among_many_processes_are_found_quickly():
+    present = {process: ("who", {f"name{i}": i for i in range(110)}) for process in range(4096)}
+    present[77][1]["name5"] = 6
+    begin = time.monotonic()
+    assert "name5 is 5, but of process 77 (who) 6;" in differences(present)
+    assert time.monotonic() - begin < 20

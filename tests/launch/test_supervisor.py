@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -64,7 +65,7 @@ def test_those_that_others_ended_are_not_to_blame(supervise, capfd):
 def test_all_are_started_again_until_they_end_well(supervise, capfd):
     code = "print(attempt, os.environ['MASTER_PORT'])\nsys.exit(1 if attempt < 2 and rank == 2 else 0)"
     supervisor, status = supervise(code, max_restarts=5)
-    assert status == 0 and [log(supervisor, 1, attempt) for attempt in range(3)] == ["0 5000\n", "1 5001\n", "2 5002\n"]
+    assert status == 0 and [log(supervisor, 1, attempt) for attempt in range(3)] == ["0 5000\n", "1 5000\n", "2 5000\n"]
     assert "starting again, 4 restarts left" in capfd.readouterr().err
 
 
@@ -92,3 +93,42 @@ def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, 
     code = code.replace("int(sys.argv[1])", str(int(number)))
     supervisor, status = supervise(code, max_restarts=5)
     assert status == 9 and os.listdir(supervisor.log_dir) == ["0"]
+
+
+def test_what_others_hosts_ended_is_not_blamed_on_one_that_hangs(supervise, capfd):
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60 * (rank == 1)); sys.exit(76)"
+    _, status = supervise(code, 2, grace_s=0.5)
+    said = capfd.readouterr().err
+    assert status == 76 and "process 0 failed first, with status 76" in said and "were killed: [1]" in said
+
+
+def test_a_signal_while_processes_are_started_reaches_them_all(supervise, monkeypatch):
+    start = Supervisor._start
+
+    def slow(self, local, attempt):
+        if local == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start(self, local, attempt)
+
+    monkeypatch.setattr(Supervisor, "_start", slow)
+    begin = time.monotonic()
+    _, status = supervise("time.sleep(60)", max_restarts=3)
+    assert status == 128 + signal.SIGTERM and time.monotonic() - begin < 30
+
+
+def test_the_processes_end_with_their_launcher(tmp_path):
+    code = (
+        "from pathlib import Path; import sys; from jfsdp.launch.supervisor import *\n"
+        "command = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        f"sys.exit(Supervisor(command, 2, Hosts(1, 0, 'localhost:1'), Path({str(tmp_path)!r})).run())"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    logs = [tmp_path / "0" / f"{rank}.log" for rank in range(2)]
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not all(log.exists() and log.read_text().strip() for log in logs):
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(timeout=30) == 128 + signal.SIGHUP
+    for log in logs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(log.read_text()), 0)

@@ -7,6 +7,9 @@ import pytest
 
 from jfsdp import compat
 from jfsdp.launch import watch
+from jfsdp.launch.environment import Place
+
+PLACE = Place("test", None, 2, 1)
 
 
 class Store:
@@ -61,7 +64,7 @@ def wait_for(condition, timeout_s=10.0):
 @pytest.mark.parametrize("store", [Store(), Silent()])
 def test_what_takes_too_long_ends_the_process_with_its_place_and_stacks(store, join, ended, capfd):
     join(store)
-    with watch.Watch(0.2) as watching, watching.at("step 7"):
+    with watch.Watch(0.2, PLACE) as watching, watching.at("step 7"):
         wait_for(lambda: ended)
     assert ended == [watch.STUCK]
     said = capfd.readouterr().err
@@ -70,13 +73,13 @@ def test_what_takes_too_long_ends_the_process_with_its_place_and_stacks(store, j
 
 def test_what_gets_on_is_left_alone_and_what_is_inside_counts_for_itself(join, ended):
     join(Store())
-    with watch.Watch(0.3) as watching, watching.at("an evaluation"):
+    with watch.Watch(0.3, PLACE) as watching, watching.at("an evaluation"):
         for batch in range(6):
             with watching.at(f"batch {batch}"):
                 time.sleep(0.1)
-    with watch.Watch(0.1) as watching, watching.at("a save", times=20):
+    with watch.Watch(0.1, PLACE) as watching, watching.at("a save", times=20):
         time.sleep(0.5)
-    with watch.Watch(0) as watching, watching.at("anything"):
+    with watch.Watch(0, PLACE) as watching, watching.at("anything"):
         time.sleep(0.2)
     assert not ended
 
@@ -86,7 +89,7 @@ def test_the_others_end_with_the_error_of_the_one_that_failed(join, ended, capfd
     join(store, process=0)
     watch.tell_and_end("disk full", 1)
     join(store, process=1)
-    with watch.Watch(0):
+    with watch.Watch(0, PLACE):
         wait_for(lambda: watch.ENDED_BY_OTHERS in ended)
     assert ended[0] == 1
     assert "error: another process failed, so this one ends: process 0 of 2: disk full" in capfd.readouterr().err

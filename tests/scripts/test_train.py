@@ -110,6 +110,7 @@ def unbroken(workspace, options):
     """A run from its first step to its last."""
     run_dir = workspace / "unbroken"
     more = ["--eval-every", 30, "--profile", "3:4", "--sample-tokens", 8, "--prompt", "def "]
+    more += ["--tracker", "tests.scripts.tracker:Tracker"]
     done = train(*options, *more, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr
     return run_dir, done.stdout
@@ -119,7 +120,7 @@ def test_metrics_have_one_line_per_step_with_every_field(unbroken):
     lines = read_metrics(unbroken[0])
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line in lines:
-        assert line.keys() >= {"loss", "grad_norm", "learning_rate", "mfu", "memory_bytes", "num_skipped"}
+        assert line.keys() >= {"loss", "grad_norm", "learning_rate", "mfu", "memory_bytes", "num_skipped", "data_s"}
         assert line["tokens_seen"] == line["step"] * 2 * 2 * 32
         assert line["mfu"] is None, "the peak of a CPU is not known"
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -137,6 +138,12 @@ def test_a_run_leaves_curve_events_trace_sample_and_summary(unbroken):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["is_done"] and summary["steps"] == STEPS
     assert summary["eval_loss"] == read_metrics(run_dir)[-1]["eval_loss"]
+
+
+def test_a_tracker_of_ones_own_is_told_what_the_lines_say(unbroken):
+    told = (unbroken[0] / "mine.txt").read_text().splitlines()
+    lines = [f"{line['step']} {line['loss']}" for line in read_metrics(unbroken[0])]
+    assert told == [str(STEPS), *lines, "closed"]
 
 
 def test_plain_lines_tell_corpus_entropies_and_steps(unbroken):

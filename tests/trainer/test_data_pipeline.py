@@ -258,6 +258,16 @@ def test_batches_do_not_depend_on_the_number_of_processes(
             _assert_batches_equal([*found, *more, *last], expected)
 
 
+def test_a_run_goes_on_with_the_lanes_that_it_began_with(uneven_documents, monkeypatch):
+    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0))
+    expected, _ = _global_batches(data, 1, 9)
+    found, states = _global_batches(data, 2, 4)
+    monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)  # as where data have grown, or jfsdp counts otherwise
+    more, states = _global_batches(data, 3, 2, states)
+    last, _ = _global_batches(data, 1, 3, states)
+    _assert_batches_equal([*found, *more, *last], expected)
+
+
 def test_a_process_reads_the_lanes_of_its_own_rows_alone(uneven_documents, monkeypatch):
     monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)
     data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0))

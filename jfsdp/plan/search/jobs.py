@@ -22,7 +22,7 @@ from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
-from jfsdp.trainer.step import describe_attention, make_batch, make_schedule, make_step
+from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +94,13 @@ def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int)
     return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
 
 
-def _item_flops(job: Job, layout: Layout, num_keys: float) -> float | None:
-    """Return the FLOPs of an item that attends to so many keys; frozen weights need two per element and token less."""
+def _item_flops(job: Job, layout: Layout, *keys: float) -> float | None:
+    """Return the mean FLOPs of items that attend to so many keys; frozen weights need two less per token."""
     frozen = matmul_elements(job, layout, trainable=False)
     # How often an image meets each weight is the model's own affair.
     if job.flops_per_token is None or (frozen and job.data != "tokens"):
         return None
-    return job.flops_per_token(num_keys) - 2 * frozen
+    return causal_flops(job.flops_per_token, keys) - 2 * frozen
 
 
 def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
@@ -157,7 +157,7 @@ def plan_job(
         attention = describe_attention(
             planned.job, planned.model, planned.seq_len, cross_documents=planned.cross_documents
         )
-        causal = _item_flops(planned.job, planned.model.layout, planned.seq_len / documents_per_row / 2)
+        causal = _item_flops(planned.job, planned.model.layout, *causal_keys(planned.seq_len / documents_per_row))
     return make_plan(
         planned.step,
         planned.model.abstract_state(planned.tx),

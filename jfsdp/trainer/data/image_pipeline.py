@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,9 @@ def make_image_train_iterator(
     grain, num_rows = load("grain"), batch_size * process_count
 
     shuffled = grain.MapDataset.source(data.train.tolist()).shuffle(seed=data.config.seed).repeat()
-    mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
-    take = lambda indices: _take(data, indices[mine])  # noqa: E731
-    batches = shuffled.to_iter_dataset(read_in_caller()).batch(num_rows).map(take)
+    own = range(process_index * batch_size, (process_index + 1) * batch_size)
+    take = lambda batch: _take(data, np.array([shuffled[batch * num_rows + row] for row in own]))  # noqa: E731
+    batches = grain.MapDataset.range(sys.maxsize // num_rows).map(take).to_iter_dataset(read_in_caller())
     return DataIterator(prefetch(batches, prefetch_batches), _describe(data, "train", num_rows))
 
 

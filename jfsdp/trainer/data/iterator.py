@@ -24,11 +24,18 @@ class DataIterator(Iterator[Batch]):
       dataset: of grain; yields batches, and its iterator has `get_state`, `set_state` and `close`.
       stream: all that order and content of the batches depend on; a state is restored into the same stream only.
       join: `f(positions) -> position` where a process's state knows of its own rows only; None: they are all equal.
+      lanes: `f(num_lanes) -> (dataset, stream)`, the same in another number of lanes; None: it has none.
     """
 
-    def __init__(self, dataset: Any, stream: dict[str, Any], join: Callable[[list[Any]], Any] | None = None):
+    def __init__(
+        self,
+        dataset: Any,
+        stream: dict[str, Any],
+        join: Callable[[list[Any]], Any] | None = None,
+        lanes: Callable[[int], tuple[Any, dict[str, Any]]] | None = None,
+    ):
         self._open = [iter(dataset)]
-        self._stream, self._join = stream, join
+        self._stream, self._join, self._lanes = stream, join, lanes
         # Not left to grain's __del__, which at interpreter exit prints an ignored TypeError (0.2.18).
         self._close = weakref.finalize(self, _close_all, self._open)
 
@@ -62,6 +69,11 @@ class DataIterator(Iterator[Batch]):
           ValueError: if a state belongs to another stream (data, seed, seq_len, global batch..); names what differs.
         """
         states = tuple(map(_upgrade, states))
+        num_lanes = states[0].get("stream", {}).get("num_lanes")
+        if self._lanes is not None and num_lanes is not None and num_lanes != self._stream["num_lanes"]:
+            dataset, self._stream = self._lanes(num_lanes)  # a run goes on with the lanes that it began with
+            _close_all(self._open)
+            self._open.append(iter(dataset))
         for state in states:
             self._check(state)
         positions = [_tuples(state["position"]) for state in states]
@@ -71,7 +83,7 @@ class DataIterator(Iterator[Batch]):
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"the checkpoint's place in the data has version {state.get('version')}, and this jfsdp reads "
-                f"{_STATE_VERSION}; --restart-data begins them anew"
+                f"{_STATE_VERSION}; --resume STEP --restart-data begins them anew"
             )
         theirs, ours = state["stream"], self._stream
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
@@ -79,7 +91,7 @@ class DataIterator(Iterator[Batch]):
             pairs = ", ".join(f"{n} was {theirs.get(n)!r}, is {ours.get(n)!r}" for n in differing)
             raise ValueError(
                 f"the checkpoint's place is in other data: {pairs}; resume with the same settings, or begin the data "
-                "anew with --restart-data"
+                "anew with --resume STEP --restart-data"
             )
 
 

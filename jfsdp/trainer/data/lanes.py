@@ -36,10 +36,12 @@ def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_r
 
     Args:
       open_lane: starts the endless rows of a lane, dicts of arrays, as a grain dataset.
-      num_lanes, num_rows: L and G of [Note: lanes].
+      num_lanes, num_rows: L, which divides G, and G of [Note: lanes].
       own: which rows of 0..G-1 are the process's.
     """
     grain = load("grain")
+    if num_rows % num_lanes:
+        raise ValueError(f"{num_lanes} lanes do not divide a batch of {num_rows} rows")
     per_lane = num_rows // num_lanes
 
     class Iterator(grain.DatasetIterator):

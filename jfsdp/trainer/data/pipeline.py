@@ -50,17 +50,19 @@ def make_train_iterator(
     """
     check_share(batch_size, process_index, process_count)
     grain, config, num_rows = load("grain"), data.config, batch_size * process_count
-    num_lanes = count_lanes(len(data.train), num_rows)
     documents = grain.MapDataset.source(data.train).shuffle(seed=config.seed)
-
-    def open_lane(lane: int) -> Any:
-        return _shuffle_rows(_pack(documents[lane::num_lanes].repeat(), config), config, lane, num_lanes)
-
     own = range(process_index * batch_size, (process_index + 1) * batch_size)
-    rows = batch_lanes(open_lane, num_lanes, num_rows, own)
-    batches = rows.map(functools.partial(_to_batch, cross_documents=config.cross_documents))
-    stream = _describe(data, "train", num_rows) | {"num_lanes": num_lanes}
-    return DataIterator(prefetch(batches, prefetch_batches), stream, join=join_lanes)
+    to_batch = functools.partial(_to_batch, cross_documents=config.cross_documents)
+
+    def open_lanes(num_lanes: int) -> tuple[Any, dict[str, Any]]:
+        def open_lane(lane: int) -> Any:
+            return _shuffle_rows(_pack(documents[lane::num_lanes].repeat(), config), config, lane, num_lanes)
+
+        batches = batch_lanes(open_lane, num_lanes, num_rows, own).map(to_batch)
+        return prefetch(batches, prefetch_batches), _describe(data, "train", num_rows) | {"num_lanes": num_lanes}
+
+    opened = open_lanes(count_lanes(len(data.train), num_rows))
+    return DataIterator(*opened, join=join_lanes, lanes=open_lanes)
 
 
 def make_eval_iterator(

@@ -80,7 +80,7 @@ class TrainConfig(StepOptions):
     keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
     """Keep also the best by a metric: eval_loss, eval_correct:max, eval_correct:max:2."""
     restart_data: bool = False
-    """On resume, begin the data anew instead of with what was not seen yet."""
+    """With --resume STEP, begin the data anew instead of with what was not seen yet."""
     fall_back: bool = False
     """If the checkpoint to resume from is damaged, take the newest whole one before it."""
     eval_every: Count = 0
@@ -95,6 +95,8 @@ class TrainConfig(StepOptions):
     """How that text begins."""
     temperature: Real = 0.8
     """How random that text is. 0: always the likeliest token."""
+    tracker: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
+    """A tracker of your own: called in process 0 with the run's configuration; returns what has write and close."""
     profile: Annotated[str | None, optional(str, "START:STOP")] = None
     """The first and the last step of a trace, written to profile/ of the run."""
 

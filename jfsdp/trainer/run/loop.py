@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jfsdp.launch.hosts import check_alike
+from jfsdp.launch.hosts import check_alike, gather_json
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import Metrics, TrainStep
@@ -20,7 +20,7 @@ from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
 from jfsdp.trainer.run.stop import StopSignal
-from jfsdp.trainer.step import mean_keys
+from jfsdp.trainer.step import seen_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,8 @@ class Loop:
     last_record: Record | None = None
     last_saved: int | None = None
     blocked_s: float = 0.0
+    waited_s: float = 0.0
+    waits: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
@@ -121,8 +123,10 @@ class Loop:
             while step < self.config.steps:
                 step += 1
                 self._start_trace(step, first)
+                begin = time.perf_counter()
                 with self.watch.at(f"the data of step {step}"):
                     batch = self._next_batch(state, metrics)
+                self.waits.append(time.perf_counter() - begin)
                 is_first = step == first + 1
                 with self.watch.at(f"step {step}", PATIENT if is_first else 1):
                     state, metrics = self._take_step(state, batch, is_first)
@@ -143,7 +147,7 @@ class Loop:
 
     def _take_step(self, state: TrainState, batch: Any, is_first: bool) -> tuple[TrainState, Metrics]:
         if not is_first:
-            self.throughput.count_step(mean_keys(batch))
+            self.throughput.count_step(seen_keys(batch))
             return self.step(state, batch)
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
@@ -219,6 +223,7 @@ class Loop:
                 "grad_norm": values.pop("grad_norm"),
                 "learning_rate": float(self.learning_rate(step - 1 - num_skipped)),
                 **rates,
+                **self._waits(),
                 "memory_bytes": memory_bytes(),
                 "num_skipped": num_skipped,
                 **self.throughput.seen(step),
@@ -229,6 +234,15 @@ class Loop:
             for writer in self.writers:
                 writer.write(record)
             self.display.show(record)
+
+    def _waits(self) -> Record:
+        """Return how long a step waited for its data since the last line, in the process that waited longest."""
+        self.waited_s += sum(self.waits)
+        own = sum(self.waits) / len(self.waits) if self.waits else 0.0
+        self.waits = []
+        told = gather_json(own)
+        worst = max(range(len(told)), key=told.__getitem__)
+        return {"data_s": told[worst]} | ({"slowest_process": worst} if len(told) > 1 else {})
 
     def _start_trace(self, step: int, first: int) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:

@@ -13,6 +13,8 @@ or null; a number that JSON has no word for (a loss that is NaN) is null.
     mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
     mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
+    data_s                    of these, spent in waiting for the data: in the process that waited longest
+    slowest_process           which one that was, where there are several
     memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
     num_skipped               steps skipped for non-finite gradients so far
     tokens_seen               tokens trained on so far
@@ -30,12 +32,13 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jfsdp.extras import load
+from jfsdp.trainer.step import causal_flops, causal_keys
 
 # Dense bfloat16 FLOP/s of one device by part of its `device_kind`, from the vendors' datasheets; first match counts.
 PEAK_FLOPS = {
@@ -117,20 +120,21 @@ class Throughput:
 
     def restart(self) -> None:
         """Forget the steps counted; the clock starts now."""
-        self._num_steps, self._num_keys, self._paused_s, self._start = 0, 0.0, 0.0, time.perf_counter()
+        self._num_steps, self._seen_flops, self._paused_s, self._start = 0, 0.0, 0.0, time.perf_counter()
 
     def seen(self, num_steps: int) -> Record:
         """Return how much was trained on in so many steps."""
         return {f"{self.item}s_seen": num_steps * self.items_per_step}
 
-    def count_step(self, num_keys: float | None = None) -> None:
+    def count_step(self, keys: Sequence[float] | None = None) -> None:
         """Count a step.
 
         Args:
-          num_keys: how many keys its tokens see on average; None: all before them in their row.
+          keys: how many keys some of its tokens see; None: all before them in their row.
         """
         self._num_steps += 1
-        self._num_keys += self._row_items / 2 if num_keys is None else num_keys
+        if self._flops is not None and self._peak is not None:
+            self._seen_flops += causal_flops(self._flops, causal_keys(self._row_items) if keys is None else keys)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,7 +152,7 @@ class Throughput:
             per_device = items_per_s / self.num_devices
             if self._peak is not None and self._flops is not None:
                 mfu = per_device * self._flops(self._row_items) / self._peak
-                mfu_causal = per_device * self._flops(self._num_keys / self._num_steps) / self._peak
+                mfu_causal = per_device * self._seen_flops / self._num_steps / self._peak
         self.restart()
         rate = f"{self.item}s_per_s"
         rates = {rate: items_per_s, f"{rate}_per_device": per_device}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
 from jfsdp.launch.hosts import gather_json
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm's --signal=USR1 sends
+
+_SAME_S = 1.0  # a manager of jobs and a launcher may both send the same signal: that is one
 
 
 class StopSignal:
@@ -20,6 +23,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -30,8 +34,11 @@ class StopSignal:
         self._restore()
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        self._restore()
+        if self.name is None:
+            self.name, self._since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since > _SAME_S:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
+from jfsdp.trainer.job import load_named
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import Parts
@@ -83,9 +85,10 @@ class Run:
                 self.run_dir.rmdir()  # only if nothing was written
 
     def _run(self) -> None:
-        self.first = self._check_directory()
-        self.source = open_source(self.config, self.parts.job, self.parts.row_items)
-        decides = self._check_decides()
+        with self.watch.at("the start: run directory and data", PATIENT):
+            self.first = self._check_directory()
+            self.source = open_source(self.config, self.parts.job, self.parts.row_items)
+            decides = self._check_decides()
         self.display = make_display(self.config.steps, self.first, self.is_writer)
         with contextlib.closing(self.display):
             self._greet()
@@ -151,12 +154,13 @@ class Run:
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception), self.watch.at("finishing a save, after an error", PATIENT):
                     checkpoints.close(alone=True)  # what is being saved is worth waiting for
                 raise
             with self.watch.at("finishing the last save", PATIENT):
                 checkpoints.close()
-            self._finish(loop, state, steps, stop)
+            with self.watch.at("the end: sample and summary", PATIENT):
+                self._finish(loop, state, steps, stop)
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
@@ -191,6 +195,10 @@ class Run:
         checkpoints.close()
         for warning in caught:
             self.display.say(f"note: {warning.message}")
+        if self.config.restart_data and self.config.resume == "auto":
+            raise ValueError(
+                "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
+            )
         if self.config.restart_data:
             self.display.say("the data begin anew: examples that were seen come again")
         else:
@@ -223,12 +231,15 @@ class Run:
     def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
         parts, mesh = self.parts, self.parts.step.mesh
         device = mesh.devices.flat[0]
-        writers = []
+        writers: list[Any] = []
         if self.is_writer:
             writers = [
                 JsonLines(self.run_dir / "metrics.jsonl"),
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
+            if self.config.tracker is not None:
+                begin = load_named(self.config.tracker, "tracker")
+                writers.append(begin(self._describe(self.parts.decides) | {"run_dir": str(self.run_dir)}))
         for writer in writers:
             stack.callback(writer.close)
         return Loop(
@@ -294,6 +305,8 @@ class Run:
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
             "blocked_by_saves_s": loop.blocked_s,
+            "waited_for_data_s": loop.waited_s,
+            "restarts": int(os.environ.get("JFSDP_RESTART", 0)),
             "total_s": time.perf_counter() - self.begin,
         }
         runs.write_json(self.run_dir / "summary.json", finite(summary))

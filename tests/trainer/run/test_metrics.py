@@ -37,8 +37,8 @@ def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
     flops = lambda num_keys: 989e9 * num_keys / 100  # noqa: E731
     throughput = Throughput(1000, num_devices=4, flops_per_item=flops, device_kind="NVIDIA H100", row_items=100)
-    for num_keys in (10.0, 10.0, 10.0, 20.0, None):
-        throughput.count_step(num_keys)
+    for keys in ([10.0], [5.0, 15.0], [10.0], [20.0], None):
+        throughput.count_step(keys)
     rates = throughput.take()
     assert rates["step_s"] == 2.0 and rates["tokens_per_s"] == 500.0
     assert rates["tokens_per_s_per_device"] == 125.0
