@@ -67,14 +67,18 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple
             "JAX_COORDINATOR_PORT)"
         ), False
     present, others, problem = {0: own}, [], ""
+    acceptor = threading.Thread(target=_accept, args=(server, own, came), daemon=True)
     with server:
-        threading.Thread(target=_accept, args=(server, own, came), daemon=True).start()
+        acceptor.start()
         while not problem and len(present) < own["count"] and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 found, connection = came.get(timeout=left)
                 others.append(connection)
                 problem = _clash(found, present)
                 present[found["process"]] = found
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # a thread that waits in `accept` would keep the port from JAX
+        acceptor.join()
     missing = "" if problem else _missing(present, own["count"], time.monotonic() - begin)
     problem = problem or missing
     problem = problem or differences({process: (one["who"], one["told"]) for process, one in present.items()})

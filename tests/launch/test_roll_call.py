@@ -121,6 +121,19 @@ def test_a_process_of_another_attempt_is_waited_for():
         assert not thread.is_alive()
 
 
+def test_the_port_is_free_for_jax_when_all_have_come():
+    for _ in range(20):
+        port = free_port()
+        other = threading.Thread(target=call_roll, args=(Place("test", f"localhost:{port}", 2, 1), SAME, 20.0))
+        other.start()
+        call_roll(Place("test", f"localhost:{port}", 2, 0), SAME, 20.0)
+        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as jax:
+            jax.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            jax.bind(("", port))
+            jax.listen()
+        other.join(timeout=20)
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
 def test_addresses_of_both_kinds_are_served(host):
     if host == "[::1]" and not socket.has_dualstack_ipv6():

@@ -48,14 +48,14 @@ def losses(run_dir):
 
 
 def test_a_run_goes_on_with_another_number_of_processes(start, tmp_path):
-    whole = start("whole", 1, 2, "--steps", "8")
-    parts = ((2, 1, 4), (1, 3, 6), (3, 1, 8))
+    whole = start("whole", 1, 2, "--steps", "6")
+    parts = ((2, 1, 3), (1, 2, 6))
     for nproc, devices, steps in parts:
-        schedule = ("--steps", str(steps), "--decay-steps", "8", "--resume", "auto", "--mesh", "fsdp=-1")
+        schedule = ("--steps", str(steps), "--decay-steps", "6", "--resume", "auto", "--mesh", "fsdp=-1")
         status, out = finish(start("parts", nproc, devices, *schedule))
         assert status == 0, out
     assert finish(whole)[0] == 0
-    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=2e-4)
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=2e-6)
 
 
 @pytest.mark.proof

@@ -241,8 +241,7 @@ def _global_batches(data, process_count, num, states=()):
     return batches, [json.loads(json.dumps(iterator.get_state())) for iterator in iterators]
 
 
-@pytest.mark.parametrize("shuffle_rows", [0, 24])
-@pytest.mark.parametrize(("per_lane", "num_lanes"), [(1000, 1), (10, 4), (3, 12)])
+@pytest.mark.parametrize(("per_lane", "num_lanes", "shuffle_rows"), [(1000, 1, 24), (10, 4, 24), (3, 12, 0)])
 def test_batches_do_not_depend_on_the_number_of_processes(
     uneven_documents, monkeypatch, per_lane, num_lanes, shuffle_rows
 ):
@@ -250,9 +249,10 @@ def test_batches_do_not_depend_on_the_number_of_processes(
     assert lanes.count_lanes(40, ROWS) == num_lanes
     data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0, shuffle_rows=shuffle_rows))
     expected, _ = _global_batches(data, 1, 12)
-    for process_count in (2, 3, 4, 6, 12):
+    _assert_batches_equal(_global_batches(data, 6, 3)[0], expected[:3])
+    for process_count in (3, 12):
         found, states = _global_batches(data, process_count, 5)
-        for others in (1, 2, 4):  # the run goes on with another number, and that with another
+        for others in (1, 4):  # the run goes on with another number, and that with another
             more, later = _global_batches(data, others, 3, states)
             last, _ = _global_batches(data, 3, 4, later)
             _assert_batches_equal([*found, *more, *last], expected)
