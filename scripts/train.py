@@ -4,8 +4,8 @@ A recipe names defaults; any option on the command line overrides it. Exit statu
 - 0: all steps are done; or SIGINT or SIGTERM stopped the training, and its last step is saved (a second signal kills)
 - 1: an error after training began
 - 2: what was asked cannot begin: an option, a path, data, weights, a checkpoint that is not there
-- 75: not all processes came, or nothing got on (--timeout); 76: another process failed
 - 4: the checkpoint to begin or resume from is damaged
+- 75: not all processes came, or nothing got on (--timeout); 76: another process failed
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"train.py: error: {message}")
         from jfsdp.checkpoint.disk.files import is_damage
 
-        status = DAMAGED if is_damage(error) else 2 if isinstance(error, UsageError) else 1
-        status = STUCK if isinstance(error, NotAllThere) else status
+        kinds = {DAMAGED: is_damage(error), STUCK: isinstance(error, NotAllThere), 2: isinstance(error, UsageError)}
+        status = next((status for status, is_so in kinds.items() if is_so), 1)
         tell_and_end(message, status)
         return status
     except Exception as error:
@@ -173,14 +173,13 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
     try:
         with watch.at("the start", PATIENT):
             start_jax()
-            from jfsdp.trainer.run.build import build, make_run_mesh, with_global_batch
+            from jfsdp.trainer.run.build import build
             from jfsdp.trainer.run.training import Run
 
             run_dir = find_run_dir(config)
             stored = runs.read_config(run_dir) if config.resume else {}
             config = as_before(config, stored.get("config", {}), argv) if stored else config
-            config = with_global_batch(config, make_run_mesh(config)) if config.global_batch is not None else config
-            run = Run(config, build(config, stored), run_dir, stored, begin, watch)
+            run = Run(build(config, stored), run_dir, stored, begin, watch)
             is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:
         raise UsageError(str(error)) from error

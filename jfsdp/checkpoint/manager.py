@@ -246,7 +246,7 @@ class Checkpointer:
         step = max(steps, default=None) if step is None else step
         if not steps:
             raise ValueError(f"checkpoint {self.directory}: holds no complete step yet")
-        if step not in steps:
+        if step is None or step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             raise ValueError(f"checkpoint {self.directory}: has no step {step}; the complete steps are {there}")
         path = self.directory / str(step)
@@ -259,7 +259,7 @@ class Checkpointer:
             warn(f"{error}. Falling back to step {earlier[-1]}")
             how: dict[str, Any] = {"only": only, "skip": skip, "one_replica": one_replica, "fall_back": True}
             return self.restore(like, earlier[-1], **how)
-        extras, index = read_manifest(path)["extra"], jax.process_index()
+        extras, index = self.extras(step), jax.process_index()
         return state, extras[index if index < len(extras) else 0]
 
     def extras(self, step: int) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jfsdp.launch.environment import find_place
+from jfsdp.launch.environment import LATEST_PORT, find_place, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
@@ -89,8 +88,8 @@ class Launch:
             if (self.node_rank or 0) >= (self.nnodes or 1):
                 raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes or 1}")
             address = self.rendezvous or f"localhost:{free_port()}"
-            if not re.search(r".:\d+$", address):
-                raise ValueError(f"--rendezvous {address!r} must be HOST:PORT")
+            if not is_address(address):
+                raise ValueError(f"--rendezvous {address!r} must be HOST:PORT, PORT at most {LATEST_PORT}")
             return Hosts(self.nnodes or 1, self.node_rank or 0, address)
         place = find_place(os.environ)
         if place is None or place.address is None:

@@ -58,9 +58,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
                 f"{found[0].told_by} says that there are {found[0].num_processes} processes, and {place.told_by} "
                 f"{place.num_processes}; unset the variables of one of them"
             )
-        if (place.num_processes, place.process_id) == (found[0].num_processes, found[0].process_id):
-            continue
-        if place.num_processes == found[0].num_processes:
+        if place.num_processes == found[0].num_processes and place.process_id != found[0].process_id:
             raise ValueError(
                 f"{found[0].told_by} says that this is process {found[0].process_id}, and {place.told_by} "
                 f"{place.process_id}; unset the variables of one of them"
@@ -105,7 +103,7 @@ class _Told:
 
     def address(self, beside: str) -> str:
         host, port = self.text("MASTER_ADDR", beside), self.number("MASTER_PORT", beside)
-        if not 0 < port <= LATEST_PORT:
+        if not is_port(port):
             raise ValueError(f"MASTER_PORT={port} must be a port, 1 to {LATEST_PORT}")
         return f"{host}:{port}"
 
@@ -162,6 +160,16 @@ def _slurm(told: _Told) -> Place | None:
 
 
 _ASKED: tuple[Callable[[_Told], Place | None], ...] = (_jax, _torchrun, _kubernetes, _open_mpi, _slurm)
+
+
+def is_port(number: int) -> bool:
+    return 0 < number <= LATEST_PORT
+
+
+def is_address(text: str) -> bool:
+    """Tell whether a text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and is_port(int(port))
 
 
 def expand_counts(text: str) -> list[int]:

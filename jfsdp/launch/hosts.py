@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,13 @@ def wait_for_all(place: str) -> None:
         raise RuntimeError(f"the processes of the run are at different places: {told}; were all started alike?")
 
 
-def check_alike(**told: Any) -> None:
+def check_alike(told: Mapping[str, Any]) -> None:
     """Refuse to go on where a process tells something else than the others; all of the run must call it.
 
     Raises:
       ValueError: in every process, naming who differs and in what.
     """
-    own = (platform.node(), told)
-    if problem := differences(dict(enumerate(gather_json(own)))):
+    if problem := differences(dict(enumerate(gather_json((platform.node(), told))))):
         raise ValueError(problem)
 
 

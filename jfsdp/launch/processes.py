@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
-from jfsdp.launch.environment import Place, find_place, own_gpus
+from jfsdp.launch.environment import LATEST_PORT, Place, find_place, is_address, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -84,8 +84,11 @@ def _asked(coordinator: str | None, num_processes: int | None, process_id: int |
         return _found(is_asked=coordinator is not None)
     if num_processes is None or process_id is None:
         raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
-    if process_id >= num_processes or not re.search(r".:\d+$", coordinator):
-        raise ValueError(f"--coordinator {coordinator!r} must be HOST:PORT, and --process-id below --num-processes")
+    if process_id >= num_processes or not is_address(coordinator):
+        raise ValueError(
+            f"--coordinator {coordinator!r} must be HOST:PORT, PORT at most {LATEST_PORT}, and "
+            "--process-id below --num-processes"
+        )
     return Place("--coordinator", coordinator, num_processes, process_id) if num_processes > 1 else None
 
 

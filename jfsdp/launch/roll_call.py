@@ -62,9 +62,8 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple
     except OSError as error:
         return (
             f"process 0 cannot listen at port {port} of {platform.node()} ({os.strerror(error.errno or 0)}); another "
-            "program has it: "
-            f"choose another where {host}:{port} was chosen (--rendezvous, --coordinator, MASTER_PORT, or under Slurm "
-            "JAX_COORDINATOR_PORT)"
+            f"program has it: choose another where {host}:{port} was chosen (--rendezvous, --coordinator, MASTER_PORT, "
+            "or under Slurm JAX_COORDINATOR_PORT)"
         ), False
     present, others, problem = {0: own}, [], ""
     acceptor = threading.Thread(target=_accept, args=(server, own, came), daemon=True)

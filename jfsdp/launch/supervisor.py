@@ -3,9 +3,9 @@
 [Note: how a supervisor works] It starts `nproc` processes and tells each by torchrun's variables which it is
 (environment.py). What they print goes to a file each, and that of the first to the terminal too. When one fails, the
 others have a while to end by themselves (watch.py tells them why), then they are ended. All are started again as long
-as restarts are left: they go on from their last checkpoint, as `--resume auto` says. On several
-hosts one supervisor runs on each. There a failure reaches the processes of all hosts, so all supervisors start again,
-each by itself; the roll call waits until all are there, of whatever attempt.
+as restarts are left: they go on from their last checkpoint, as `--resume auto` says. On several hosts one supervisor
+runs on each. There a failure reaches the processes of all hosts, so all supervisors start again, each by itself; the
+roll call waits until all are there, of whatever attempt.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class Watch:
             from jfsdp.compat import coordination_store
 
             self.store, self.process, self.count = coordination_store()
+        self._name = _name(self.process, self.count)
         self._places: list[_Place] = []  # what this process is about, innermost last
         self._done = threading.Event()
 
@@ -84,17 +85,14 @@ class Watch:
             with contextlib.suppress(Exception):  # nobody has told anything
                 told = self.store.key_value_try_get(_KEY)
             if told:
-                if self._done.wait(_OWN_WORD_S + _LINGER_S * told.startswith(self._own_name())):
+                if self._done.wait(_OWN_WORD_S + _LINGER_S * told.startswith(self._name)):
                     return  # this process has come to its end meanwhile
                 say(f"error: another process failed, so this one ends: {told}")
                 _end(self.process, ENDED_BY_OTHERS)
 
-    def _own_name(self) -> str:
-        return f"process {self.process} of {self.count}:"
-
     def _say_stuck(self, place: _Place) -> None:
         message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
-        say(f"error: {self._own_name()} {message}; all threads:")
+        say(f"error: {self._name} {message}; all threads:")
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         tell_and_end(message, STUCK)  # alone it goes on: it may be in a debugger
@@ -121,8 +119,7 @@ def tell_and_end(message: str, status: int) -> None:
     from jfsdp.compat import coordination_store
 
     store, process, count = coordination_store()
-
-    own, first = f"process {process} of {count}: {message}", []
+    own, first = f"{_name(process, count)} {message}", []
 
     def tell() -> None:
         with contextlib.suppress(Exception):  # another was first, or the store has gone: then nobody reads it
@@ -138,6 +135,10 @@ def tell_and_end(message: str, status: int) -> None:
             say(f"error: another process failed before: {first[0]}")
             status = ENDED_BY_OTHERS
         _end(process, status)
+
+
+def _name(process: int, count: int) -> str:
+    return f"process {process} of {count}:"
 
 
 def say(text: str) -> None:

@@ -9,14 +9,9 @@ import pytest
 
 from jfsdp.launch.environment import Place
 from jfsdp.launch.roll_call import NotAllThere, call_roll, differences
+from jfsdp.launch.supervisor import free_port
 
 SAME = {"jax": "0.10.2", "seed": 0}
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def call(ids, *, count=None, told=None, timeout_s=10.0, counts=None):

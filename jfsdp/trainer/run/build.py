@@ -13,7 +13,7 @@ from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer import options
-from jfsdp.trainer.job import Job
+from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
 from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
@@ -27,14 +27,17 @@ class Parts:
     """What the configuration decides without data and devices' memory.
 
     Attributes:
+      config: that was given, with the rows per device and the microbatches that make its global batch.
       job, model, tx, step: the job, its model sharded, its optimizer and its training step.
       schedule: the learning rate by number of updates made before.
       loop: when things happen.
       row_items, global_batch: items per row (tokens; 1 where a row is an image), and rows per step of all devices
         together.
       decides: all that the losses depend on, but for the data: a run is not resumed under another.
+      tracker: begins the user's own tracker, or None.
     """
 
+    config: TrainConfig
     job: Job
     model: ShardedModel
     tx: optax.GradientTransformation
@@ -44,6 +47,7 @@ class Parts:
     row_items: int
     global_batch: int
     decides: dict[str, Any]
+    tracker: Callable[[dict[str, Any]], Any] | None
 
 
 def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -> Parts:
@@ -61,11 +65,17 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
+    if config.restart_data and config.resume == "auto":
+        raise ValueError(
+            "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
+        )
     job = _as_begun(find_job(config), config, stored.get("decides", {}))
     row_items = check_source(config, job)
     if config.xla:
         check_options({name: value for name, value in options.parse_xla(config.xla).items() if value is not None})
+    tracker = None if config.tracker is None else load_named(config.tracker, "tracker")
     mesh = make_run_mesh(config, devices)
+    config = with_global_batch(config, mesh)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
@@ -73,7 +83,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     loop = make_loop(config, model.loss_scale is not None)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
-    return Parts(job, model, tx, step, schedule, loop, row_items, global_batch, decides)
+    return Parts(config, job, model, tx, step, schedule, loop, row_items, global_batch, decides, tracker)
 
 
 def _as_begun(job: Job, config: TrainConfig, decides: Mapping[str, Any]) -> Job:
@@ -95,6 +105,9 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
     )
 
 
+_MOST_AT_ONCE = 10_000  # rows that a message proposes to compute at once
+
+
 def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
     """Return a configuration with the rows per device and the microbatches that make its global batch on a mesh.
 
@@ -107,11 +120,13 @@ def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
     shards, rows = num_data_shards(dict(mesh.shape)), config.global_batch
     at_once = config.batch_per_device // config.accumulate
     if not at_once or rows % (shards * at_once) or config.batch_per_device % config.accumulate:
-        possible = [count for count in range(1, rows // shards + 1) if rows % (shards * count) == 0]
-        fits = f"--batch-per-device can be {', '.join(map(str, possible[:12]))}" if possible else "use other devices"
+        possible = [count for count in range(1, min(rows // shards, _MOST_AT_ONCE) + 1) if rows % (shards * count) == 0]
+        remedy = f"use other devices, or a multiple of {shards}"
+        if possible:
+            remedy = f"--batch-per-device can be {', '.join(map(str, possible[:12]))}, without --accumulate"
         raise ValueError(
             f"--global-batch {rows}: {shards} devices with {config.batch_per_device}/{config.accumulate} rows each at "
-            f"once (--batch-per-device over --accumulate) do not divide it; {fits}, without --accumulate"
+            f"once (--batch-per-device over --accumulate) do not divide it; {remedy}"
         )
     per_device = rows // shards
     return dataclasses.replace(config, batch_per_device=per_device, accumulate=per_device // at_once)

@@ -154,7 +154,7 @@ class Loop:
         reason = self.step.decide(state, batch)
         self.display.say(f"program {self.step.program}: {as_options(reason)}")
         if jax.process_count() > 1:
-            check_alike(**{"the program of a step": self.step.fingerprint(state, batch)})
+            check_alike({"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin

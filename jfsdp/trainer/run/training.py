@@ -20,11 +20,9 @@ from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.job import load_named
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.display import Display, accuracy, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
 from jfsdp.trainer.run.files import describe_model, load_weights, open_checkpoints, stated_by_weights
@@ -52,15 +50,14 @@ class Run:
 
     def __init__(
         self,
-        config: TrainConfig,
         parts: Parts,
         run_dir: Path,
         stored: Mapping[str, Any],
         begin: float,
         watch: Watch,
     ):
-        self.config, self.parts, self.run_dir, self.begin, self.watch = config, parts, run_dir, begin, watch
-        self.theirs = stated_by_weights(config, stored)
+        self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
+        self.theirs = stated_by_weights(self.config, stored)
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
         self.changes: list[dict[str, Any]] = []
@@ -109,7 +106,7 @@ class Run:
         """Refuse to resume under another configuration; return what `config.json` is to say."""
         decides = self.parts.decides | self.source.decides()
         shown = {name: str(value) for name, value in decides.items()}
-        check_alike(**shown, **{"step to resume from": self.first})
+        check_alike(shown | {"step to resume from": self.first})
         if self.config.resume is not None:
             runs.check_same(self.run_dir, decides)
         return decides
@@ -142,14 +139,14 @@ class Run:
         iterator = self.source.train_batches(**self._share(1))
         with self.watch.at("the first weights, or restoring", PATIENT):
             state = self._start_state(iterator, decides)
+        described = json.loads(json.dumps(self._describe(decides), default=str))
         if self.is_writer:
-            runs.write_json(self.run_dir / "config.json", self._describe(decides))
+            runs.write_json(self.run_dir / "config.json", described)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
             checkpoints = open_checkpoints(self.config, self.run_dir)
             stack.callback(iterator.close)
-            loop = self._make_loop(stack, iterator, checkpoints, stop)
-            loop.described = json.loads(json.dumps(self._describe(decides), default=str))
+            loop = self._make_loop(stack, iterator, checkpoints, stop, described)
             self.has_begun = True
             try:
                 state, steps = loop.run(state, self.first)
@@ -195,10 +192,6 @@ class Run:
         checkpoints.close()
         for warning in caught:
             self.display.say(f"note: {warning.message}")
-        if self.config.restart_data and self.config.resume == "auto":
-            raise ValueError(
-                "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
-            )
         if self.config.restart_data:
             self.display.say("the data begin anew: examples that were seen come again")
         else:
@@ -228,7 +221,9 @@ class Run:
                 self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
         wait_for_all("rewound")
 
-    def _make_loop(self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal) -> Loop:
+    def _make_loop(
+        self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal, described: dict[str, Any]
+    ) -> Loop:
         parts, mesh = self.parts, self.parts.step.mesh
         device = mesh.devices.flat[0]
         writers: list[Any] = []
@@ -237,9 +232,8 @@ class Run:
                 JsonLines(self.run_dir / "metrics.jsonl"),
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
-            if self.config.tracker is not None:
-                begin = load_named(self.config.tracker, "tracker")
-                writers.append(begin(self._describe(self.parts.decides) | {"run_dir": str(self.run_dir)}))
+            if parts.tracker is not None:
+                writers.append(parts.tracker(described | {"run_dir": str(self.run_dir)}))
         for writer in writers:
             stack.callback(writer.close)
         return Loop(
@@ -256,6 +250,7 @@ class Run:
             writers=writers,
             run_dir=self.run_dir,
             watch=self.watch,
+            described=described,
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
 
