@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jfsdp.checkpoint.foreign.pretrained import load_pretrained
     from jfsdp.checkpoint.manager import Checkpointer
+    from jfsdp.checkpoint.snapshot import Snapshots
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.layout.build import LeafRules, build_layout
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jfsdp.plan.wire.audit import audit
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
+    from jfsdp.train.replicas import compare_replicas
     from jfsdp.train.reshard import reshard
     from jfsdp.train.sharded import ShardedModel
     from jfsdp.train.state import TrainState
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
     "checkpoint.foreign.pretrained": ("load_pretrained",),
+    "checkpoint.snapshot": ("Snapshots",),
     "checkpoint.store": ("restore", "save"),
     "engine.driver.schedule": ("Prefetch",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
@@ -49,6 +52,7 @@ _HOMES = {
     "train.step.loss": ("Loss", "Max", "Mean"),
     "train.update.loss_scale": ("LossScale",),
     "train.update.low_precision": ("low_precision_state",),
+    "train.replicas": ("compare_replicas",),
     "train.reshard": ("reshard",),
     "train.update.separate": ("separate",),
     "train.fully_shard": ("fully_shard",),
@@ -75,6 +79,7 @@ __all__ = [
     "Prefetch",
     "SaveNames",
     "ShardedModel",
+    "Snapshots",
     "Split",
     "Strategy",
     "TrainState",
@@ -84,6 +89,7 @@ __all__ = [
     "audit",
     "build_layout",
     "by_size",
+    "compare_replicas",
     "find_job",
     "full",
     "fully_shard",

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 
 LATEST_PORT = 65_535
+SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
 
 
 @dataclasses.dataclass(frozen=True)

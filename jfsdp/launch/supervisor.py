@@ -17,18 +17,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jfsdp.launch.environment import SNAPSHOTS
 from jfsdp.launch.watch import ENDED_BY_OTHERS
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 USAGE = 2  # the exit status of what restarting does not mend
 _POLL_S = 0.1
 _TAIL_LINES = 40
+_MEMORY = Path("/dev/shm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,12 @@ class Supervisor:
     def run(self) -> int:
         """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
         with self._forwarding(), contextlib.ExitStack() as stack:
+            if (
+                SNAPSHOTS not in self.environment and _MEMORY.is_dir()
+            ):  # of these processes, which they find when started again
+                self.environment[SNAPSHOTS] = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="jfsdp-", dir=_MEMORY)
+                )
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
                 self.children = []

@@ -174,12 +174,32 @@ def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
 
 
-def spans_processes(mesh: Mesh | AbstractMesh, axis: str) -> bool:
-    """Tell whether the devices along an axis belong to several processes."""
+def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
+    """Return which share of the rows of a batch each process gives, from 0: as many shares as differ.
+
+    Processes whose devices differ along model axes alone (`tensor` across processes) have the same rows.
+
+    Raises:
+      ValueError: if processes have some of their rows in common, and others not.
+    """
     if isinstance(mesh, AbstractMesh):
-        return False
-    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    return any(len({device.process_index for device in row}) > 1 for row in rows)
+        return {0: 0}
+    axes = data_axes(mesh)
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    num_parts = math.prod(mesh.shape[axis] for axis in axes)
+    parts = np.moveaxis(mesh.devices, places, range(len(places))).reshape(num_parts, -1)
+    rows: dict[int, set[int]] = {}
+    for row, devices in enumerate(parts):
+        for device in devices:
+            rows.setdefault(device.process_index, set()).add(row)
+    shares = list(dict.fromkeys(frozenset(own) for own in rows.values()))
+    if sum(map(len, shares)) != num_parts:
+        sizes = {axis: mesh.shape[axis] for axis in model_axes(mesh)}
+        raise ValueError(
+            f"mesh axes {sizes} split processes so that some have a part of their rows in common: each has "
+            f"{mesh.size // len(rows)} of the mesh's devices; take sizes whose product divides that, or is a multiple"
+        )
+    return {process: shares.index(frozenset(own)) for process, own in rows.items()}
 
 
 @contextlib.contextmanager

@@ -18,12 +18,10 @@ from jfsdp.layout.mesh import (
     MODEL_AXES,
     group_mesh,
     make_mesh,
-    model_axes,
     model_mesh,
     node_size,
     num_data_shards,
-    num_processes,
-    spans_processes,
+    row_shares,
 )
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -171,10 +169,4 @@ def _check_mesh(mesh: Any) -> None:
                 f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
                 f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
             )
-    for axis in model_axes(mesh):
-        if spans_processes(mesh, axis):
-            raise ValueError(
-                f"mesh axis {axis!r} (size {mesh.shape[axis]}) spans processes, and each process gives rows of its own "
-                f"to a batch; a process has {mesh.size // num_processes(mesh)} of the mesh's devices: take a size that "
-                "divides that, or start one process per host, with all devices of the host"
-            )
+    row_shares(mesh)

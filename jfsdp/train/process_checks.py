@@ -18,14 +18,17 @@ def is_global(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
-def compare_batches(batch: Any) -> None:
+def compare_batches(batch: Any, shares: Mapping[int, int]) -> None:
     """Refuse batches that do not fit each other, and warn of rows that several processes give.
 
     Cost: reads the process's own rows once and exchanges a line per leaf. Every process of the run must call it.
 
+    Args:
+      shares: which share of the rows each process gives.
+
     Raises:
-      ValueError: in every process: for leaves of both kinds (see `TrainStep.shard_batch`), and for a leaf, dtype or
-        shape that another process does not have.
+      ValueError: in every process: for leaves of both kinds (see `TrainStep.shard_batch`), for a leaf, dtype or shape
+        that another process does not have, and for processes that are to give the same rows and do not.
     """
     told = gather_json(_describe("batch", batch))
     kinds = [{name: kind for name, (kind, _) in found.items()} for found in told]
@@ -34,7 +37,14 @@ def compare_batches(batch: Any) -> None:
     whose = {kind.split()[0] for kind in kinds[0].values()} - {"scalar"}
     if len(whose) > 1:
         raise ValueError(f"the batch mixes a process's own rows with global arrays: {kinds[0]}; {remedy}")
-    same = max(([i for i, other in enumerate(told) if other == found] for found in told), key=len)
+    first = {share: process for process, share in sorted(shares.items(), reverse=True)}
+    for process, share in shares.items() if whose == {"own"} else ():
+        if told[process] != told[first[share]]:
+            raise ValueError(
+                f"processes {first[share]} and {process} gave different rows, and their devices hold the same part of "
+                "the batch: they differ along axis 'tensor' alone; read the same rows in both"
+            )
+    same = max(([i for i in sorted(first.values()) if told[i] == found] for found in told), key=len)
     if len(same) > 1 and whose == {"own"}:
         warn(
             f"processes {', '.join(map(str, same))} gave the same batch, {kinds[0]}, and each of its rows counts "

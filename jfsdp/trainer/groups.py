@@ -18,10 +18,10 @@ GROUPS = {
     "gradient accumulation": "accumulate reduce reshard_after_backward global_batch",
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema frozen",
     "data": "text_field extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows seed",
-    "checkpoint": "checkpoint_every checkpoint_minutes keep keep_every keep_best fall_back restart_data",
+    "checkpoint": "checkpoint_every checkpoint_minutes snapshot_every keep keep_every keep_best fall_back restart_data",
     "evaluation and logging": "log_every eval_every eval_batches sample_tokens prompt temperature tracker profile",
     "process and device": "coordinator num_processes process_id timeout simulate_devices",
-    "XLA and debugging": "xla deterministic cache_dir check_loss debug",
+    "XLA and debugging": "xla deterministic cache_dir check_loss compare_replicas debug",
 }
 SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 

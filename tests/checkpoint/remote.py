@@ -175,3 +175,54 @@ def bits_of(seed):
 
 def num_elements(parts) -> int:
     return sum(int(np.prod([stop - start for start, stop in index])) for _, index in parts)
+
+
+def _snapshots(directory, num_hosts):
+    """Return the snapshots of this process; with two hosts each has a directory of its own, as hosts have."""
+    from jfsdp.checkpoint.snapshot import Snapshots
+    from jfsdp.launch import hosts
+
+    hosts._first_processes.cache_clear()
+    hosts.own_host = lambda: f"host {jax.process_index() % num_hosts}"
+    return Snapshots(f"{directory}/{jax.process_index() % num_hosts}", "run")
+
+
+def _state(strategy):
+    from tests.checkpoint.test_store import TX, Net
+
+    sizes: dict[str, Any] = {"replica": 2, "fsdp": 2} if strategy == "hybrid_shard" else {"fsdp": 4}
+    model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(**sizes), strategy=strategy, min_size=8)
+    return model.init(TX, seed=3), model.abstract_state(TX)
+
+
+def snapshot(directory, num_hosts, strategy):
+    snapshots = _snapshots(directory, num_hosts)
+    state, like = _state(strategy)
+    for step in (1, 2):
+        snapshots.take(step, state, {"of": jax.process_index()})
+    snapshots.wait()
+    newest = snapshots.newest(like)
+    assert newest is not None
+    again, extras = snapshots.restore(like, newest)
+    same = list(map(_own_bits, jax.tree.leaves(state))) == list(map(_own_bits, jax.tree.leaves(again)))
+    size = (snapshots.directory / "2" / str(jax.process_index())).stat().st_size
+    return {"newest": newest, "same": same, "extras": extras, "bytes": size}
+
+
+def newest_without_file(directory, strategy):
+    """Return what is found once the file of process 1 is gone."""
+    import pathlib
+
+    from jfsdp.launch.hosts import wait_for_all
+
+    for path in pathlib.Path(directory).glob("*/2/1"):
+        path.unlink(missing_ok=True)
+    wait_for_all("removed")
+    num_hosts = len(list(pathlib.Path(directory).iterdir()))
+    return _snapshots(directory, num_hosts).newest(_state(strategy)[1])
+
+
+def _own_bits(array):
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(array) if is_key else array
+    return [np.asarray(shard.data).tobytes() for shard in data.addressable_shards]

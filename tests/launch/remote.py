@@ -92,8 +92,14 @@ def train_on(names):
         return train(model_of(strategy="hpz"), mine())
 
 
-def tensor_over_processes():
-    jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(tensor=2))
+def shard_over_tensor(kind: str):
+    """Shard rows over 2 x 2 processes, as `shard_batch`."""
+    share = jax.process_index() // 2 if kind == "alike" else jax.process_index()
+    model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(fsdp=2, tensor=2), min_size=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = model.train_step(loss, TX).shard_batch(rows(4 * share, 4 * share + 4))["x"]
+    return x.shape, np.asarray(x.addressable_data(0)).tolist(), [str(item.message) for item in caught]
 
 
 def shard_batch(kind: str):

@@ -39,11 +39,6 @@ def test_hpz_over_interleaved_hosts_computes_what_one_device_does(processes):
     [
         ("hpz_on", ["a", "", "a", "a"], ["process 1 cannot tell its host"]),
         ("hpz_on", "aaab", ["[(0, 3), (3, 1)]", "reshard_after_forward=n"]),
-        (
-            "tensor_over_processes",
-            None,
-            ["'tensor' (size 2) spans processes", "a process has 1", "one process per host"],
-        ),
     ],
 )
 def test_what_hosts_and_processes_do_not_allow_is_refused_in_every_process(processes, function, names, words):
@@ -57,6 +52,17 @@ def test_rows_of_each_process_and_global_arrays_are_taken_once(processes, kind):
     for index, (shape, here, told) in enumerate(processes.call(f"{HERE}:shard_batch", kind)):
         assert (shape, told) == ([16, 8], [])
         assert here == remote.rows(4 * index, 4 * index + 4)["x"].tolist()
+
+
+def test_processes_that_tensor_spans_give_the_same_rows_and_count_as_one(processes):
+    """Of 4 processes with a device each, 0 and 1 share a part of the batch, and 2 and 3."""
+    found = processes.call(f"{HERE}:shard_over_tensor", "alike")
+    assert [shape for shape, *_ in found] == [[8, 8]] * 4
+    assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
+    assert all(told == [] for *_, told in found)
+    processes.start(f"{HERE}:shard_over_tensor", "each its own")
+    for found in processes.results():
+        assert isinstance(found, Raised) and "processes 0 and 1 gave different rows" in str(found), found
 
 
 def test_the_same_rows_from_every_process_are_told(processes):

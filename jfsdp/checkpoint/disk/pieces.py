@@ -42,14 +42,19 @@ def check_dtypes(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
 
 
-def copy_pieces(state: TrainState) -> dict[str, Pieces]:
+def copy_pieces(
+    state: TrainState, choose: Callable[[list[Stored]], list[list[Any]]] = owned_shards
+) -> dict[str, Pieces]:
     """Copy to the host what this process writes of a state.
 
-    Layout:  each part of each array once among all processes; padding is left out.
+    Layout:  padding is left out.
     Memory:  one host copy of what this process writes.
+
+    Args:
+      choose: lists the shards of each array that this process writes: by default each part once among all processes.
     """
     arrays = contents(state)
-    owned = owned_shards(arrays)
+    owned = choose(arrays)
     for shards in owned:
         for shard in shards:
             shard.data.copy_to_host_async()

@@ -23,7 +23,7 @@ from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.movements import MANUAL
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, num_processes, spans_run
+from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.layout.strategy import Split
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
@@ -44,7 +44,7 @@ from jfsdp.train.step.loss_check import compare_loss
 from jfsdp.train.step.survey import LossFn
 from jfsdp.train.update.loss_scale import LossScale
 from jfsdp.train.update.optimizer import ShardedOptimizer
-from jfsdp.train.update.update import Update, lend_host_params, with_lent
+from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, with_lent
 
 Metrics = dict[str, jax.Array]
 
@@ -169,7 +169,8 @@ class BatchStep:
         self._batch_shape: Any = None
         self._num_own_rows: int | None = None
         self._is_checked = False
-        self._first_checks = [compare_batches] if spans_run(self.mesh) else []
+        self._shares = row_shares(self.mesh)
+        self._first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
 
     @property
     def program(self) -> str | None:
@@ -236,7 +237,8 @@ class BatchStep:
         A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
         each calls this, and every other leaf is one of two things, the same in all processes:
 
-        - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's.
+        - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's; processes that
+          share rows, since `tensor` spans them, count as one.
         - [B ...], a jax.Array over the devices of several processes: the global batch.
 
         Cost: with several processes, all of the run's, the first call compares their batches and waits for all of them.
@@ -244,13 +246,13 @@ class BatchStep:
         Raises:
           ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
         """
-        num = num_processes(self.mesh)
+        num, is_alone = len(set(self._shares.values())), len(self._shares) == 1
         while self._first_checks:
             self._first_checks.pop()(batch)
         rows = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
-        is_whole = all(isinstance(x, jax.Array) and x.committed and (num == 1 or is_global(x)) for x in rows)
+        is_whole = all(isinstance(x, jax.Array) and x.committed and (is_alone or is_global(x)) for x in rows)
         self._check_batch(batch, 1 if is_whole else num)
-        if num > 1 and not is_whole:
+        if not is_alone and not is_whole:
             self._num_own_rows = check_own_rows(len(rows[0]), self._num_own_rows)
 
         def put(x: Any) -> jax.Array:
@@ -388,13 +390,5 @@ def learning_rate(opt_state: Any) -> dict[str, jax.Array]:
 
 def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
     """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims."""
-    is_scalar = value is not None and not np.ndim(value)
-    return NamedSharding(mesh, PartitionSpec() if is_scalar else PartitionSpec(data_axes(mesh)))
-
-
-def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:
-    """Scale gradients so that their global norm is at most `max_norm`. Moves no data: the norm is there already."""
-    if max_norm is None:
-        return dict(grads)
-    scale = jnp.minimum(1.0, max_norm / norm)
-    return {path: grad * scale.astype(grad.dtype) for path, grad in grads.items()}
+    has_rows = value is None or np.ndim(value)
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)) if has_rows else PartitionSpec())

@@ -118,3 +118,11 @@ def _in_memory(value: jax.Array, memory: str) -> jax.Array:
 def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
     """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
     return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new
+
+
+def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:
+    """Scale gradients so that their global norm is at most `max_norm`. Moves no data: the norm is there already."""
+    if max_norm is None:
+        return dict(grads)
+    scale = jnp.minimum(1.0, max_norm / norm)
+    return {path: grad * scale.astype(grad.dtype) for path, grad in grads.items()}

@@ -83,6 +83,10 @@ class TrainConfig(StepOptions):
     """With --resume STEP, begin the data anew instead of with what was not seen yet."""
     fall_back: bool = False
     """If the checkpoint to resume from is damaged, take the newest whole one before it."""
+    snapshot_every: Count = 0
+    """Steps between snapshots in the memory of the hosts, for a restart on the same hosts. 0: none."""
+    compare_replicas: Count = 0
+    """Steps between comparisons of what several devices hold, by digests. 0: never."""
     eval_every: Count = 0
     """Steps between evaluations. 0: only after the last step."""
     eval_batches: Count = 32

@@ -5,6 +5,7 @@ config.json      the configuration, under "decides" all that the numbers depend 
 checkpoints/     one directory per kept step
 metrics.jsonl    one line per logged step
 tensorboard/     the same for TensorBoard
+goodput.json     where the time of all starts went
 summary.json     how the run ended
 loss.png         the loss curve
 sample.txt       text generated from the model

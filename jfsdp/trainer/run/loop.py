@@ -11,13 +11,15 @@ from typing import Any, Protocol
 
 import jax
 
-from jfsdp.launch.hosts import check_alike, gather_json
+from jfsdp.launch.hosts import check_alike
 from jfsdp.launch.watch import PATIENT, Watch
+from jfsdp.train.replicas import compare_replicas
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
+from jfsdp.trainer.run.goodput import Goodput, Pace
 from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.step import seen_keys
@@ -29,7 +31,7 @@ class LoopConfig:
 
     Attributes:
       steps: the total of the run, whatever was done before a resume.
-      log_every, eval_every: periods in steps.
+      log_every, eval_every, snapshot_every, compare_every: periods in steps.
       profile: first and last step of a trace; None takes none.
       skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
     """
@@ -37,13 +39,15 @@ class LoopConfig:
     steps: int
     log_every: int = 10
     eval_every: int = 0
+    snapshot_every: int = 0
+    compare_every: int = 0
     profile: tuple[int, int] | None = None
     skips_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        for field in ("log_every", "eval_every"):
+        for field in ("log_every", "eval_every", "snapshot_every", "compare_every"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
@@ -56,6 +60,12 @@ class Saver(Protocol):
     def is_due(self, step: int, *, may_gather: bool) -> bool: ...
 
     def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
+
+
+class Snapshooter(Protocol):
+    """What the loop asks of `Snapshots`."""
+
+    def take(self, step: int, state: TrainState, extra: Any) -> float: ...
 
 
 class Writer(Protocol):
@@ -76,12 +86,15 @@ class Loop:
       learning_rate: the schedule, by number of updates made before.
       evaluate: `f(state) -> Evaluation`; None evaluates nothing.
       checkpoints: where states go.
+      snapshots: where they go besides.
       get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
       described: the configuration of the run, which goes beside the state too, to be read.
       stop: asked after every step.
       display, writers: where records go.
       run_dir: where traces go.
       watch: told what is under way, and how long it may take.
+      goodput: told on what time is spent.
+      is_writer: this process keeps what is written once.
       max_in_flight: steps that may be dispatched and not finished. On simulated devices only 1 is safe: collectives of
         two steps would compete for the threads that both need.
     """
@@ -93,20 +106,21 @@ class Loop:
     learning_rate: Callable[[int], Any]
     evaluate: Callable[[TrainState], Evaluation] | None
     checkpoints: Saver
+    snapshots: Snapshooter
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
     display: Display
     writers: Sequence[Writer]
     run_dir: Path
     watch: Watch
+    goodput: Goodput
+    is_writer: bool = True
     max_in_flight: int = 2
     described: Any = None
     first_step_s: float | None = None
     last_record: Record | None = None
     last_saved: int | None = None
-    blocked_s: float = 0.0
-    waited_s: float = 0.0
-    waits: list[float] = dataclasses.field(default_factory=list)
+    pace: Pace = dataclasses.field(default_factory=Pace)
 
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
@@ -116,7 +130,7 @@ class Loop:
         Returns:
           The last state, and how many steps were taken in all.
         """
-        in_flight: list[jax.Array] = []
+        in_flight: list[Any] = []
         metrics: Metrics = {}
         step = self.last_saved = first
         try:
@@ -126,13 +140,20 @@ class Loop:
                 begin = time.perf_counter()
                 with self.watch.at(f"the data of step {step}"):
                     batch = self._next_batch(state, metrics)
-                self.waits.append(time.perf_counter() - begin)
+                data_s = time.perf_counter() - begin
+                if all(loss.is_ready() for loss in in_flight):  # the devices had nothing left to do
+                    self.goodput.move(data_s, "data")
                 is_first = step == first + 1
                 with self.watch.at(f"step {step}", PATIENT if is_first else 1):
+                    self.goodput.to("compile" if is_first else "train")
                     state, metrics = self._take_step(state, batch, is_first)
+                    self.goodput.to("train")
+                    host_s = time.perf_counter() - begin
                     in_flight.append(metrics["loss"])
                     while len(in_flight) >= self.max_in_flight:
                         in_flight.pop(0).block_until_ready()
+                    if not is_first:
+                        self.pace.add(data_s, host_s)
                     self._stop_trace(step, metrics)
                     self.display.advance(step)
                     may_gather = self._is_due(self.config.log_every or 1, step)
@@ -182,20 +203,36 @@ class Loop:
         interrupted = is_last and step < config.steps
         is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
         if is_last or is_eval or self._is_due(config.log_every, step):
-            with self.watch.at(f"what step {step} is logged with"):
+            with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
-        if is_save:
+        is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
+        is_compared = self._is_due(config.compare_every, step)
+        if not (is_save or is_snapshot or is_compared):
+            return
+        metrics["loss"].block_until_ready()
+        with self.throughput.paused(), self.goodput.spent_on("save"):
+            if is_compared:
+                with self.watch.at(f"comparing the replicas of step {step}"):
+                    compare_replicas(state, f"after step {step}")
             self._check_finite(metrics, step)
-            with self.throughput.paused():
+            if is_save:
                 self._save(state, step)
+            if is_snapshot:
+                with self.watch.at(f"the snapshot of step {step}", PATIENT):
+                    self.snapshots.take(step, state, self._extra())
 
     def _save(self, state: TrainState, step: int) -> None:
         """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
         record = self.last_record if self.last_record and self.last_record["step"] == step else {}
         metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
         with self.watch.at(f"saving step {step}", PATIENT):
-            blocked_s = self.checkpoints.save(step, state, self.get_extra(), config=self.described, metrics=metrics)
-        self.last_saved, self.blocked_s = step, self.blocked_s + blocked_s
+            self.checkpoints.save(step, state, self._extra(), config=self.described, metrics=metrics)
+        self.last_saved = step
+
+    def _extra(self) -> dict[str, Any]:
+        """Return what goes beside a state: so much time went into it, besides what the run says."""
+        self.goodput.to("save")
+        return self.get_extra() | {"train_s": self.goodput.seconds["train"]}
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:
         """Never let a diverged state push a good one out of the checkpoints that are kept."""
@@ -223,7 +260,8 @@ class Loop:
                 "grad_norm": values.pop("grad_norm"),
                 "learning_rate": float(self.learning_rate(step - 1 - num_skipped)),
                 **rates,
-                **self._waits(),
+                **self.pace.take(),
+                "goodput": self.goodput.part,
                 "memory_bytes": memory_bytes(),
                 "num_skipped": num_skipped,
                 **self.throughput.seen(step),
@@ -234,15 +272,8 @@ class Loop:
             for writer in self.writers:
                 writer.write(record)
             self.display.show(record)
-
-    def _waits(self) -> Record:
-        """Return how long a step waited for its data since the last line, in the process that waited longest."""
-        self.waited_s += sum(self.waits)
-        own = sum(self.waits) / len(self.waits) if self.waits else 0.0
-        self.waits = []
-        told = gather_json(own)
-        worst = max(range(len(told)), key=told.__getitem__)
-        return {"data_s": told[worst]} | ({"slowest_process": worst} if len(told) > 1 else {})
+        if self.is_writer:
+            self.goodput.write()
 
     def _start_trace(self, step: int, first: int) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:

@@ -14,7 +14,9 @@ or null; a number that JSON has no word for (a loss that is NaN) is null.
     mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
     data_s                    of these, spent in waiting for the data: in the process that waited longest
+    host_s                    of these, not spent in waiting for devices: in the process where that took longest
     slowest_process           which one that was, where there are several
+    goodput                   the part of the run's time that went into steps that count; see [Note: goodput]
     memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
     num_skipped               steps skipped for non-finite gradients so far
     tokens_seen               tokens trained on so far

@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 
-from jfsdp.launch.hosts import check_alike, wait_for_all
+from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.snapshot import Snapshots, home
+from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
 from jfsdp.layout.table import num_parameters
@@ -26,6 +28,7 @@ from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.display import Display, accuracy, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
 from jfsdp.trainer.run.files import describe_model, load_weights, open_checkpoints, stated_by_weights
+from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
 from jfsdp.trainer.run.stop import StopSignal
@@ -58,6 +61,10 @@ class Run:
     ):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.theirs = stated_by_weights(self.config, stored)
+        self.begun = stored.get("begun") or gather_json(time.time())[0]
+        self.snapshots = Snapshots(home(run_dir), {"begun": self.begun})
+        self.snapshot: int | None = None
+        self.train_s = None if stored.get("begun") is None else 0.0
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
         self.changes: list[dict[str, Any]] = []
@@ -100,6 +107,11 @@ class Run:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
         wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
+        like = self.parts.model.abstract_state(self.parts.tx)
+        if self.config.snapshot_every:
+            self.snapshots.check_room(like)
+        if self.config.resume == "auto" and (newest := self.snapshots.newest(like)) is not None and newest >= first:
+            first = self.snapshot = newest
         return first
 
     def _check_decides(self) -> dict[str, Any]:
@@ -147,6 +159,7 @@ class Run:
             checkpoints = open_checkpoints(self.config, self.run_dir)
             stack.callback(iterator.close)
             loop = self._make_loop(stack, iterator, checkpoints, stop, described)
+            self.snapshots.keep(self.snapshot)
             self.has_begun = True
             try:
                 state, steps = loop.run(state, self.first)
@@ -156,11 +169,13 @@ class Run:
                 raise
             with self.watch.at("finishing the last save", PATIENT):
                 checkpoints.close()
+            self.snapshots.clear()
             with self.watch.at("the end: sample and summary", PATIENT):
                 self._finish(loop, state, steps, stop)
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
+        described["begun"] = self.begun
         theirs = describe_model(self.parts.job, self.parts.row_items, self.theirs)
         return described if theirs is None else described | {"pretrained": theirs}
 
@@ -174,6 +189,8 @@ class Run:
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
         parts = self.parts
+        like = parts.model.abstract_state(parts.tx)
+        found = self._restore_snapshot(like)
         if not self.first:
             if self.config.resume is not None:
                 self.display.say("no checkpoint to resume from yet: starting with step 1")
@@ -182,16 +199,8 @@ class Run:
                 return parts.model.init(parts.tx, self.config.seed)
             self.display.say(f"starting from the weights of {self.config.init_from}")
             return load_weights(self.config, parts.job, parts.model, parts.tx)
-        checkpoints = open_checkpoints(self.config, self.run_dir)
-        like = parts.model.abstract_state(parts.tx)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
-        self.first = int(state.step)
-        extras = checkpoints.extras(self.first)
-        checkpoints.close()
-        for warning in caught:
-            self.display.say(f"note: {warning.message}")
+        state, extras = found or self._restore(like)
+        self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
             self.display.say("the data begin anew: examples that were seen come again")
         else:
@@ -200,6 +209,30 @@ class Run:
         self.display.say(f"resumed after step {self.first}")
         self._say_changes(decides)
         return state
+
+    def _restore_snapshot(self, like: TrainState) -> tuple[TrainState, list[Any]] | None:
+        """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
+        if self.snapshot is None:
+            return None
+        try:
+            found = self.snapshots.restore(like, self.snapshot)
+        except DamagedError as error:
+            self.snapshot, self.first = None, runs.resume_step(self.run_dir, "auto")
+            self.display.say(f"note: {error}; going on from the checkpoint of step {self.first}")
+            return None
+        self.display.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
+        return found
+
+    def _restore(self, like: TrainState) -> tuple[TrainState, list[Any]]:
+        """Read the checkpoint to go on from; return its state, and what each process put beside it."""
+        with open_checkpoints(self.config, self.run_dir) as checkpoints, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
+            self.first = int(state.step)
+            extras = checkpoints.extras(self.first)
+        for warning in caught:
+            self.display.say(f"note: {warning.message}")
+        return state, extras
 
     def _say_changes(self, decides: dict[str, Any]) -> None:
         """Say, and write down, what goes on with another value than the run had when it saved this step."""
@@ -244,12 +277,15 @@ class Run:
             learning_rate=parts.schedule,
             evaluate=self._make_evaluator(),
             checkpoints=checkpoints,
+            snapshots=self.snapshots,
             get_extra=lambda: {"data": iterator.get_state()},
             stop=stop,
             display=self.display,
             writers=writers,
             run_dir=self.run_dir,
             watch=self.watch,
+            goodput=Goodput(self.run_dir / "goodput.json", self.begin, self.train_s),
+            is_writer=self.is_writer,
             described=described,
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
@@ -282,7 +318,8 @@ class Run:
         return state if self.config.ema is None else with_ema(state)
 
     def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
-        is_done = steps == self.config.steps
+        loop.goodput.to("start")
+        paces, is_done = loop.pace.of_all(), steps == self.config.steps
         samples = self.source.makes_text and self.config.sample_tokens
         if is_done and samples and not stop.is_agreed(may_gather=True):
             self._sample(state)
@@ -299,12 +336,14 @@ class Run:
             "eval_correct": record.get("eval_correct"),
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
-            "blocked_by_saves_s": loop.blocked_s,
-            "waited_for_data_s": loop.waited_s,
             "restarts": int(os.environ.get("JFSDP_RESTART", 0)),
+            "goodput": loop.goodput.part,
+            "seconds": loop.goodput.seconds,
+            "processes": paces,
             "total_s": time.perf_counter() - self.begin,
         }
         runs.write_json(self.run_dir / "summary.json", finite(summary))
+        loop.goodput.write(in_order=True)
         self._say_goodbye(summary)
 
     def _say_goodbye(self, summary: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from jfsdp.launch.watch import Watch
 from jfsdp.trainer.run.display import Silent
 from jfsdp.trainer.run.evaluate import Evaluation
+from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop, LoopConfig
 from jfsdp.trainer.run.metrics import Throughput
 from jfsdp.trainer.run.stop import StopSignal
@@ -22,7 +23,7 @@ class Records:
     """Stands for every part of a loop that is told something, and notes it."""
 
     def __init__(self, checkpoint_every=0):
-        self.lines, self.saved, self.evaluated = [], [], []
+        self.lines, self.saved, self.evaluated, self.taken = [], [], [], []
         self.checkpoint_every = checkpoint_every
 
     def write(self, record):
@@ -33,6 +34,10 @@ class Records:
 
     def save(self, step, state, extra, *, config, metrics):
         self.saved.append((step, state, extra))
+        return 0.5
+
+    def take(self, step, state, extra):
+        self.taken.append((step, state, extra))
         return 0.5
 
 
@@ -73,6 +78,9 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
         writers=[records],
         run_dir=None,  # type: ignore[arg-type]
         watch=Watch(0),
+        snapshots=records,
+        goodput=Goodput(None, 0.0),  # type: ignore[arg-type]
+        is_writer=False,
     )
     state, steps = loop.run(State(first), first)  # type: ignore[arg-type]
     return records, state, steps

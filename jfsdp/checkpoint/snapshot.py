@@ -1,0 +1,304 @@
+"""Snapshots of a state in the memory of its hosts: a restart on the same hosts reads no file system.
+
+[Note: what a snapshot is] Each process writes one file into a directory in memory (`/dev/shm`): of what the devices of
+its host hold, each block once, in logical arrays as checkpoints have them, with a digest of each block. So a host has
+all that its own processes need, and nothing of the others. A step is gone on from where every process of as many finds
+on its host whatever its devices are to hold; after a lost host, on another mesh, or under another strategy it is not,
+and the last checkpoint is. The snapshot before is removed when all processes have written the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.arguments import PathLike, checked
+from jfsdp.checkpoint.disk.contents import Part, Stored, contents, logical_arrays
+from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
+from jfsdp.checkpoint.disk.processes import together
+from jfsdp.checkpoint.source import Index
+from jfsdp.checkpoint.store import fill
+from jfsdp.compat import warn
+from jfsdp.launch.environment import SNAPSHOTS
+from jfsdp.launch.hosts import gather_json, hosts
+from jfsdp.train.state import TrainState
+
+_COPIES = 2  # in the directory: a whole one, and the next, which is being written
+
+
+def home(run_dir: PathLike) -> Path:
+    """Return where the snapshots of a run are on this host."""
+    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
+    return Path(os.environ.get(SNAPSHOTS) or f"/dev/shm/jfsdp-{os.getuid()}") / name
+
+
+class Snapshots:
+    """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes make one.
+
+    Args:
+      directory: in memory, for this run alone; the processes of a host share it. `home(run_dir)` is one.
+      run: what tells the run from another that used the directory; plain JSON, equal in all processes.
+    """
+
+    @checked
+    def __init__(self, directory: PathLike, run: Any):
+        self.directory, self.run = Path(directory), run
+        self._step: int | None = None  # that is being written
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+
+    def check_room(self, like: TrainState) -> None:
+        """Refuse to begin where the directory cannot hold two snapshots.
+
+        Args:
+          like: a state, or `model.abstract_state(tx)`.
+
+        Raises:
+          ValueError: in every process: with the arithmetic, or for a directory that is another user's.
+        """
+
+        def check() -> None:
+            self._make()
+            needed = _COPIES * sum(_block_bytes(stored) for stored, _ in _host_blocks(contents(like)))
+            there = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+            free = shutil.disk_usage(self.directory).free + there
+            if needed > free:
+                raise ValueError(
+                    f"{self.directory} has {free / 2**30:.2f} GiB free, and two snapshots of what this host holds need "
+                    f"{needed / 2**30:.2f} GiB; make it larger (mount -o remount,size=), name a larger directory in "
+                    f"{SNAPSHOTS}, or leave --snapshot-every out"
+                )
+
+        together(check)
+
+    def take(self, step: int, state: TrainState, extra: Any = None) -> float:
+        """Copy a state to the host and begin to write it; return the seconds that this blocked. All processes call it.
+
+        Where the one before could not be written (its memory is full), it warns, and that before it stays.
+
+        Cost:    one small exchange between the processes.
+        Memory:  of the host: three times what its devices hold, two of them in the directory.
+
+        Args:
+          extra: plain JSON, of this process.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        pieces = copy_pieces(state, _first_of_host)
+        arrays = {name: array.to_dict() for name, array in logical_arrays(state).items()}
+        told = {"run": self.run, "processes": jax.process_count(), "arrays": arrays, "extra": extra}
+        self._step = step
+        self._thread = threading.Thread(target=self._write, args=(step, told, pieces), name="jfsdp-snapshot")
+        self._thread.start()
+        return time.perf_counter() - begin
+
+    def newest(self, like: TrainState) -> int | None:
+        """Return the newest step that all processes can go on from; None: there is none. All processes call it."""
+        steps = [int(path.name) for path in self.directory.glob("*") if path.name.isdecimal()]
+        usable = [step for step in steps if self._is_usable(step, like)]
+        return max(set.intersection(*map(set, gather_json(usable))), default=None)
+
+    def restore(self, like: TrainState, step: int) -> tuple[TrainState, list[Any]]:
+        """Read a step that `newest` named; return it, and the `extra` of all processes. All processes call it.
+
+        Raises:
+          DamagedError: in every process, for a block that is not as it was written.
+        """
+        files = self._open(step)
+        source = _Source(files)
+        state = fill(like, source, list(source.arrays))
+        return state, gather_json(files[str(jax.process_index())].told["extra"])
+
+    def keep(self, step: int | None) -> None:
+        """Remove all snapshots but one: where a run begins to write others. All processes call it, after `restore`."""
+        gather_json(None)  # nobody reads on
+        devices = jax.devices()
+        if jax.process_index() in hosts(devices):  # the first of its host
+            for path in self.directory.glob("*"):
+                if path.name != str(step):
+                    shutil.rmtree(path, ignore_errors=True)
+        gather_json(None)
+
+    def clear(self) -> None:
+        """Remove what this process has written: the run is saved elsewhere, or is not to go on."""
+        if self._thread is not None:
+            self._thread.join()
+        for path in self.directory.glob("*"):
+            self._drop(int(path.name))
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+    def _make(self) -> None:
+        self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        if self.directory.stat().st_uid != os.getuid():
+            raise ValueError(f"{self.directory} belongs to another user; name a directory of yours in {SNAPSHOTS}")
+
+    def wait(self) -> None:
+        """Wait until the last is written in all processes; then those before it go. All processes call it."""
+        if self._thread is None or self._step is None:
+            return
+        self._thread.join()
+        self._thread, last = None, self._step
+        problems = {process: told for process, told in enumerate(gather_json(self._problem)) if told}
+        if problems:
+            process, problem = next(iter(problems.items()))
+            told = f"no snapshot of step {last}: process {process}: {problem}"
+            warn(f"{told}; the run goes on, and a restart reads what was saved before")
+            self._drop(last)
+        for path in [] if problems else self.directory.glob("*"):
+            if int(path.name) != last:
+                self._drop(int(path.name))
+
+    def _drop(self, step: int) -> None:
+        path = self.directory / str(step)
+        for name in (str(jax.process_index()), _partial(jax.process_index())):
+            with contextlib.suppress(OSError):
+                (path / name).unlink()
+        with contextlib.suppress(OSError):  # others have files in it
+            path.rmdir()
+
+    def _write(self, step: int, told: dict[str, Any], pieces: Mapping[str, Pieces]) -> None:
+        where, blocks, self._problem = self.directory / str(step), [], ""
+        try:
+            self._make()
+            where.mkdir(exist_ok=True)
+            partial = where / _partial(jax.process_index())
+            with partial.open("wb") as file:
+                for name, piece in pieces.items():
+                    for index, data in piece.parts:
+                        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+                        blocks.append([name, _bounds(index), file.tell(), raw.nbytes, hashlib.sha256(raw).hexdigest()])
+                        file.write(raw)
+                end = json.dumps(told | {"blocks": blocks}).encode()
+                file.write(end + len(end).to_bytes(8, "little"))
+            os.replace(partial, where / str(jax.process_index()))
+        except OSError as error:
+            self._problem = f"{where}: {error.strerror}"
+
+    def _open(self, step: int) -> dict[str, _File]:
+        """Open what this host has of a step, by the process that wrote it."""
+        found = {}
+        for path in (self.directory / str(step)).glob("*"):
+            if path.name.isdecimal():
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    file = _File(path)
+                    if file.told["run"] == self.run and file.told["processes"] == jax.process_count():
+                        found[path.name] = file
+        return found
+
+    def _is_usable(self, step: int, like: TrainState) -> bool:
+        files, arrays = self._open(step), logical_arrays(like)
+        own = files.get(str(jax.process_index()))
+        if own is None or own.told["arrays"] != {name: array.to_dict() for name, array in arrays.items()}:
+            return False
+        source = _Source(files)
+        return all(source.find(part.name, part.index) is not None for part in _own_parts(contents(like)))
+
+
+class _File:
+    """What one process wrote of a step."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with path.open("rb") as file:
+            file.seek(-8, os.SEEK_END)
+            size = int.from_bytes(file.read(8), "little")
+            file.seek(-8 - size, os.SEEK_END)
+            self.told = json.loads(file.read(size))
+
+    def read(self, start: int, size: int, digest: str) -> np.ndarray:
+        raw = np.fromfile(self.path, np.uint8, size, offset=start)
+        if raw.size != size or hashlib.sha256(raw.data).hexdigest() != digest:
+            raise DamagedError(f"snapshot {self.path}: bytes {start} to {start + size} are not as they were written")
+        return raw
+
+
+class _Source:
+    """The blocks of all files of a host as a source of arrays, which has no more than they."""
+
+    def __init__(self, files: Mapping[str, _File]):
+        self._blocks = {
+            (name, json.dumps(bounds)): (file, rest)
+            for file in files.values()
+            for name, bounds, *rest in file.told["blocks"]
+        }
+        told = next(iter(files.values())).told["arrays"]
+        self.arrays = {
+            name: jax.ShapeDtypeStruct(tuple(array["shape"]), jax.numpy.dtype(array["dtype"]))
+            for name, array in told.items()
+        }
+
+    def find(self, name: str, index: Index) -> Any:
+        return self._blocks.get((name, json.dumps(_bounds(index))))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        file, where = self.find(name, index)
+        shape = tuple(part.stop - part.start for part in index)
+        return file.read(*where).view(self.arrays[name].dtype).reshape(shape)
+
+
+def _bounds(index: Index) -> list[list[int]]:
+    return [[int(part.start), int(part.stop)] for part in index]
+
+
+def _partial(process: int) -> str:
+    return f"{process}.partial"
+
+
+def _host_blocks(arrays: list[Stored]) -> Iterator[tuple[Stored, Any]]:
+    """Yield each block that this host holds of each array, once, by the device whose process writes it.
+
+    Of the devices that hold it that is the one that has least to write so far, the largest arrays first; all processes
+    of the host come to the same answer.
+    """
+    load: dict[Any, int] = {}
+    for stored in sorted(arrays, key=_block_bytes, reverse=True):
+        sharding = stored.value.sharding
+        places = sharding.devices_indices_map(tuple(stored.value.shape))
+        host_of = dict(zip(places, hosts(list(places)), strict=True))
+        own = host_of[next(iter(sharding.addressable_devices))]
+        holders: dict[str, list[Any]] = {}
+        for device, index in places.items():
+            if host_of[device] == own:
+                holders.setdefault(str(index), []).append(device)
+        for devices in holders.values():
+            device = min(devices, key=lambda device: load.get(device, 0))
+            load[device] = load.get(device, 0) + _block_bytes(stored)
+            yield stored, device
+
+
+def _first_of_host(arrays: list[Stored]) -> list[list[Any]]:
+    """List the shards of each array that this process writes."""
+    chosen = {(id(stored), device) for stored, device in _host_blocks(arrays)}
+    return [
+        [shard for shard in stored.value.addressable_shards if (id(stored), shard.device) in chosen]
+        for stored in arrays
+    ]
+
+
+def _block_bytes(stored: Stored) -> int:
+    shape = stored.value.sharding.shard_shape(tuple(stored.value.shape))
+    return int(np.prod(shape, dtype=np.int64)) * stored.value.dtype.itemsize
+
+
+def _own_parts(arrays: list[Stored]) -> Iterator[Part]:
+    """Yield what this process's devices hold of logical arrays, but for what is empty."""
+    for stored in arrays:
+        places = stored.value.sharding.addressable_devices_indices_map(tuple(stored.value.shape))
+        for index in {str(index): index for index in places.values()}.values():
+            for part in stored.parts(index):
+                if all(place.stop > place.start for place in part.index):
+                    yield part

@@ -1,0 +1,81 @@
+"""What several devices hold must be the same bits: a comparison of digests finds a device that computes wrongly."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.arguments import checked
+from jfsdp.engine.engine import to_device
+from jfsdp.launch.hosts import gather_json
+from jfsdp.train.state import TrainState
+
+
+@checked
+def compare_replicas(state: TrainState, when: str = "") -> int:
+    """Compare, by digests, the blocks of parameters, optimizer states and other arrays that several devices hold.
+
+    Equal programs give equal bits, so a difference is memory or arithmetic gone wrong, or processes that ran other
+    programs. What one device alone holds (all but the smallest leaves under `full_shard`) cannot be compared.
+
+    Cost:    each device reads its blocks once; a number per block is exchanged. Every process of the run calls it.
+
+    Args:
+      when: for the message.
+
+    Returns:
+      How many blocks were compared.
+
+    Raises:
+      ValueError: in every process: naming the arrays, and the devices whose blocks differ from most others'.
+    """
+    found = []
+    for path, array in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(array, jax.Array) or not array.size:
+            continue
+        places = array.sharding.devices_indices_map(array.shape)
+        copies = collections.Counter(map(str, places.values()))
+        data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        for shard, whole in zip(data.addressable_shards, array.addressable_shards, strict=True):
+            if copies[str(places[whole.device])] > 1:
+                name = jax.tree_util.keystr(path)
+                found.append((name, str(places[whole.device]), whole.device, _digest(to_device(shard.data))))
+    own = [
+        (name, index, device.id, int(digest))
+        for (name, index, device, _), digest in zip(found, jax.device_get([one[-1] for one in found]), strict=True)
+    ]
+    blocks: dict[tuple[str, str], dict[str, int]] = collections.defaultdict(dict)
+    for process, told in enumerate(gather_json(own)):
+        for name, index, device, digest in told:
+            blocks[name, index][f"device {device} (process {process})"] = digest
+    lines = []
+    for (name, index), digests in blocks.items():
+        ((usual, _),) = collections.Counter(digests.values()).most_common(1)
+        if odd := [device for device, digest in digests.items() if digest != usual]:
+            lines.append(f"{name}{index}: {', '.join(odd[:8])} of {len(digests)}")
+    if lines:
+        shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
+        raise ValueError(
+            f"replicas differ{f' {when}' * bool(when)}: {shown} hold other bits than most. Go on from a checkpoint "
+            "before, without those devices if it comes again (ECC errors: nvidia-smi -q); all programs must be the same"
+        )
+    return len(blocks)
+
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+@jax.jit
+def _digest(x: Any) -> Any:
+    """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely."""
+    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer):
+        words = x.astype(jnp.uint32)
+    else:
+        words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32))
+    words = words.reshape(-1).astype(jnp.uint32)
+    place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2654435761) | 1
+    mixed = (words ^ place) * jnp.uint32(2246822519)
+    return jnp.sum((mixed ^ (mixed >> 15)) * place, dtype=jnp.uint32)

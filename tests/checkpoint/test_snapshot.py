@@ -1,0 +1,151 @@
+"""Snapshots in memory: bitwise into the layout they were taken in, and refused wherever a part of them is not there."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.snapshot import Snapshots, home
+from jfsdp.train.replicas import compare_replicas
+from tests.checkpoint.test_store import LAYOUTS, TX, assert_same_bits, make_model, saved_state
+from tests.processes import Processes
+from tests.states import logical
+
+
+def take(snapshots, *steps, name="full8"):
+    for step in steps:
+        snapshots.take(step, saved_state(name), {"at": step})
+    snapshots.wait()
+
+
+def like(name="full8"):
+    return make_model(name).abstract_state(TX)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_snapshot_is_bitwise_what_was_taken(name, tmp_path):
+    take(Snapshots(tmp_path / "memory", "run"), 3, name=name)
+    again = Snapshots(tmp_path / "memory", "run")
+    assert again.newest(like(name)) == 3
+    state, extras = again.restore(like(name), 3)
+    assert_same_bits(logical(state), logical(saved_state(name)))
+    assert extras == [{"at": 3}]
+    for value, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like(name)), strict=True):
+        assert (value.shape, value.dtype, value.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+
+
+def test_one_that_is_whole_stays_until_the_next_is(tmp_path):
+    snapshots = Snapshots(tmp_path, "run")
+    take(snapshots, 1, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    snapshots.take(5, saved_state("full8"))
+    assert snapshots._thread is not None
+    snapshots._thread.join()
+    assert {path.name for path in tmp_path.iterdir()} == {"2", "5"}
+    half = tmp_path / "5" / "0"  # as a process leaves it that is killed
+    half.write_bytes(half.read_bytes()[:-9])
+    assert Snapshots(tmp_path, "run").newest(like()) == 2
+
+
+def test_of_another_run_layout_or_process_none_is_taken(tmp_path):
+    take(Snapshots(tmp_path, "run"), 4)
+    assert Snapshots(tmp_path, "another").newest(like()) is None
+    for name in ("full3", "ddp8"):
+        assert Snapshots(tmp_path, "run").newest(like(name)) is None
+    assert Snapshots(tmp_path, "run").newest(like("flat8")) == 4, "the same blocks, in another array"
+    (tmp_path / "4" / "0").rename(tmp_path / "4" / "1")
+    assert Snapshots(tmp_path, "run").newest(like()) is None
+
+
+def test_a_flipped_bit_is_told_and_not_restored(tmp_path):
+    take(Snapshots(tmp_path, "run"), 4)
+    data = bytearray((tmp_path / "4" / "0").read_bytes())
+    data[100] ^= 1
+    (tmp_path / "4" / "0").write_bytes(data)
+    snapshots = Snapshots(tmp_path, "run")
+    assert snapshots.newest(like()) == 4
+    with pytest.raises(DamagedError, match="not as they were written"):
+        snapshots.restore(like(), 4)
+
+
+def test_a_full_memory_keeps_the_one_before(tmp_path, monkeypatch):
+    snapshots = Snapshots(tmp_path, "run")
+    take(snapshots, 1)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jfsdp.checkpoint.snapshot.os.replace", full)
+    with pytest.warns(UserWarning, match="no snapshot of step 2: process 0: .*No space left"):
+        take(snapshots, 2)
+    monkeypatch.undo()
+    assert Snapshots(tmp_path, "run").newest(like()) == 1
+
+
+def test_too_little_room_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=r"GiB free, and two snapshots .* need .* JFSDP_SNAPSHOTS"):
+        Snapshots(tmp_path, "run").check_room(like())
+
+
+def test_what_is_left_of_others_goes_where_a_run_begins_and_its_own_where_it_ends(tmp_path):
+    take(Snapshots(tmp_path / "memory", "old"), 7)
+    snapshots = Snapshots(tmp_path / "memory", "run")
+    snapshots.keep(None)
+    take(snapshots, 9)
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["9"]
+    snapshots.clear()
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_launcher_says_where_they_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("JFSDP_SNAPSHOTS", str(tmp_path))
+    assert home("runs/one").parent == tmp_path
+    assert home("runs/one") != home("runs/two")
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_processes_find_on_their_host_what_they_need(tmp_path, num_hosts):
+    processes = Processes()
+    try:
+        for strategy in ("full_shard", "ddp", "hybrid_shard"):
+            told = processes.call("tests.checkpoint.remote:snapshot", str(tmp_path / strategy), num_hosts, strategy)
+            assert [one["newest"] for one in told] == [2, 2]
+            assert all(one["same"] for one in told)
+            assert told[0]["extras"] == told[1]["extras"] == [{"of": 0}, {"of": 1}]
+            sizes = [one["bytes"] for one in told]
+            whole = sum(sizes) / num_hosts if strategy == "ddp" else sum(sizes)
+            assert max(sizes) < 0.7 * whole * (1 if num_hosts == 1 else 2), "processes of a host share the work"
+            missing = processes.call("tests.checkpoint.remote:newest_without_file", str(tmp_path / strategy), strategy)
+            assert missing == [None, None]
+    finally:
+        processes.close()
+
+
+def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():
+    state = saved_state("ddp8")
+    assert compare_replicas(state) > 8
+    assert compare_replicas(saved_state("full8")) < compare_replicas(state)
+    array = state.params["stack.kernel"]
+    shards = [np.array(shard.data) for shard in array.addressable_shards]
+    shards[5].reshape(-1).view(np.uint32)[17] ^= 1
+    changed = jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, [jax.device_put(x, s.device) for x, s in zip(shards, array.addressable_shards)]
+    )
+    broken = type(state)(**{**vars(state), "params": {**state.params, "stack.kernel": changed}})
+    with pytest.raises(
+        ValueError, match=r"replicas differ after step 3: .*stack\.kernel.*: device 5 \(process 0\) of 8"
+    ):
+        compare_replicas(broken, "after step 3")
+
+
+def test_replicas_of_hybrid_groups_and_copies_in_low_precision_are_compared():
+    for name in ("hybrid2x4", "zero1bf16", "flatzero1bf16"):
+        assert compare_replicas(saved_state(name)) > 4
+    model = jfsdp.fully_shard(lambda rngs: nnx.Linear(4, 4, rngs=rngs), mesh=jfsdp.make_mesh(fsdp=8), min_size=0)
+    state = model.init(TX, seed=0)
+    assert compare_replicas(state) >= 1, "the counters"
