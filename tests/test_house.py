@@ -38,7 +38,7 @@ ALLOWED = {
         "launch.environment",
     ),
     "trainer": ("arguments", "compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
-    "plan": ("arguments", "compat", "layout", "engine", "train", *PLANNED, "extras"),
+    "plan": ("arguments", "compat", "layout", "engine", "train", "launch.hosts", *PLANNED, "extras"),
     "launch": ("arguments", "compat"),
     "testing": ("arguments", "layout", "plan"),
     "extras": (),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.console import GIB, make_console
+from jfsdp.launch.processes import initialize
+from jfsdp.launch.watch import Watch, tell_and_end
+from jfsdp.trainer.options import Location, Name, Real
+from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.doctor import Machine
+    from jfsdp.plan.cluster.processes import Processes
     from jfsdp.plan.cluster.settings import Finding
 
 
@@ -17,13 +26,30 @@ if TYPE_CHECKING:
 class Doctor:
     """Examine this machine: versions, devices, XLA flags, NCCL and memory settings, limits of the host.
 
+    With --processes, examine a cluster as a run would use it: start it as the run, in every process, by srun or
+    `jfsdp launch --nproc 8 jfsdp doctor --processes`. It says who is on which host, whether versions and settings are
+    alike, by how much clocks differ, what is free on disks, and how an all-gather goes over each axis of the mesh.
+
     Exit status 0: nothing is wrong; 1: something is, with what to do about it. Notes do not count.
     """
 
     json: bool = False
     """Print JSON."""
+    processes: bool = False
+    """Examine all processes of a run together."""
+    run_dir: Location = None
+    """With --processes: a directory that all are to see. none: the working directory."""
+    mesh: Name = None
+    """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
+    timeout: Real = 60.0
+    """With --processes: seconds that each part may take, before all end and say which it was."""
 
     def run(self) -> int:
+        if self.processes:
+            return self._run_processes()
+        for name in ("run_dir", "mesh"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --processes")
         from jfsdp.plan.cluster.doctor import diagnose, inspect_machine, report_to_dict
         from jfsdp.plan.cluster.settings import Severity
 
@@ -35,6 +61,75 @@ class Doctor:
             _print(machine, findings)
         return int(any(finding.severity is Severity.PROBLEM for finding in findings))
 
+    def _run_processes(self) -> int:
+        check_numbers(self, timeout=1)
+        compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
+        with contextlib.redirect_stdout(sys.stderr):
+            place = initialize(compare=compare, timeout_s=self.timeout)
+        with Watch(self.timeout, place) as watch:
+            try:
+                return self._examine(watch)
+            except (ValueError, OSError) as error:
+                tell_and_end(str(error), 1)
+                raise
+
+    def _examine(self, watch: Watch) -> int:
+        with watch.at("starting JAX"):
+            import jax
+
+            jax.devices()
+        from jfsdp.layout.mesh import parse_mesh
+        from jfsdp.plan.cluster.processes import examine_processes
+        from jfsdp.plan.cluster.settings import Severity, check_settings
+
+        directory = Path(self.run_dir or ".").expanduser().resolve()
+        sizes = parse_mesh(self.mesh) if self.mesh else {}
+        found = examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
+        if jax.process_index() == 0:
+            told = dataclasses.asdict(found)
+            told["findings"] = [one | {"severity": one["severity"].value} for one in told["findings"]]
+            print(json.dumps(told, indent=2)) if self.json else _print_processes(found, directory)
+        return int(any(finding.severity is Severity.PROBLEM for finding in found.findings))
+
+
+def _print_processes(found: Processes, directory: Path) -> None:
+    from rich.table import Table
+
+    console = make_console()
+    names = ("host", "processes", "devices of each", "memory of each", f"free in {directory}", "free in /dev/shm")
+    table = Table(*names, box=None)
+    by_host: dict[int, list[int]] = {}
+    for process, one in enumerate(found.facts):
+        by_host.setdefault(one["host"], []).append(process)
+    for processes in by_host.values():
+        one = found.facts[processes[0]]
+        table.add_row(
+            one["name"],
+            f"{processes[0]}-{processes[-1]}" if len(processes) > 1 else str(processes[0]),
+            f"{len(one['devices'])} x {one['devices'][0]}",
+            *(_gib(one[name]) for name in ("memory_bytes", "free_bytes", "shm_bytes")),
+        )
+    console.print(table)
+    console.print(f"clocks differ by at most {found.skew_s * 1e3:.1f} ms\n")
+    table = Table("axis", "size", "crosses", "all-gather", "GB/s per device", box=None)
+    for link in found.links:
+        table.add_row(link.axis, str(link.size), link.crosses, f"{link.seconds * 1e3:.2f} ms", f"{link.gb_per_s:.2f}")
+    console.print(table)
+    console.print(_table_of(found.findings))
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def _table_of(findings: list[Finding]) -> Any:
+    from rich.table import Table
+
+    table = Table("", "about", "what was found", "what to do", box=None, pad_edge=False)
+    for finding in findings:
+        table.add_row(finding.severity.value, finding.topic, finding.text, finding.remedy)
+    return table if findings else "nothing is wrong"
+
 
 def _print(machine: Machine, findings: list[Finding]) -> None:
     from rich.table import Table
@@ -45,10 +140,7 @@ def _print(machine: Machine, findings: list[Finding]) -> None:
         facts.add_row(name, value)
     console.print(facts)
     console.print()
-    table = Table("", "about", "what was found", "what to do", box=None, pad_edge=False)
-    for finding in findings:
-        table.add_row(finding.severity.value, finding.topic, finding.text, finding.remedy)
-    console.print(table if findings else "nothing is wrong")
+    console.print(_table_of(findings))
 
 
 def _facts(machine: Machine) -> dict[str, str]:

@@ -42,6 +42,10 @@ class Launch:
     """Simulated CPU devices of each process. 0: the real devices."""
     max_restarts: Count = 0
     """How often all are started again after one has failed."""
+    min_nproc: Number = None
+    """So many processes, of all hosts together, are enough to go on, where others do not come back. none: all."""
+    join_timeout: Real = 300.0
+    """Seconds that processes wait for each other at their start."""
     grace: Real = 30.0
     """Seconds that the others have to end by themselves, once one has failed."""
     log_dir: Name = None
@@ -49,7 +53,8 @@ class Launch:
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        check_numbers(self, nproc=1, nnodes=1, node_rank=0, devices_per_proc=0, max_restarts=0, grace=0)
+        limits = {"nproc": 1, "nnodes": 1, "node_rank": 0, "devices_per_proc": 0, "max_restarts": 0, "grace": 0}
+        check_numbers(self, **limits, min_nproc=1, join_timeout=1)
         if not self.command:
             raise ValueError("no script is named: jfsdp launch --nproc 8 script.py ARGUMENTS")
         program = [sys.executable, "-u"] if self.command[0].endswith(".py") else []
@@ -61,6 +66,10 @@ class Launch:
             flags = merge_flags(environment.get("XLA_FLAGS", ""), count)
             environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         hosts = self._hosts()
+        if (self.min_nproc or 0) > hosts.num_nodes * self.nproc:
+            raise ValueError(
+                f"--min-nproc {self.min_nproc} must be at most all processes, {hosts.num_nodes * self.nproc}"
+            )
         directory = Path(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"))
         supervisor = Supervisor(
             [*program, *self.command],
@@ -69,6 +78,8 @@ class Launch:
             directory,
             max_restarts=self.max_restarts,
             grace_s=self.grace,
+            fewest=self.min_nproc,
+            join_timeout_s=self.join_timeout,
             environment=environment,
         )
         print(

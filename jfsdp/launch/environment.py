@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable, Mapping
 
 LATEST_PORT = 65_535
+# What `jfsdp launch` tells its processes beside torchrun's variables.
+ABSENT, FEWEST, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_FEWEST", "JFSDP_JOIN_TIMEOUT"
 SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
 
 
@@ -30,6 +32,8 @@ class Place:
       address: HOST:PORT of process 0; None: JAX finds it.
       num_processes, process_id: of the run.
       num_local, local_id: of this host; 0 and None where nobody says.
+      absent: processes that the launcher of this host does not start any more.
+      fewest: so many processes are enough to begin, where others do not come; None: all must.
     """
 
     told_by: str
@@ -38,6 +42,13 @@ class Place:
     process_id: int
     num_local: int = 0
     local_id: int | None = None
+    absent: tuple[int, ...] = ()
+    fewest: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether all others call at this process: the first that is to come."""
+        return set(range(self.process_id)) <= set(self.absent)
 
     def __str__(self) -> str:
         on_host = f", {self.num_local} on each host" if self.num_local else ""
@@ -123,7 +134,10 @@ def _torchrun(told: _Told) -> Place | None:
         return None
     process, count = told.below("RANK", "WORLD_SIZE")
     address = told.address("RANK") if count > 1 else None
-    return Place("RANK and WORLD_SIZE", address, count, process, *told.local("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local = told.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    absent = tuple(map(int, told.environment.get(ABSENT, "").split()))
+    fewest = told.number(FEWEST) if told.has(FEWEST) else None
+    return Place("RANK and WORLD_SIZE", address, count, process, *local, absent, fewest)
 
 
 def _kubernetes(told: _Told) -> Place | None:

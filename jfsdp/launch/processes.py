@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
-from jfsdp.launch.environment import LATEST_PORT, Place, find_place, is_address, own_gpus
+from jfsdp.launch.environment import JOIN_TIMEOUT, LATEST_PORT, Place, find_place, is_address, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -28,7 +28,7 @@ def initialize(
     process_id: Size | None = None,
     *,
     compare: Mapping[str, Any] | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
 ) -> Place | None:
     """Join the other processes of the run, where there are others. Call it before anything else of JAX.
 
@@ -43,7 +43,7 @@ def initialize(
       coordinator: HOST:PORT of process 0; None or "auto": as the environment says.
       num_processes, process_id: of the run; needed with HOST:PORT.
       compare: more, as plain JSON, that must be equal in all processes: your configuration.
-      timeout_s: how long to wait for the others.
+      timeout_s: how long to wait for the others; None: as `jfsdp launch --join-timeout` says, else 300.
 
     Returns:
       Which process this is; None: there is only one.
@@ -59,8 +59,13 @@ def initialize(
         return None
     is_said = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = None if is_said else own_gpus(place, num_gpus())
+    if timeout_s is None:
+        timeout_s = float(os.environ.get(JOIN_TIMEOUT) or 300)
     if place.address is not None:
-        call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
+        came = call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
+        if len(came) < place.num_processes:
+            print(f"note: going on with {len(came)} of {place.num_processes} processes: {came}", flush=True)
+            place = dataclasses.replace(place, num_processes=len(came), process_id=came.index(place.process_id))
     import jax
 
     # JAX would catch SIGTERM and tell nobody who does not ask: a run listens itself, and before it a signal is to end.

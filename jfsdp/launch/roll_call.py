@@ -3,7 +3,7 @@
 [Note: why before JAX] JAX (0.10.2) ends a process by an abort in C++, with a stack of C++ and no word about who is
 missing, where a process did not come, came twice, or could not reach process 0; a taken port is a segmentation fault.
 So process 0 listens at the same address first, for as long as it takes all others to come, and tells each what it
-found. Then it frees the port for JAX.
+found. Then it frees the port for JAX. Where fewer processes are enough, those that came are numbered anew, in order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ class NotAllThere(ValueError):
     """Processes did not come, or could not reach process 0. Starting again may mend it."""
 
 
-def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> None:
+def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[int]:
     """Wait until all processes of a run are there, and compare what they tell.
 
     Cost: one connection of each process to process 0, of a few kB; no more than `timeout_s` seconds.
 
     Args:
       told: plain JSON by name, which must be equal in all.
+
+    Returns:
+      Which processes came, in order: all, but where `place.fewest` says that fewer are enough.
 
     Raises:
       NotAllThere: in every process that came, for processes that did not; for an address that cannot be reached, or a
@@ -47,14 +50,19 @@ def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> None:
     assert place.address is not None
     host, _, port = place.address.rpartition(":")
     own = {"process": place.process_id, "count": place.num_processes, "told": dict(told)}
-    own |= {"who": f"{platform.node()}, pid {os.getpid()}"}
+    own |= {"who": f"{platform.node()}, pid {os.getpid()}", "absent": list(place.absent)}
     deadline = time.monotonic() + timeout_s
-    problem, is_lasting = (_listen if place.process_id == 0 else _report)(host.strip("[]"), int(port), own, deadline)
+    at = (host.strip("[]"), int(port), own, deadline)
+    problem, is_lasting, came = _listen(*at, place.fewest) if place.is_first else _report(*at)
     if problem:
         raise ValueError(problem) if is_lasting else NotAllThere(problem)
+    return came
 
 
-def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple[str, bool]:
+_Found = tuple[str, bool, list[int]]  # what is wrong, whether starting again does not mend it, and who came
+
+
+def _listen(host: str, port: int, own: dict[str, Any], deadline: float, fewest: int | None) -> _Found:
     begin, came = time.monotonic(), queue.SimpleQueue()
     _raise_file_limit(own["count"] + 256)
     try:
@@ -64,12 +72,12 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple
             f"process 0 cannot listen at port {port} of {platform.node()} ({os.strerror(error.errno or 0)}); another "
             f"program has it: choose another where {host}:{port} was chosen (--rendezvous, --coordinator, MASTER_PORT, "
             "or under Slurm JAX_COORDINATOR_PORT)"
-        ), False
-    present, others, problem = {0: own}, [], ""
+        ), False, []  # fmt: skip
+    present, others, problem = {own["process"]: own}, [], ""
     acceptor = threading.Thread(target=_accept, args=(server, own, came), daemon=True)
     with server:
         acceptor.start()
-        while not problem and len(present) < own["count"] and (left := deadline - time.monotonic()) > 0:
+        while not problem and _awaited(present) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 found, connection = came.get(timeout=left)
                 others.append(connection)
@@ -78,13 +86,22 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # a thread that waits in `accept` would keep the port from JAX
         acceptor.join()
-    missing = "" if problem else _missing(present, own["count"], time.monotonic() - begin)
+    is_enough = fewest is not None and len(present) >= fewest
+    missing = "" if problem or is_enough else _missing(present, own["count"], time.monotonic() - begin)
     problem = problem or missing
     problem = problem or differences({process: (one["who"], one["told"]) for process, one in present.items()})
+    found = problem, not missing, sorted(present)
     for connection in others:
         with contextlib.suppress(OSError), connection:
-            connection.sendall(json.dumps([problem, not missing]).encode() + b"\n")
-    return problem, not missing
+            connection.sendall(json.dumps(found).encode() + b"\n")
+    return found
+
+
+def _awaited(present: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Return the processes that are still to come."""
+    one = next(iter(present.values()))
+    absent = {process for told in present.values() for process in told["absent"]}
+    return set(range(one["count"])) - absent - present.keys()
 
 
 def _serve(port: int, count: int) -> socket.socket:
@@ -125,14 +142,15 @@ def _raise_file_limit(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
 
 
-def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple[str, bool]:
+def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> _Found:
     failure: OSError | None = None
+    patience_s = deadline - time.monotonic() + _PATIENCE_S  # process 0 may have begun to wait later
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(_PATIENCE_S, left)) as connection:
                 connection.sendall(json.dumps(own).encode() + b"\n")
-                problem, is_lasting = _read(connection, left + _PATIENCE_S)
-                return problem, is_lasting
+                problem, is_lasting, came = _read(connection, patience_s)
+                return problem, is_lasting, came
         except TimeoutError:
             failure = TimeoutError("no answer")
         except (OSError, ValueError, TypeError) as error:
@@ -141,7 +159,7 @@ def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> tuple
     return (
         f"process {own['process']} of {own['count']} ({own['who']}) cannot reach process 0 at {host}:{port}, which is "
         f"{_resolved(host)} here: {failure}; is process 0 running, is that its host, and is the port open?"
-    ), False
+    ), False, []  # fmt: skip
 
 
 def _read(connection: socket.socket, timeout_s: float) -> Any:
@@ -161,11 +179,11 @@ def _resolved(host: str) -> str:
 
 
 def _clash(found: Mapping[str, Any], present: Mapping[int, Mapping[str, Any]]) -> str:
-    process, first = found["process"], present[0]
+    process, first = found["process"], next(iter(present.values()))
     if found["count"] != first["count"]:
         return (
-            f"process {process} ({found['who']}) counts {found['count']} processes, and process 0 ({first['who']}) "
-            f"{first['count']}; start all with the same number"
+            f"process {process} ({found['who']}) counts {found['count']} processes, and process {first['process']} "
+            f"({first['who']}) {first['count']}; start all with the same number"
         )
     if process in present:
         return (

@@ -6,6 +6,9 @@ others have a while to end by themselves (watch.py tells them why), then they ar
 as restarts are left: they go on from their last checkpoint, as `--resume auto` says. On several hosts one supervisor
 runs on each. There a failure reaches the processes of all hosts, so all supervisors start again, each by itself; the
 roll call waits until all are there, of whatever attempt.
+
+Where fewer processes are enough, one that fails first, or hangs, twice in a row is not started any more; those left
+keep the GPUs that they had. Of hosts that do not come back the roll call learns by waiting.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import SNAPSHOTS
-from jfsdp.launch.watch import ENDED_BY_OTHERS
+from jfsdp.launch.environment import ABSENT, FEWEST, JOIN_TIMEOUT, SNAPSHOTS
+from jfsdp.launch.watch import ENDED_BY_OTHERS, STUCK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 USAGE = 2  # the exit status of what restarting does not mend
@@ -53,8 +56,9 @@ class Hosts:
 
 @dataclasses.dataclass
 class Child:
-    """A process that was started: its rank of the run, its log, and what it ended with."""
+    """A process that was started: its place on this host, its rank of the run, its log, and what it ended with."""
 
+    local: int
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
@@ -67,6 +71,8 @@ class Supervisor:
       log_dir: of files `ATTEMPT/RANK.log`.
       max_restarts: how often all are started again.
       grace_s: seconds for the others to end by themselves after one has failed.
+      fewest: so many processes of the whole run are enough to go on; None: all are needed.
+      join_timeout_s: how long processes wait for each other at their start.
       environment: of the processes, but for what is said to each.
     """
 
@@ -79,10 +85,16 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         grace_s: float = 30.0,
+        fewest: int | None = None,
+        join_timeout_s: float = 300.0,
         environment: Mapping[str, str] = os.environ,
     ):
         self.command, self.nproc, self.hosts, self.log_dir = list(command), nproc, hosts, log_dir
         self.max_restarts, self.grace_s, self.environment = max_restarts, grace_s, dict(environment)
+        self.fewest = fewest
+        self.environment[JOIN_TIMEOUT] = str(join_timeout_s)
+        self.suspects: set[int] = set()
+        self.absent: set[int] = set()
         self.children: list[Child] = []
         self.killed: set[int] = set()
         self.stopped_by: int | None = None
@@ -99,7 +111,7 @@ class Supervisor:
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
                 self.children = []
-                for local in range(self.nproc):
+                for local in sorted(set(range(self.nproc)) - self.absent):
                     self.children.append(self._start(local, attempt))
                 if self.stopped_by is not None:  # some were not there yet when it came
                     self._send(self.stopped_by)
@@ -107,8 +119,9 @@ class Supervisor:
                 if failed is None:
                     return 0
                 status = _status(failed.process.returncode)
+                self._leave_out(failed)
                 self._report(failed, status, attempt)
-                if self.stopped_by is not None or status == USAGE:
+                if self.stopped_by is not None or status == USAGE or len(self.absent) == self.nproc:
                     break
         return status
 
@@ -123,19 +136,21 @@ class Supervisor:
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "JFSDP_RESTART": attempt,
+            ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
+        told |= {} if self.fewest is None else {FEWEST: self.fewest}
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.environment | {name: str(value) for name, value in told.items()}
         with log.open("ab") as file:
             # Of a group of its own: a signal of the terminal comes from here alone, once.
-            output = file if local else subprocess.PIPE
+            output = file if self.children else subprocess.PIPE
             process: subprocess.Popen[bytes] = subprocess.Popen(
                 self.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        if not local:
+        if not self.children:
             threading.Thread(target=_copy, args=(process.stdout, log), daemon=True).start()
-        return Child(rank, process, log)
+        return Child(local, rank, process, log)
 
     def _wait(self) -> Child | None:
         """Wait until all have ended; return the one that failed first, if any did."""
@@ -154,6 +169,16 @@ class Supervisor:
         if first is None or first.process.returncode == ENDED_BY_OTHERS:
             first = min(failed, key=_blame, default=None)
         return first
+
+    def _leave_out(self, failed: Child) -> None:
+        """Start no more what failed first, or else what hung, in this attempt and in the one before."""
+        is_cause = not any(_blame(failed)[:2]) and failed.process.returncode != STUCK
+        hung = {child.local for child in self.children if child.rank in self.killed}
+        suspects = {failed.local} if is_cause else hung
+        absent = self.absent | (suspects & self.suspects)
+        if self.fewest is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.fewest:
+            self.absent = absent
+        self.suspects = suspects
 
     def _send(self, number: int) -> None:
         for child in self.children:
@@ -178,6 +203,9 @@ class Supervisor:
             f"the last lines of process {failed.rank}:",
             *(f"    {line}" for line in lines),
         ]
+        if self.absent:
+            ranks = sorted(self.hosts.node * self.nproc + local for local in self.absent)
+            told.append(f"failed first, or hung, twice in a row, and not started any more: {ranks}")
         if status == USAGE:
             told.append("not started again: what was asked cannot begin")
         elif self.stopped_by is None:

@@ -36,3 +36,14 @@ def test_flags_that_end_jax_do_not_end_the_doctor(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["findings"][0]["text"] == "JAX ends at its start: Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
     assert report["backend"] == "cpu"
+
+
+def test_one_process_alone_is_examined_as_a_run_of_several(capsys, tmp_path):
+    assert main(["doctor", "--processes", "--mesh", "replica=2,fsdp=4", "--run-dir", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(link["axis"], link["size"], link["crosses"]) for link in found["links"]] == [
+        ("replica", 2, "nothing"),
+        ("fsdp", 4, "nothing"),
+    ]
+    assert main(["doctor", "--processes", "--mesh", "fsdp=3"]) == 2 and "3" in capsys.readouterr().err
+    assert main(["doctor", "--mesh", "fsdp=8"]) == 2

@@ -1,8 +1,10 @@
 """What each of several processes finds out about hosts and batches; called through `tests.processes`."""
 
 import contextlib
+import dataclasses
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -128,3 +130,16 @@ def sums():
 def evaluate(is_same: bool):
     state, evaluate = sums()
     return float(evaluate(state, np.ones((4, 8), np.float32) if is_same else mine()["x"]))
+
+
+def examine(directory: str, is_shared: bool):
+    """Return what `jfsdp doctor --processes` finds; with nothing shared each process has a directory of its own."""
+    from jfsdp.plan.cluster.processes import examine_processes
+    from jfsdp.plan.cluster.settings import check_settings
+
+    own = Path(directory) / ("all" if is_shared else str(jax.process_index()))
+    settings = {"NCCL_P2P_DISABLE": "1"} if jax.process_index() == 2 else {}
+    sizes = {"replica": 2, "fsdp": 2}
+    found = examine_processes(own, sizes, lambda: check_settings(settings), lambda place: contextlib.nullcontext())
+    links = [dataclasses.astuple(link)[:3] for link in found.links]
+    return [[one.topic for one in found.findings], links, len(found.facts)]

@@ -90,3 +90,11 @@ def test_an_evaluation_refuses_inputs_that_differ_between_processes(processes):
     for found in processes.results():
         assert isinstance(found, Raised) and "shard_batch" in str(found), found
     assert processes.call(f"{HERE}:evaluate", True) == [32.0] * 4
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_processes_of_a_cluster_are_examined_together(processes, tmp_path, is_shared):
+    for topics, links, count in processes.call(f"{HERE}:examine", str(tmp_path), is_shared):
+        assert topics == ["run directory"] * (not is_shared) + ["process 2: NCCL_P2P_DISABLE=1"]
+        assert links == [["replica", 2, "processes"], ["fsdp", 2, "processes"]] and count == 4
+    assert not list(tmp_path.glob("*/*")), "nothing is left"

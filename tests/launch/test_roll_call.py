@@ -4,6 +4,7 @@ import re
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,15 @@ from jfsdp.launch.supervisor import free_port
 SAME = {"jax": "0.10.2", "seed": 0}
 
 
-def call(ids, *, count=None, told=None, timeout_s=10.0, counts=None):
-    """Call the roll in a thread per process; return what each raised, or "" where all was well."""
-    address, found = f"localhost:{free_port()}", ["no word"] * len(ids)
+def call(ids, *, count=None, told=None, timeout_s=10.0, counts=None, **enough):
+    """Call the roll in a thread per process; return what each raised, or "" where all was well, or who came."""
+    address, found = f"localhost:{free_port()}", list[Any](["no word"] * len(ids))
 
     def run(place, process):
         own = (counts or {}).get(place, count or len(ids))
         try:
-            call_roll(Place("test", address, own, process), (told or {}).get(place, SAME), timeout_s)
-            found[place] = ""
+            came = call_roll(Place("test", address, own, process, **enough), (told or {}).get(place, SAME), timeout_s)
+            found[place] = "" if came == list(range(own)) else came
         except ValueError as error:
             found[place] = str(error)
 
@@ -36,6 +37,20 @@ def call(ids, *, count=None, told=None, timeout_s=10.0, counts=None):
 
 def test_all_go_on_when_all_are_there_and_alike():
     assert call([0, 1, 2, 3]) == [""] * 4
+
+
+def test_fewer_go_on_without_those_that_do_not_come():
+    assert call([0, 1, 3], count=4, timeout_s=1.0, fewest=3) == [[0, 1, 3]] * 3
+    found = call([0, 3], count=4, timeout_s=1.0, fewest=3)
+    assert all("2 of 4 processes did not come" in text for text in found), found
+
+
+@pytest.mark.parametrize("absent", [(2,), (0,), (0, 1)])
+def test_nobody_waits_for_those_that_are_not_started_any_more(absent):
+    ids = [process for process in range(4) if process not in absent]
+    begin = time.monotonic()
+    assert call(ids, count=4, timeout_s=60.0, fewest=1, absent=absent) == [ids] * len(ids)
+    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,31 @@ def test_a_stopped_process_is_killed_and_named(supervise, capfd):
     assert status == 75 and "were killed: [0]; they hung, or were stopped" in capfd.readouterr().err
 
 
+def test_one_that_fails_first_twice_in_a_row_is_left_out_where_fewer_are_enough(supervise, capfd):
+    code = (
+        "print(os.environ['JFSDP_ABSENT'], os.environ['LOCAL_RANK'])\nsys.exit(9 if rank == 1 else 76 * (attempt < 2))"
+    )
+    supervisor, status = supervise(code, max_restarts=5, fewest=2)
+    assert status == 0 and sorted(os.listdir(supervisor.log_dir)) == ["0", "1", "2"]
+    assert sorted(os.listdir(supervisor.log_dir / "2")) == ["0.log", "2.log"]
+    assert log(supervisor, 2, 1) == " 2\n" and log(supervisor, 2, 2) == "1 2\n", "it keeps its GPUs"
+    assert "twice in a row, and not started any more: [1]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fewest", [None, 3])
+def test_none_is_left_out_where_all_are_needed(supervise, fewest):
+    supervisor, status = supervise("sys.exit(9 * (rank == 1))", max_restarts=3, fewest=fewest)
+    assert status == 9 and len(os.listdir(supervisor.log_dir / "3")) == 3
+
+
+def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise):
+    hangs = "time.sleep(60 if rank == 0 else 0.2); sys.exit(75)"
+    supervisor, status = supervise(hangs, max_restarts=2, fewest=2, grace_s=0.5)
+    assert status == 75 and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
+    supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, fewest=1)
+    assert len(os.listdir(supervisor.log_dir / "2")) == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number):
     code = "import signal\nsignal.signal(int(sys.argv[1]), lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"

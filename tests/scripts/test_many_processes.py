@@ -26,9 +26,9 @@ STRATEGIES = {
 def start(tmp_path):
     """Start the script as `nproc` processes of so many devices each; its run directory is `name`."""
 
-    def start(name, nproc, devices, *options, launch=()):
+    def start(name, nproc, devices, *options, launch=(), script="scripts/train.py"):
         command = [sys.executable, "-m", "jfsdp", "launch", "--nproc", str(nproc), "--devices-per-proc", str(devices)]
-        command += ["--log-dir", str(tmp_path / f"{name}-logs"), *launch, "scripts/train.py", *SMALL, *QUIET]
+        command += ["--log-dir", str(tmp_path / f"{name}-logs"), *launch, script, *SMALL, *QUIET]
         command += ["--run-dir", str(tmp_path / name), *options]
         environment = {**os.environ, "XLA_FLAGS": ""}
         return subprocess.Popen(
@@ -86,10 +86,11 @@ def ranks(run_dir):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("snapshots", [(), ("--snapshot-every", "2")], ids=["disk", "snapshot"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, number, rank):
-    options = ("--steps", "60", "--checkpoint-every", "5", "--timeout", "15", "--resume", "auto")
+def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, number, rank, snapshots):
+    options = ("--steps", "60", "--checkpoint-every", "5", "--timeout", "15", "--resume", "auto", *snapshots)
     whole = start("whole", 2, 1, *options)
     assert finish(whole)[0] == 0
     process = start("hurt", 2, 1, *options, launch=("--max-restarts", "2", "--grace", "10"))
@@ -105,3 +106,35 @@ def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, nu
     status, out = finish(process)
     assert status == 0, out
     assert losses(tmp_path / "hurt") == losses(tmp_path / "whole")
+    assert ("restored from the snapshot of step" in out) == bool(snapshots)
+    told = json.loads((tmp_path / "hurt" / "goodput.json").read_text())
+    assert told["in_order"] and told["seconds"]["down"] > 0 and 0 < told["goodput"] < 1
+
+
+FLAKY = """
+import os, runpy, signal, sys, threading, time
+run_dir = sys.argv[sys.argv.index("--run-dir") + 1]
+
+def die():
+    while not os.path.exists(f"{run_dir}/metrics.jsonl") or open(f"{run_dir}/metrics.jsonl").read().count("step_s") < 8:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["LOCAL_RANK"] == "1":
+    if os.environ["JFSDP_RESTART"] != "0":
+        sys.exit(9)
+    threading.Thread(target=die, daemon=True).start()
+runpy.run_path("scripts/train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.proof
+def test_a_run_goes_on_without_a_process_that_does_not_come_back(start, tmp_path):
+    script = tmp_path / "flaky.py"
+    script.write_text(FLAKY)
+    options = ("--steps", "20", "--checkpoint-every", "5", "--resume", "auto")
+    enough = ("--max-restarts", "3", "--min-nproc", "2")
+    status, out = finish(start("fewer", 3, 1, *options, launch=enough, script=str(script)))
+    assert status == 0 and "going on with 2 of 3 processes: [0, 2]" in out, out
+    assert finish(start("whole", 3, 1, *options))[0] == 0
+    np.testing.assert_allclose(losses(tmp_path / "fewer"), losses(tmp_path / "whole"), rtol=1e-3)

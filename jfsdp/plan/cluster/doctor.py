@@ -22,10 +22,7 @@ from typing import Any
 from jfsdp.plan.cluster.settings import (
     Finding,
     Severity,
-    check_jax_settings,
-    check_memory_settings,
-    check_nccl_settings,
-    check_xla_flags,
+    check_settings,
 )
 from jfsdp.plan.cluster.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
 
@@ -135,10 +132,7 @@ def diagnose(machine: Machine) -> list[Finding]:
     found = [
         *_check_versions(machine),
         *_check_devices(machine),
-        *check_xla_flags(machine.env.get("XLA_FLAGS", "")),
-        *check_nccl_settings(machine.env),
-        *check_jax_settings(machine.env),
-        *check_memory_settings(machine.env),
+        *check_settings(machine.env),
         *_check_host(machine),
         *_check_plan(machine),
     ]

@@ -120,6 +120,16 @@ _MEMORY = (
 )
 
 
+def check_settings(env: Mapping[str, str]) -> list[Finding]:
+    """Return what all variables of an environment do to a run."""
+    return [
+        *check_xla_flags(env.get("XLA_FLAGS", "")),
+        *check_nccl_settings(env),
+        *check_jax_settings(env),
+        *check_memory_settings(env),
+    ]
+
+
 def check_xla_flags(text: str) -> list[Finding]:
     """Return what the flags of an XLA_FLAGS text that XLA knows do to a run."""
     return list(_apply(_FLAGS, parse_flags(text), lambda name, value: f"XLA_FLAGS --{name}{value}"))

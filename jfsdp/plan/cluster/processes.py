@@ -1,0 +1,190 @@
+"""What the processes of a run see of each other before it: hosts, devices, clocks, disks, each axis of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfsdp.launch.hosts import gather_json, hosts
+from jfsdp.layout.mesh import make_mesh
+from jfsdp.plan.cluster.settings import Finding, Severity
+
+_ELEMENTS = 1 << 20  # float32 of each device in an all-gather
+_ROUNDS = 5
+_MOST_SKEW_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """An axis of a mesh as it was tried: an all-gather of a known buffer over it, all groups at once.
+
+    Attributes:
+      crosses: what its devices belong to several of: "hosts", "processes", or "nothing".
+      seconds: the median of some rounds.
+      gb_per_s: bytes that a device received per second, in 10^9.
+    """
+
+    axis: str
+    size: int
+    crosses: str
+    seconds: float
+    gb_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """What was found. `facts`: of each process, by its number; `skew_s`: by how much clocks differ, at most."""
+
+    facts: list[dict[str, Any]]
+    skew_s: float
+    links: list[Link]
+    findings: list[Finding]
+
+
+def examine_processes(
+    directory: Path, sizes: Mapping[str, int], checks: Callable[[], list[Finding]], at: Callable[[str], Any]
+) -> Processes:
+    """Examine a run's processes together; all of them call this, and get the same but for `findings` of their own.
+
+    Args:
+      directory: that all are to see; process 0 writes a small file into it and removes it.
+      sizes: of the mesh's axes.
+      checks: returns what this process's own settings do to a run.
+      at: a context manager that is told what is under way.
+    """
+    with at("the all-gather of what each process is"):
+        facts = gather_json(_facts(directory))
+    with at("comparing clocks"):
+        skew_s = min(_spread() for _ in range(_ROUNDS))
+    with at(f"a file in {directory}"):
+        findings = [*_compare(facts, skew_s), *_check_directory(directory)]
+    whole: dict[str, Any] = dict(sizes)
+    mesh, links = make_mesh(**whole), []
+    for axis, size in mesh.shape.items():
+        if size > 1:
+            with at(f"an all-gather over mesh axis {axis!r}"):
+                link, wrong = _try(mesh, axis)
+            links.append(link)
+            findings += wrong
+    seen: set[tuple[str, ...]] = set()
+    told = [(one.severity.value, one.topic, one.text, one.remedy) for one in checks()]
+    for process, found in enumerate(gather_json(told)):
+        for severity, topic, text, remedy in found:
+            if (topic, text) not in seen:
+                where = f"process {process}: " if process else ""
+                findings.append(Finding(Severity(severity), where + topic, text, remedy))
+            seen.add((topic, text))
+    return Processes(facts, skew_s, links, findings)
+
+
+def _facts(directory: Path) -> dict[str, Any]:
+    devices = jax.local_devices()
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    shm = Path("/dev/shm")
+    return {
+        "name": platform.node(),
+        "host": hosts(jax.devices())[[d.process_index for d in jax.devices()].index(jax.process_index())],
+        "devices": [device.device_kind for device in devices],
+        "memory_bytes": memory,
+        "free_bytes": _free(directory),
+        "shm_bytes": _free(shm),
+    }
+
+
+def _free(directory: Path) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
+def _spread() -> float:
+    """Return how far the clocks of processes are apart that leave an exchange at about the same time."""
+    gather_json(None)
+    times = gather_json(time.time())
+    return max(times) - min(times)
+
+
+def _compare(facts: list[dict[str, Any]], skew_s: float) -> list[Finding]:
+    found = []
+    kinds = [" ".join(sorted(one["devices"])) for one in facts]
+    usual = max(kinds, key=kinds.count)
+    odd = [f"process {process} ({facts[process]['name']})" for process, kind in enumerate(kinds) if kind != usual]
+    if odd:
+        text = f"{', '.join(odd[:8])} have other devices than most processes"
+        found.append(Finding(Severity.PROBLEM, "devices", text, "give each process as many, of one kind"))
+    if skew_s > _MOST_SKEW_S:
+        text = f"clocks differ by {skew_s:.1f} s"
+        found.append(Finding(Severity.NOTE, "clocks", text, "run NTP or chrony: times in logs cannot be compared"))
+    return found
+
+
+def _check_directory(directory: Path) -> list[Finding]:
+    """Look whether all processes see what process 0 writes."""
+    name, error = f".jfsdp-doctor-{uuid.uuid4().hex}", ""
+    if jax.process_index() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text("seen")
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+    name, error = gather_json([name, error])[0]
+    if error:
+        text = f"process 0 cannot write to {directory} ({error})"
+        return [Finding(Severity.PROBLEM, "run directory", text, "name another with --run-dir")]
+    seen = gather_json(os.path.exists(directory / name))
+    if jax.process_index() == 0:
+        (directory / name).unlink(missing_ok=True)
+    blind = [process for process, one in enumerate(seen) if not one]
+    if not blind:
+        return []
+    text = f"what process 0 writes to {directory} is not seen by processes {blind[:8]}"
+    return [Finding(Severity.PROBLEM, "run directory", text, "name one on a file system that all hosts share")]
+
+
+def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
+    """Gather a known buffer over an axis; return how long it took, and what was wrong with what came."""
+    size, others = mesh.shape[axis], [name for name in mesh.axis_names if name != axis]
+    split = NamedSharding(mesh, PartitionSpec((*others, axis)))
+    gathered = NamedSharding(mesh, PartitionSpec(tuple(others) or None))
+    total = _ELEMENTS * mesh.size
+
+    def known(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(total)
+        return (np.arange(start, stop) % 8191).astype(np.float32)
+
+    buffer = jax.make_array_from_callback((total,), split, known)
+    gather = jax.jit(lambda x: x, out_shardings=gathered)
+    out, times = gather(buffer).block_until_ready(), []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        gather(buffer).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    is_right = lambda shard: np.array_equal(np.asarray(shard.data), known(shard.index))  # noqa: E731
+    own = [shard.device.id for shard in out.addressable_shards if not is_right(shard)]
+    wrong = [device for devices in gather_json(own) for device in devices]
+    findings = []
+    if wrong:
+        text = f"an all-gather over {axis!r} gave devices {wrong[:8]} other numbers than were sent"
+        findings.append(Finding(Severity.PROBLEM, "all-gather", text, "test these devices and their links"))
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, size)
+    host_of = dict(zip(mesh.devices.flat, hosts(list(mesh.devices.flat)), strict=True))
+    crosses = "nothing"
+    if any(len({device.process_index for device in row}) > 1 for row in rows):
+        crosses = "processes"
+    if any(len({host_of[device] for device in row}) > 1 for row in rows):
+        crosses = "hosts"
+    seconds = gather_json(sorted(times)[_ROUNDS // 2])[0]
+    received = 4 * _ELEMENTS * (size - 1)
+    return Link(axis, size, crosses, seconds, received / seconds / 1e9), findings
