@@ -1,8 +1,10 @@
 """Time one training step under several settings, in pairs: `python scripts/bench.py --model llama-1b --remat none`.
 
 Settings: `plain`, the same model, loss and optimizer under jax.jit, without jfsdp (one device); `xla`; `manual`;
-`flat`, which is manual with flat storage. Every round takes one step under each, in random order, so that what disturbs
-the machine disturbs all alike; reported are ratios to the first, with 95 % bootstrap intervals.
+`flat`, which is manual with flat storage; `auto`, which chooses; `watched`, which is auto as a run takes it, under the
+watch of `--timeout`. Several processes (`jfsdp launch --nproc 2 scripts/bench.py ...`) take their steps together. Every
+round takes one step under each, in random order, so that what disturbs the machine disturbs all alike; reported are
+ratios to the first, with 95 % bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ import optax
 import tyro
 from flax import nnx
 
+from jfsdp.launch.processes import initialize
+from jfsdp.launch.watch import Watch
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.step.loss import as_loss
-from jfsdp.train.step.step import clip_by_norm
+from jfsdp.train.update.update import clip_by_norm
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.step import own_rows
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "xla": {"engine": "xla", "prefetch": None},
     "manual": {"engine": "manual"},
     "flat": {"engine": "manual", "storage": "flat"},
+    "auto": {},
+    "watched": {},
 }
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -39,7 +46,7 @@ class BenchOptions(StepOptions):
     """What to time."""
 
     settings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAMES")] = ("plain", "xla", "manual", "flat")
-    """plain, xla, manual, flat: ratios are to the first."""
+    """plain, xla, manual, flat, auto, watched: ratios are to the first."""
     rounds: Annotated[int, tyro.conf.arg(metavar="N")] = 30
     """Steps under each setting."""
 
@@ -51,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         print(f"bench.py: --settings {unknown[0]}: use plain, {', '.join(SETTINGS)}", file=sys.stderr)
         return 2
+    place = initialize()
     job = load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
     mesh = make_mesh(**{"fsdp": 1, **parse_mesh(options.mesh)})  # type: ignore[arg-type]
     if "plain" in options.settings and mesh.devices.size > 1:
@@ -58,8 +66,11 @@ def main(argv: Sequence[str]) -> int:
             f"bench.py: plain runs on one device, and the mesh has {mesh.devices.size}; leave it out", file=sys.stderr
         )
         return 2
-    runs = {name: _make(name, options, job, mesh) for name in options.settings}
-    _print(options, runs, _time(runs, options.rounds))
+    with Watch(600, place) as watch:
+        runs = {name: _make(name, options, job, mesh, watch) for name in options.settings}
+        seconds = _time(runs, options.rounds)
+    if jax.process_index() == 0:
+        _print(options, runs, seconds)
     return 0
 
 
@@ -73,7 +84,7 @@ class Run:
     peak_bytes: int
 
 
-def _make(name: str, options: BenchOptions, job: Job, mesh: Any) -> Run:
+def _make(name: str, options: BenchOptions, job: Job, mesh: Any, watch: Watch) -> Run:
     rows = options.batch_per_device * num_data_shards(dict(mesh.shape))
     batch = jax.tree.map(_fill, job.batch(rows, options.seq_len or job.seq_len))
     tx = make_optimizer(options, job, 3e-4)
@@ -84,11 +95,27 @@ def _make(name: str, options: BenchOptions, job: Job, mesh: Any) -> Run:
         model = shard_job(dataclasses.replace(options, **SETTINGS[name]), job, mesh)
         step, state = model.train_step(job.loss, tx, **train_arguments(options)), model.init(tx)
         lowered = step.lower(model.abstract_state(tx), batch)
+        own = own_rows(mesh, rows)
+        batch = jax.tree.map(lambda x: x[own.start : own.stop] if np.ndim(x) else x, batch)
+    if name == "watched":
+        step = _watched(step, watch)
     peak = lowered.compile().memory_analysis().peak_memory_in_bytes
     for _ in range(2):
         state, metrics = step(state, batch)
     jax.block_until_ready(metrics)
     return Run(step, state, batch, peak)
+
+
+def _watched(step: Step, watch: Watch) -> Step:
+    def watched(state: Any, batch: Any) -> tuple[Any, Any]:
+        with watch.at("the data of step 1"):
+            pass
+        with watch.at("step 1"):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            return state, metrics
+
+    return watched
 
 
 def _fill(x: Any) -> np.ndarray:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jfsdp.launch.environment import ABSENT, FEWEST, JOIN_TIMEOUT, SNAPSHOTS
-from jfsdp.launch.watch import ENDED_BY_OTHERS, STUCK
+from jfsdp.launch.watch import ENDED_BY_OTHERS, STUCK, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 USAGE = 2  # the exit status of what restarting does not mend
@@ -210,7 +210,7 @@ class Supervisor:
             told.append("not started again: what was asked cannot begin")
         elif self.stopped_by is None:
             told.append(f"starting again, {left} restarts left" if left else "no restart is left")
-        print("\n".join(told), file=sys.stderr, flush=True)
+        say("\n".join(told))
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -219,6 +219,7 @@ class Supervisor:
             self._send(number)
 
         before = {number: signal.signal(number, forward) for number in FORWARDED}
+        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads on: the run goes on
         try:
             yield
         finally:

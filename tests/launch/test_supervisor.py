@@ -111,6 +111,18 @@ def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_tu
     assert len(os.listdir(supervisor.log_dir / "2")) == 3
 
 
+def test_a_launcher_whose_output_nobody_reads_goes_on(tmp_path):
+    script = tmp_path / "script.py"
+    text = SAYS + "for i in range(30): print('line', i, flush=True); time.sleep(0.1)\nopen(f'{rank}.done', 'w')"
+    script.write_text(text)
+    command = f"{sys.executable} -m jfsdp launch --nproc 2 --log-dir logs script.py 2>&1 | head -1"
+    subprocess.run(command, shell=True, cwd=tmp_path, timeout=60, check=True, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while time.monotonic() < until and len(list(tmp_path.glob("*.done"))) < 2:
+        time.sleep(0.1)
+    assert len(list(tmp_path.glob("*.done"))) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number):
     code = "import signal\nsignal.signal(int(sys.argv[1]), lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
