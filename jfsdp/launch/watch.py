@@ -95,6 +95,7 @@ class Watch:
         say(f"error: {self._name} {message}; all threads:")
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        say(f"error: {self._name} {message}; the stacks of all threads stand above")  # last: of long logs it is the end
         tell_and_end(message, STUCK)  # alone it goes on: it may be in a debugger
 
 

@@ -138,3 +138,53 @@ def test_a_run_goes_on_without_a_process_that_does_not_come_back(start, tmp_path
     assert status == 0 and "going on with 2 of 3 processes: [0, 2]" in out, out
     assert finish(start("whole", 3, 1, *options))[0] == 0
     np.testing.assert_allclose(losses(tmp_path / "fewer"), losses(tmp_path / "whole"), rtol=1e-3)
+
+
+STOPPING = """
+import contextlib, os, runpy, signal
+from jfsdp.launch.watch import Watch
+
+before = Watch.at
+
+@contextlib.contextmanager
+def at(self, place, times=1):
+    with before(self, place, times):
+        if os.environ["RANK"] == os.environ["STOP_RANK"] and place == os.environ["STOP_AT"]:
+            open(os.environ["STOP_FILE"], "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        yield
+
+Watch.at = at
+runpy.run_path("scripts/train.py", run_name="__main__")
+"""
+PLACES = [
+    "the start",
+    "the data of step 6",
+    "step 6",
+    "saving step 5",
+    "the snapshot of step 6",
+    "what step 6 is logged with",
+]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_a_process_stops_all_end_and_say_where_they_were(start, tmp_path, place, rank, monkeypatch):
+    script, stopped = tmp_path / "stopping.py", tmp_path / "mark"
+    script.write_text(STOPPING)
+    for name, value in (("STOP_AT", place), ("STOP_RANK", rank), ("STOP_FILE", str(stopped))):
+        monkeypatch.setenv(name, value)
+    options = ("--steps", "9", "--checkpoint-every", "5", "--snapshot-every", "3", "--timeout", "10")
+    process = start("stopped", 2, 1, *options, launch=("--grace", "5"), script=str(script))
+    while not stopped.exists() and process.poll() is None:
+        time.sleep(0.02)
+    begin = time.monotonic()
+    status, out = finish(process)
+    seconds = time.monotonic() - begin
+    print(f"{place}, process {rank}: {seconds:.1f} s, status {status}")
+    told = [line for line in out.splitlines() if "no progress" in line or "were killed" in line]
+    print("\n".join(told))
+    assert status == 75 and any("no progress: " in line for line in told), out
+    assert any(f"were killed: [{rank}]" in line for line in told), out
+    assert seconds < 60, "three times --timeout, --grace, and some seconds"
