@@ -106,8 +106,7 @@ class Snapshots:
 
     def newest(self, like: TrainState) -> int | None:
         """Return the newest step that all processes can go on from; None: there is none. All processes call it."""
-        steps = [int(path.name) for path in self.directory.glob("*") if path.name.isdecimal()]
-        usable = [step for step in steps if self._is_usable(step, like)]
+        usable = [step for step in self._steps() if self._is_usable(step, like)]
         return max(set.intersection(*map(set, gather_json(usable))), default=None)
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, list[Any]]:
@@ -135,8 +134,8 @@ class Snapshots:
         """Remove what this process has written: the run is saved elsewhere, or is not to go on."""
         if self._thread is not None:
             self._thread.join()
-        for path in self.directory.glob("*"):
-            self._drop(int(path.name))
+        for step in self._steps():
+            self._drop(step)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -158,9 +157,12 @@ class Snapshots:
             told = f"no snapshot of step {last}: process {process}: {problem}"
             warn(f"{told}; the run goes on, and a restart reads what was saved before")
             self._drop(last)
-        for path in [] if problems else self.directory.glob("*"):
-            if int(path.name) != last:
-                self._drop(int(path.name))
+        for step in [] if problems else self._steps():
+            if step != last:
+                self._drop(step)
+
+    def _steps(self) -> list[int]:
+        return [int(path.name) for path in self.directory.glob("*") if path.name.isdecimal()]
 
     def _drop(self, step: int) -> None:
         path = self.directory / str(step)
@@ -171,7 +173,7 @@ class Snapshots:
             path.rmdir()
 
     def _write(self, step: int, told: dict[str, Any], pieces: Mapping[str, Pieces]) -> None:
-        where, blocks, self._problem = self.directory / str(step), [], ""
+        where, blocks, self._problem = self.directory / str(step), [], "it was not finished"
         try:
             self._make()
             where.mkdir(exist_ok=True)
@@ -185,6 +187,7 @@ class Snapshots:
                 end = json.dumps(told | {"blocks": blocks}).encode()
                 file.write(end + len(end).to_bytes(8, "little"))
             os.replace(partial, where / str(jax.process_index()))
+            self._problem = ""
         except OSError as error:
             self._problem = f"{where}: {error.strerror}"
 
@@ -214,6 +217,8 @@ class _File:
     def __init__(self, path: Path):
         self.path = path
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                raise ValueError(f"{path} belongs to another user")
             file.seek(-8, os.SEEK_END)
             size = int.from_bytes(file.read(8), "little")
             file.seek(-8 - size, os.SEEK_END)

@@ -102,12 +102,10 @@ class Supervisor:
     def run(self) -> int:
         """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
         with self._forwarding(), contextlib.ExitStack() as stack:
-            if (
-                SNAPSHOTS not in self.environment and _MEMORY.is_dir()
-            ):  # of these processes, which they find when started again
-                self.environment[SNAPSHOTS] = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="jfsdp-", dir=_MEMORY)
-                )
+            # Several launchers on a host leave it to the user's one: what a host has, its processes share.
+            if SNAPSHOTS not in self.environment and _MEMORY.is_dir() and self.hosts.num_siblings == 1:
+                memory = tempfile.TemporaryDirectory(prefix="jfsdp-", dir=_MEMORY, ignore_cleanup_errors=True)
+                self.environment[SNAPSHOTS] = stack.enter_context(memory)
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
                 self.children = []

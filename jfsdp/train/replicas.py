@@ -71,7 +71,9 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16}
 @jax.jit
 def _digest(x: Any) -> Any:
     """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely."""
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer):
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 8):
         words = x.astype(jnp.uint32)
     else:
         words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32))
