@@ -76,9 +76,9 @@ class Snapshots:
             free = shutil.disk_usage(self.directory).free + there
             if needed > free:
                 raise ValueError(
-                    f"{self.directory} has {free / 2**30:.2f} GiB free, and two snapshots of what this host holds need "
-                    f"{needed / 2**30:.2f} GiB; make it larger (mount -o remount,size=), name a larger directory in "
-                    f"{SNAPSHOTS}, or leave --snapshot-every out"
+                    f"{self.directory} has {free / 2**20:,.1f} MiB free, and two snapshots of what this host holds "
+                    f"need {needed / 2**20:,.1f} MiB; make it larger (mount -o remount,size=), name a larger directory "
+                    f"in {SNAPSHOTS}, or leave --snapshot-every out"
                 )
 
         together(check)
@@ -140,8 +140,13 @@ class Snapshots:
             self.directory.rmdir()
 
     def _make(self) -> None:
-        self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{self.directory} cannot be made ({error.strerror}); name a directory in memory in {SNAPSHOTS}"
+            ) from error
         if self.directory.stat().st_uid != os.getuid():
             raise ValueError(f"{self.directory} belongs to another user; name a directory of yours in {SNAPSHOTS}")
 
@@ -188,8 +193,8 @@ class Snapshots:
                 file.write(end + len(end).to_bytes(8, "little"))
             os.replace(partial, where / str(jax.process_index()))
             self._problem = ""
-        except OSError as error:
-            self._problem = f"{where}: {error.strerror}"
+        except (OSError, ValueError) as error:
+            self._problem = f"{where}: {getattr(error, 'strerror', None) or error}"
 
     def _open(self, step: int) -> dict[str, _File]:
         """Open what this host has of a step, by the process that wrote it."""

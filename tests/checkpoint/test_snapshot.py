@@ -88,8 +88,14 @@ def test_a_full_memory_keeps_the_one_before(tmp_path, monkeypatch):
 
 def test_too_little_room_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match=r"GiB free, and two snapshots .* need .* JFSDP_SNAPSHOTS"):
+    with pytest.raises(ValueError, match=r"MiB free, and two snapshots .* need .* JFSDP_SNAPSHOTS"):
         Snapshots(tmp_path, "run").check_room(like())
+
+
+def test_a_directory_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file.* cannot be made .*JFSDP_SNAPSHOTS"):
+        Snapshots(tmp_path / "file" / "memory", "run").check_room(like())
 
 
 def test_what_is_left_of_others_goes_where_a_run_begins_and_its_own_where_it_ends(tmp_path):

@@ -31,7 +31,7 @@ class LoopConfig:
 
     Attributes:
       steps: the total of the run, whatever was done before a resume.
-      log_every, eval_every, snapshot_every, compare_every: periods in steps.
+      log_every, eval_every, snapshot_every, compare_replicas: periods in steps.
       profile: first and last step of a trace; None takes none.
       skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
     """
@@ -40,14 +40,14 @@ class LoopConfig:
     log_every: int = 10
     eval_every: int = 0
     snapshot_every: int = 0
-    compare_every: int = 0
+    compare_replicas: int = 0
     profile: tuple[int, int] | None = None
     skips_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        for field in ("log_every", "eval_every", "snapshot_every", "compare_every"):
+        for field in ("log_every", "eval_every", "snapshot_every", "compare_replicas"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
@@ -206,7 +206,7 @@ class Loop:
             with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
         is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
-        is_compared = self._is_due(config.compare_every, step)
+        is_compared = self._is_due(config.compare_replicas, step)
         if not (is_save or is_snapshot or is_compared):
             return
         metrics["loss"].block_until_ready()
