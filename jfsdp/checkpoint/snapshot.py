@@ -14,8 +14,10 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.contents import Part, Stored, contents, logical_arrays
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
-from jfsdp.checkpoint.disk.processes import together
+from jfsdp.checkpoint.disk.processes import in_all, together
 from jfsdp.checkpoint.source import Index
 from jfsdp.checkpoint.store import fill
 from jfsdp.compat import warn
@@ -35,6 +37,7 @@ from jfsdp.launch.environment import SNAPSHOTS
 from jfsdp.launch.hosts import gather_json, hosts
 from jfsdp.train.state import TrainState
 
+_DIGEST = 32  # bytes of a SHA-256
 _COPIES = 2  # in the directory: a whole one, and the next, which is being written
 
 
@@ -58,6 +61,7 @@ class Snapshots:
         self._step: int | None = None  # that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
+        self._start: str | None = None  # of the process that takes them: a step may be taken again, with other numbers
 
     def check_room(self, like: TrainState) -> None:
         """Refuse to begin where the directory cannot hold two snapshots.
@@ -96,18 +100,35 @@ class Snapshots:
         """
         begin = time.perf_counter()
         self.wait()
+        if self._start is None:
+            self._start = gather_json(uuid.uuid4().hex)[0]
         pieces = copy_pieces(state, _first_of_host)
         arrays = {name: array.to_dict() for name, array in logical_arrays(state).items()}
-        told = {"run": self.run, "processes": jax.process_count(), "arrays": arrays, "extra": extra}
+        told = {"run": self.run, "start": self._start, "processes": jax.process_count(), "arrays": arrays}
+        told["extra"] = json.loads(json.dumps(extra))
         self._step = step
         self._thread = threading.Thread(target=self._write, args=(step, told, pieces), name="jfsdp-snapshot")
         self._thread.start()
         return time.perf_counter() - begin
 
     def newest(self, like: TrainState) -> int | None:
-        """Return the newest step that all processes can go on from; None: there is none. All processes call it."""
-        usable = [step for step in self._steps() if self._is_usable(step, like)]
-        return max(set.intersection(*map(set, gather_json(usable))), default=None)
+        """Return the newest step that all processes can go on from; None: there is none. All processes call it.
+
+        It warns where there are snapshots, and none that can be used.
+        """
+        own = str(jax.process_index())
+        told = together(
+            lambda: [
+                [step, self._open(step)[own].told["start"]] for step in self._steps() if self._is_usable(step, like)
+            ]
+        )
+        common = set.intersection(*({(step, start) for step, start in usable} for usable in told))
+        if not common and (steps := self._steps()):
+            warn(
+                f"{self.directory}: the snapshots of steps {sorted(steps)} cannot be used: they are of another run, "
+                "number of processes, mesh or strategy, or some hosts have none"
+            )
+        return max((step for step, _ in common), default=None)
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, list[Any]]:
         """Read a step that `newest` named; return it, and the `extra` of all processes. All processes call it.
@@ -115,19 +136,22 @@ class Snapshots:
         Raises:
           DamagedError: in every process, for a block that is not as it was written.
         """
-        files = self._open(step)
+        files = in_all(lambda: self._open(step))
+        own = in_all(lambda: files[str(jax.process_index())])
         source = _Source(files)
         state = fill(like, source, list(source.arrays))
-        return state, gather_json(files[str(jax.process_index())].told["extra"])
+        return state, gather_json(own.told["extra"])
 
     def keep(self, step: int | None) -> None:
-        """Remove all snapshots but one: where a run begins to write others. All processes call it, after `restore`."""
+        """Remove all snapshots but one (None: all), where a run begins to write others.
+
+        All processes call it, after `restore`.
+        """
         gather_json(None)  # nobody reads on
         devices = jax.devices()
         if jax.process_index() in hosts(devices):  # the first of its host
-            for path in self.directory.glob("*"):
-                if path.name != str(step):
-                    shutil.rmtree(path, ignore_errors=True)
+            for other in set(self._steps()) - {step}:
+                shutil.rmtree(self.directory / str(other), ignore_errors=True)
         gather_json(None)
 
     def clear(self) -> None:
@@ -138,6 +162,8 @@ class Snapshots:
             self._drop(step)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
+            if self.directory.parent.name == f"jfsdp-{os.getuid()}":
+                self.directory.parent.rmdir()
 
     def _make(self) -> None:
         try:
@@ -147,8 +173,18 @@ class Snapshots:
             raise ValueError(
                 f"{self.directory} cannot be made ({error.strerror}); name a directory in memory in {SNAPSHOTS}"
             ) from error
-        if self.directory.stat().st_uid != os.getuid():
-            raise ValueError(f"{self.directory} belongs to another user; name a directory of yours in {SNAPSHOTS}")
+        self._check_owner()
+
+    def _check_owner(self) -> None:
+        """Refuse a directory that another user could put files or links into."""
+        for path in (self.directory.parent, self.directory):
+            found = os.lstat(path)
+            is_parent_of_all = path != self.directory and found.st_uid == 0
+            is_own = found.st_uid == os.getuid() or is_parent_of_all
+            is_closed = not found.st_mode & 0o022 or (is_parent_of_all and found.st_mode & stat.S_ISVTX)
+            if not (stat.S_ISDIR(found.st_mode) and is_own and is_closed):
+                told = f"{path} is not a directory that this user alone can write to"
+                raise ValueError(f"{told}; name one in {SNAPSHOTS}, or remove it")
 
     def wait(self) -> None:
         """Wait until the last is written in all processes; then those before it go. All processes call it."""
@@ -167,6 +203,9 @@ class Snapshots:
                 self._drop(step)
 
     def _steps(self) -> list[int]:
+        if not os.path.lexists(self.directory):
+            return []
+        self._check_owner()
         return [int(path.name) for path in self.directory.glob("*") if path.name.isdecimal()]
 
     def _drop(self, step: int) -> None:
@@ -190,7 +229,7 @@ class Snapshots:
                         blocks.append([name, _bounds(index), file.tell(), raw.nbytes, hashlib.sha256(raw).hexdigest()])
                         file.write(raw)
                 end = json.dumps(told | {"blocks": blocks}).encode()
-                file.write(end + len(end).to_bytes(8, "little"))
+                file.write(end + hashlib.sha256(end).digest() + len(end).to_bytes(8, "little"))
             os.replace(partial, where / str(jax.process_index()))
             self._problem = ""
         except (OSError, ValueError) as error:
@@ -198,14 +237,15 @@ class Snapshots:
 
     def _open(self, step: int) -> dict[str, _File]:
         """Open what this host has of a step, by the process that wrote it."""
-        found = {}
+        found: dict[str, _File] = {}
         for path in (self.directory / str(step)).glob("*"):
             if path.name.isdecimal():
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     file = _File(path)
                     if file.told["run"] == self.run and file.told["processes"] == jax.process_count():
                         found[path.name] = file
-        return found
+        own = found.get(str(jax.process_index()))
+        return {name: file for name, file in found.items() if own and file.told["start"] == own.told["start"]}
 
     def _is_usable(self, step: int, like: TrainState) -> bool:
         files, arrays = self._open(step), logical_arrays(like)
@@ -222,12 +262,13 @@ class _File:
     def __init__(self, path: Path):
         self.path = path
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                raise ValueError(f"{path} belongs to another user")
             file.seek(-8, os.SEEK_END)
             size = int.from_bytes(file.read(8), "little")
-            file.seek(-8 - size, os.SEEK_END)
-            self.told = json.loads(file.read(size))
+            file.seek(-_DIGEST - 8 - size, os.SEEK_END)
+            end, digest = file.read(size), file.read(_DIGEST)
+            if hashlib.sha256(end).digest() != digest:
+                raise ValueError(f"{path} is not as it was written")
+            self.told: dict[str, Any] = json.loads(end)
 
     def read(self, start: int, size: int, digest: str) -> np.ndarray:
         raw = np.fromfile(self.path, np.uint8, size, offset=start)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,32 +65,49 @@ class Doctor:
     def _run_processes(self) -> int:
         check_numbers(self, timeout=1)
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
-        with contextlib.redirect_stdout(sys.stderr):
+        directory = Path(self.run_dir or ".").expanduser().resolve()
+        with _others_on_stderr():
             place = initialize(compare=compare, timeout_s=self.timeout)
-        with Watch(self.timeout, place) as watch:
+            process, found = self._examine(directory, Watch(self.timeout, place))
+        told = dataclasses.asdict(found)
+        told["findings"] = [one | {"severity": one["severity"].value} for one in told["findings"]]
+        if process == 0 and self.json:
+            print(json.dumps(told, indent=2))
+        elif process == 0:
+            _print_processes(found, directory)
+        return int("problem" in {one["severity"] for one in told["findings"]})
+
+    def _examine(self, directory: Path, watch: Watch) -> tuple[int, Processes]:
+        import jax
+
+        from jfsdp.layout.mesh import parse_mesh
+        from jfsdp.plan.cluster.processes import examine_processes
+        from jfsdp.plan.cluster.settings import check_settings
+
+        with watch:
             try:
-                return self._examine(watch)
+                with watch.at("starting JAX"):
+                    jax.devices()
+                sizes = parse_mesh(self.mesh) if self.mesh else {}
+                found = examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
             except (ValueError, OSError) as error:
                 tell_and_end(str(error), 1)
                 raise
+        return jax.process_index(), found
 
-    def _examine(self, watch: Watch) -> int:
-        with watch.at("starting JAX"):
-            import jax
 
-            jax.devices()
-        from jfsdp.layout.mesh import parse_mesh
-        from jfsdp.plan.cluster.processes import examine_processes
-        from jfsdp.plan.cluster.settings import Severity, check_settings
-
-        directory = Path(self.run_dir or ".").expanduser().resolve()
-        sizes = parse_mesh(self.mesh) if self.mesh else {}
-        found = examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
-        if jax.process_index() == 0:
-            told = dataclasses.asdict(found)
-            told["findings"] = [one | {"severity": one["severity"].value} for one in told["findings"]]
-            print(json.dumps(told, indent=2)) if self.json else _print_processes(found, directory)
-        return int(any(finding.severity is Severity.PROBLEM for finding in found.findings))
+@contextlib.contextmanager
+def _others_on_stderr() -> Iterator[None]:
+    """Send what libraries print to standard error: it is no part of the answer."""
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(out, 1)
+        os.close(out)
 
 
 def _print_processes(found: Processes, directory: Path) -> None:
@@ -105,7 +123,7 @@ def _print_processes(found: Processes, directory: Path) -> None:
         one = found.facts[processes[0]]
         table.add_row(
             one["name"],
-            f"{processes[0]}-{processes[-1]}" if len(processes) > 1 else str(processes[0]),
+            ", ".join(map(str, processes)),
             f"{len(one['devices'])} x {one['devices'][0]}",
             *(_gib(one[name]) for name in ("memory_bytes", "free_bytes", "shm_bytes")),
         )

@@ -126,7 +126,7 @@ def _jax(told: _Told) -> Place | None:
         return None
     address = told.text("JAX_COORDINATOR_ADDRESS", next(name for name in numbers if told.has(name)))
     process, count = told.below("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-    return Place("JAX_NUM_PROCESSES", address, count, process)
+    return Place("JAX_NUM_PROCESSES and JAX_PROCESS_ID", address, count, process)
 
 
 def _torchrun(told: _Told) -> Place | None:

@@ -34,7 +34,8 @@ class NotAllThere(ValueError):
 def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[int]:
     """Wait until all processes of a run are there, and compare what they tell.
 
-    Cost: one connection of each process to process 0, of a few kB; no more than `timeout_s` seconds.
+    Cost: one connection of each process to process 0, of a few kB; at most twice `timeout_s` seconds, where process 0
+      comes at the end of the time of others.
 
     Args:
       told: plain JSON by name, which must be equal in all.

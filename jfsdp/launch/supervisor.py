@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +34,9 @@ from jfsdp.launch.watch import ENDED_BY_OTHERS, STUCK, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 USAGE = 2  # the exit status of what restarting does not mend
+DAMAGED = 4
 _POLL_S = 0.1
 _TAIL_LINES = 40
-_MEMORY = Path("/dev/shm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +105,9 @@ class Supervisor:
         """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
         with self._forwarding(), contextlib.ExitStack() as stack:
             # Several launchers on a host leave it to the user's one: what a host has, its processes share.
-            if SNAPSHOTS not in self.environment and _MEMORY.is_dir() and self.hosts.num_siblings == 1:
-                memory = tempfile.TemporaryDirectory(prefix="jfsdp-", dir=_MEMORY, ignore_cleanup_errors=True)
-                self.environment[SNAPSHOTS] = stack.enter_context(memory)
+            if SNAPSHOTS not in self.environment and self.hosts.num_siblings == 1:
+                self.environment[SNAPSHOTS] = memory = self._memory()
+                stack.callback(_remove, Path(memory))
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
                 self.children = []
@@ -122,6 +124,11 @@ class Supervisor:
                 if self.stopped_by is not None or status == USAGE or len(self.absent) == self.nproc:
                     break
         return status
+
+    def _memory(self) -> str:
+        """Return where the snapshots of this command are: the same when it is given again, after this was killed."""
+        name = hashlib.sha256(json.dumps([os.getcwd(), self.command]).encode()).hexdigest()[:16]
+        return f"/dev/shm/jfsdp-{os.getuid()}/launch-{name}"
 
     def _start(self, local: int, attempt: int) -> Child:
         hosts, rank = self.hosts, self.hosts.node * self.nproc + local
@@ -170,9 +177,10 @@ class Supervisor:
 
     def _leave_out(self, failed: Child) -> None:
         """Start no more what failed first, or else what hung, in this attempt and in the one before."""
-        is_cause = not any(_blame(failed)[:2]) and failed.process.returncode != STUCK
+        # An error that Python reported (1), a damaged checkpoint (4), and what follows from others may be of all.
+        is_cause = failed.process.returncode not in (1, DAMAGED, STUCK, ENDED_BY_OTHERS, -signal.SIGABRT)
         hung = {child.local for child in self.children if child.rank in self.killed}
-        suspects = {failed.local} if is_cause else hung
+        suspects = {failed.local} if is_cause else hung if failed.process.returncode == STUCK else set()
         absent = self.absent | (suspects & self.suspects)
         if self.fewest is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.fewest:
             self.absent = absent
@@ -207,7 +215,8 @@ class Supervisor:
         if status == USAGE:
             told.append("not started again: what was asked cannot begin")
         elif self.stopped_by is None:
-            told.append(f"starting again, {left} restarts left" if left else "no restart is left")
+            can_start = left and len(self.absent) < self.nproc
+            told.append(f"starting again, {left} restarts left" if can_start else "no restart is left")
         say("\n".join(told))
 
     @contextlib.contextmanager
@@ -223,6 +232,12 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _remove(memory: Path) -> None:
+    shutil.rmtree(memory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # that of the user, if this was the last
+        memory.parent.rmdir()
 
 
 def _blame(child: Child) -> tuple[bool, bool, int]:

@@ -49,8 +49,12 @@ def test_one_that_is_whole_stays_until_the_next_is(tmp_path):
     half = tmp_path / "5" / "0"  # as a process leaves it that is killed
     half.write_bytes(half.read_bytes()[:-9])
     assert Snapshots(tmp_path, "run").newest(like()) == 2
+    (tmp_path / "2" / "0").write_bytes((tmp_path / "2" / "0").read_bytes().replace(b'"at": 2', b'"at": 3'))
+    with pytest.warns(UserWarning, match=r"steps \[2, 5\] cannot be used"):
+        assert Snapshots(tmp_path, "run").newest(like()) is None, "what stands beside the blocks has a digest too"
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be used")
 def test_of_another_run_layout_or_process_none_is_taken(tmp_path):
     take(Snapshots(tmp_path, "run"), 4)
     assert Snapshots(tmp_path, "another").newest(like()) is None
@@ -96,6 +100,35 @@ def test_a_directory_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file.* cannot be made .*JFSDP_SNAPSHOTS"):
         Snapshots(tmp_path / "file" / "memory", "run").check_room(like())
+
+
+def test_a_step_that_was_taken_twice_is_not_put_together_of_both(tmp_path):
+    processes = Processes()
+    try:
+        found = processes.call("tests.checkpoint.remote:newest_of_two_starts", str(tmp_path / "memory"))
+    finally:
+        processes.close()
+    assert found == [None, None]
+
+
+def test_links_and_directories_of_others_are_refused(tmp_path):
+    (tmp_path / "home" / "7").mkdir(parents=True)
+    (tmp_path / "memory").symlink_to(tmp_path / "home")
+    snapshots = Snapshots(tmp_path / "memory", "run")
+    for use in (lambda: snapshots.keep(None), lambda: snapshots.newest(like()), snapshots.clear):
+        with pytest.raises(ValueError, match="this user alone can write to"):
+            use()
+    assert (tmp_path / "home" / "7").is_dir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ValueError, match="this user alone"):
+        Snapshots(tmp_path / "open" / "memory", "run").check_room(like())
+
+
+def test_nothing_but_steps_is_removed(tmp_path):
+    (tmp_path / "memory" / "photos").mkdir(parents=True)
+    Snapshots(tmp_path / "memory", "run").keep(None)
+    assert (tmp_path / "memory" / "photos").is_dir()
 
 
 def test_what_is_left_of_others_goes_where_a_run_begins_and_its_own_where_it_ends(tmp_path):

@@ -138,6 +138,7 @@ def examine(directory: str, is_shared: bool):
     from jfsdp.plan.cluster.settings import check_settings
 
     own = Path(directory) / ("all" if is_shared else str(jax.process_index()))
+    own.mkdir(exist_ok=True)
     settings = {"NCCL_P2P_DISABLE": "1"} if jax.process_index() == 2 else {}
     sizes = {"replica": 2, "fsdp": 2}
     found = examine_processes(own, sizes, lambda: check_settings(settings), lambda place: contextlib.nullcontext())

@@ -57,7 +57,7 @@ ONE_TASK_PER_NODE = SRUN | {
         (MPIRUN | {"MASTER_ADDR": "h", "MASTER_PORT": "1"}, Place("Open MPI", "h:1", 4, 3, 2, 1)),
         (INDEXED_JOB, Place("JOB_COMPLETION_INDEX and WORLD_SIZE", "run-0.run:1234", 4, 2)),
         ({"JOB_COMPLETION_INDEX": "0"}, None),
-        (JAX, Place("JAX_NUM_PROCESSES", "node0:99", 2, 1)),
+        (JAX, Place("JAX_NUM_PROCESSES and JAX_PROCESS_ID", "node0:99", 2, 1)),
     ],
 )
 def test_a_process_knows_its_place(environment, expected):
@@ -76,7 +76,10 @@ def test_a_process_knows_its_place(environment, expected):
         (TORCHRUN | {"MASTER_PORT": "123456"}, "MASTER_PORT=123456 must be a port"),
         (TORCHRUN | {"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set, and JAX_COORDINATOR_ADDRESS is not set"),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | SRUN, "there are 1 processes, and Slurm 32"),
-        (TORCHRUN | JAX, "JAX_NUM_PROCESSES says that there are 2 processes, and RANK and WORLD_SIZE 8"),
+        (
+            TORCHRUN | JAX,
+            "JAX_PROCESS_ID says that there are 2 processes, and RANK and WORLD_SIZE 8",
+        ),
         (TORCHRUN | JAX | {"JAX_NUM_PROCESSES": "8"}, "this is process 1, and RANK and WORLD_SIZE 5"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
         (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID is empty"),

@@ -109,7 +109,7 @@ def test_one_process_alone_is_told_and_goes_on(ended, capfd):
     with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
         time.sleep(0.5)
     watch.tell_and_end("anything", 1)
-    assert not ended and capfd.readouterr().err.count("the data of step 3 takes more than 0.1 s") == 1
+    assert not ended and capfd.readouterr().err.count("the data of step 3 takes more than 0.1 s") == 2
 
 
 def test_the_store_of_this_jax_is_found(monkeypatch):

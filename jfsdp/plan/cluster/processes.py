@@ -20,7 +20,7 @@ from jfsdp.launch.hosts import gather_json, hosts
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.plan.cluster.settings import Finding, Severity
 
-_ELEMENTS = 1 << 20  # float32 of each device in an all-gather
+_ELEMENTS = 4 << 20  # float32 that each device has after an all-gather
 _ROUNDS = 5
 _MOST_SKEW_S = 1.0
 
@@ -55,7 +55,7 @@ class Processes:
 def examine_processes(
     directory: Path, sizes: Mapping[str, int], checks: Callable[[], list[Finding]], at: Callable[[str], Any]
 ) -> Processes:
-    """Examine a run's processes together; all of them call this, and get the same but for `findings` of their own.
+    """Examine a run's processes together; all of them call this, and get the same.
 
     Args:
       directory: that all are to see; process 0 writes a small file into it and removes it.
@@ -135,14 +135,13 @@ def _check_directory(directory: Path) -> list[Finding]:
     name, error = f".jfsdp-doctor-{uuid.uuid4().hex}", ""
     if jax.process_index() == 0:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text("seen")
         except OSError as failure:
             error = failure.strerror or str(failure)
     name, error = gather_json([name, error])[0]
     if error:
         text = f"process 0 cannot write to {directory} ({error})"
-        return [Finding(Severity.PROBLEM, "run directory", text, "name another with --run-dir")]
+        return [Finding(Severity.PROBLEM, "run directory", text, "make it, or name another with --run-dir")]
     seen = gather_json(os.path.exists(directory / name))
     if jax.process_index() == 0:
         (directory / name).unlink(missing_ok=True)
@@ -158,7 +157,8 @@ def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
     size, others = mesh.shape[axis], [name for name in mesh.axis_names if name != axis]
     split = NamedSharding(mesh, PartitionSpec((*others, axis)))
     gathered = NamedSharding(mesh, PartitionSpec(tuple(others) or None))
-    total = _ELEMENTS * mesh.size
+    each = _ELEMENTS // size
+    total = each * mesh.size
 
     def known(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(total)
@@ -186,5 +186,5 @@ def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
     if any(len({host_of[device] for device in row}) > 1 for row in rows):
         crosses = "hosts"
     seconds = gather_json(sorted(times)[_ROUNDS // 2])[0]
-    received = 4 * _ELEMENTS * (size - 1)
+    received = 4 * each * (size - 1)
     return Link(axis, size, crosses, seconds, received / seconds / 1e9), findings

@@ -5,7 +5,7 @@
     train      steps whose result the run still has
     redone     steps that were taken after the checkpoint or the snapshot which a restart went on from
     compile    the first step of each start
-    data       waiting for a batch, while the devices of this process had nothing left to do
+    data       waiting for a batch at whose end the devices of this process had nothing left to do: an upper bound
     evaluate   evaluations, and what is logged
     save       what checkpoints and snapshots kept the loop waiting
     start      from the start of the program to its first step: imports, weights, restoring; and its end

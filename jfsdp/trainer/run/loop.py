@@ -133,6 +133,8 @@ class Loop:
         in_flight: list[Any] = []
         metrics: Metrics = {}
         step = self.last_saved = first
+        if self.is_writer:
+            self.goodput.write()
         try:
             while step < self.config.steps:
                 step += 1
@@ -203,6 +205,7 @@ class Loop:
         interrupted = is_last and step < config.steps
         is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
         if is_last or is_eval or self._is_due(config.log_every, step):
+            metrics["loss"].block_until_ready()
             with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
         is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
@@ -214,12 +217,15 @@ class Loop:
             if is_compared:
                 with self.watch.at(f"comparing the replicas of step {step}"):
                     compare_replicas(state, f"after step {step}")
-            self._check_finite(metrics, step)
+            if is_save or is_snapshot:
+                self._check_finite(metrics, step)
             if is_save:
                 self._save(state, step)
             if is_snapshot:
                 with self.watch.at(f"the snapshot of step {step}", PATIENT):
                     self.snapshots.take(step, state, self._extra())
+            if self.is_writer:
+                self.goodput.write()
 
     def _save(self, state: TrainState, step: int) -> None:
         """Save, with what was logged of this very step, by which the best checkpoints can be kept."""

@@ -16,6 +16,7 @@ import jax
 
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, home
+from jfsdp.compat import warn
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
@@ -61,7 +62,7 @@ class Run:
     ):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.theirs = stated_by_weights(self.config, stored)
-        self.begun = stored.get("begun") or gather_json(time.time())[0]
+        self.begun = gather_json(stored.get("begun") or time.time())[0]
         self.snapshots = Snapshots(home(run_dir), {"begun": self.begun})
         self.snapshot: int | None = None
         self.train_s = None if stored.get("begun") is None else 0.0
@@ -109,7 +110,12 @@ class Run:
         wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
         like = self.parts.model.abstract_state(self.parts.tx)
         if self.config.snapshot_every:
-            self.snapshots.check_room(like)
+            try:
+                self.snapshots.check_room(like)
+            except ValueError as error:
+                if not first:
+                    raise
+                warn(f"{error}; the run goes on: it would not be started again otherwise")
         if self.config.resume == "auto" and (newest := self.snapshots.newest(like)) is not None and newest >= first:
             first = self.snapshot = newest
         return first
@@ -158,8 +164,9 @@ class Run:
             stop = stack.enter_context(StopSignal())
             checkpoints = open_checkpoints(self.config, self.run_dir)
             stack.callback(iterator.close)
-            loop = self._make_loop(stack, iterator, checkpoints, stop, described)
-            self.snapshots.keep(self.snapshot)
+            with self.watch.at("trackers, and removing old snapshots", PATIENT):
+                loop = self._make_loop(stack, iterator, checkpoints, stop, described)
+                self.snapshots.keep(self.snapshot)
             self.has_begun = True
             try:
                 state, steps = loop.run(state, self.first)
@@ -167,7 +174,7 @@ class Run:
                 with contextlib.suppress(Exception), self.watch.at("finishing a save, after an error", PATIENT):
                     checkpoints.close(alone=True)  # what is being saved is worth waiting for
                 raise
-            with self.watch.at("finishing the last save", PATIENT):
+            with self.watch.at("finishing the last save", PATIENT), loop.goodput.spent_on("save"):
                 checkpoints.close()
             self.snapshots.clear()
             with self.watch.at("the end: sample and summary", PATIENT):
@@ -217,7 +224,7 @@ class Run:
         try:
             found = self.snapshots.restore(like, self.snapshot)
         except DamagedError as error:
-            self.snapshot, self.first = None, runs.resume_step(self.run_dir, "auto")
+            self.snapshot, self.first = None, gather_json(runs.resume_step(self.run_dir, "auto"))[0]
             self.display.say(f"note: {error}; going on from the checkpoint of step {self.first}")
             return None
         self.display.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
