@@ -1,6 +1,6 @@
-"""What the command line and the training script need beyond the library: extras of the distribution."""
+"""Which packages are installed; what the command line and the training script need beyond the library: extras."""
 
-import importlib
+import importlib.metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,6 +8,14 @@ _CLI = ("tyro", "rich")
 EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "tensorboardX", "matplotlib")}
 
 _INSTALL = "this part of jfsdp needs {}; install the extra: pip install 'jfsdp[{}]'"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None: it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class MissingExtra(ImportError):

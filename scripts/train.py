@@ -38,7 +38,7 @@ from jfsdp.launch.runtime import (
     plain_warnings,
     without_plugin_chatter,
 )
-from jfsdp.launch.watch import PATIENT, STUCK, Watch, say, tell_and_end
+from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
 from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import CHANGEABLE, describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
@@ -46,7 +46,7 @@ from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import check_known, check_numbers
 
-DAMAGED, INTERRUPTED = 4, 130
+INTERRUPTED = 130
 SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")
 
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"train.py: error: {message}")
         from jfsdp.checkpoint.disk.files import is_damage
 
-        kinds = {DAMAGED: is_damage(error), STUCK: isinstance(error, NotAllThere), 2: isinstance(error, UsageError)}
+        kinds = {DAMAGED: is_damage(error), STUCK: isinstance(error, NotAllThere), USAGE: isinstance(error, UsageError)}
         status = next((status for status, is_so in kinds.items() if is_so), 1)
         tell_and_end(message, status)
         return status

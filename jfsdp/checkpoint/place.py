@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.disk.contents import Stored
+from jfsdp.checkpoint.disk.contents import Part, Stored
 from jfsdp.checkpoint.disk.processes import in_all
 from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
 from jfsdp.checkpoint.source import Index, Source
@@ -39,7 +39,7 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
 
 def _read(arrays: list[Stored], source: Source, one_replica: bool) -> dict[int, list[jax.Array]]:
     """Read the blocks of stored arrays onto their devices; return them by the id of their array."""
-    blocks = [block for stored in arrays for block in _blocks(stored, one_replica)]
+    blocks = [block for stored in arrays for block in own_blocks(stored, one_replica)]
     pool = ThreadPoolExecutor(_THREADS)
     reading: deque[tuple[_Block, Future[np.ndarray]]] = deque()
     placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
@@ -69,7 +69,7 @@ def peak_bytes(arrays: list[Stored]) -> int:
 
     Those are the blocks in flight, and the slices that are copied into them.
     """
-    sizes = [block.num_bytes for stored in arrays for block in _blocks(stored, one_replica=False)]
+    sizes = [block.num_bytes for stored in arrays for block in own_blocks(stored)]
     return 2 * min(max([IN_FLIGHT_BYTES, *sizes]), sum(sizes))
 
 
@@ -90,13 +90,19 @@ class _Block:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.stored.value.dtype.itemsize
 
+    @property
+    def parts(self) -> list[Part]:
+        """What it holds of logical arrays, but for what is empty."""
+        parts = self.stored.parts(self.index)
+        return [part for part in parts if all(place.stop > place.start for place in part.index)]
+
     def read(self, source: Source) -> np.ndarray:
         """Read the block; zeros where it is padding, or another device's to read."""
         if not self.is_read:
             return np.zeros(self.shape, self.stored.value.dtype)
         block = self._start()
-        for part in self.stored.parts(self.index):
-            if part.name in source.arrays and all(place.stop > place.start for place in part.index):
+        for part in self.parts:
+            if part.name in source.arrays:
                 part.of(block)[...] = source.read(part.name, part.index)
         return block
 
@@ -114,7 +120,7 @@ class _Block:
         return jax.block_until_ready([jax.device_put(block, sharding) for sharding in shardings])
 
 
-def _blocks(stored: Stored, one_replica: bool) -> list[_Block]:
+def own_blocks(stored: Stored, one_replica: bool = False) -> list[_Block]:
     """List the blocks of a stored array that this process holds, each with the devices that hold it."""
     sharding, shape = stored.value.sharding, tuple(stored.value.shape)
     held: dict[tuple[Any, bool], list[Any]] = {}

@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +26,33 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import PathLike, checked
-from jfsdp.checkpoint.disk.contents import Part, Stored, contents, logical_arrays
+from jfsdp.checkpoint.disk.contents import Part, Stored, contents, holders, logical_arrays
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
+from jfsdp.checkpoint.place import own_blocks
 from jfsdp.checkpoint.source import Index
 from jfsdp.checkpoint.store import fill
 from jfsdp.compat import warn
-from jfsdp.launch.environment import SNAPSHOTS
-from jfsdp.launch.hosts import gather_json, hosts
+from jfsdp.launch.environment import SNAPSHOTS, memory_dir
+from jfsdp.launch.hosts import gather_json, hosts, wait_for_all
 from jfsdp.train.state import TrainState
 
 _DIGEST = 32  # bytes of a SHA-256
 _COPIES = 2  # in the directory: a whole one, and the next, which is being written
 
 
-def home(run_dir: PathLike) -> Path:
+def snapshot_dir(run_dir: PathLike) -> Path:
     """Return where the snapshots of a run are on this host."""
     name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
-    return Path(os.environ.get(SNAPSHOTS) or f"/dev/shm/jfsdp-{os.getuid()}") / name
+    return Path(os.environ.get(SNAPSHOTS) or memory_dir()) / name
 
 
 class Snapshots:
     """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes make one.
 
     Args:
-      directory: in memory, for this run alone; the processes of a host share it. `home(run_dir)` is one.
+      directory: in memory, for this run alone; the processes of a host share it. `snapshot_dir(run_dir)` is one.
       run: what tells the run from another that used the directory; plain JSON, equal in all processes.
     """
 
@@ -104,10 +105,10 @@ class Snapshots:
             self._start = gather_json(uuid.uuid4().hex)[0]
         pieces = copy_pieces(state, _first_of_host)
         arrays = {name: array.to_dict() for name, array in logical_arrays(state).items()}
-        told = {"run": self.run, "start": self._start, "processes": jax.process_count(), "arrays": arrays}
-        told["extra"] = json.loads(json.dumps(extra))
+        footer = {"run": self.run, "start": self._start, "processes": jax.process_count(), "arrays": arrays}
+        footer["extra"] = json.loads(json.dumps(extra))
         self._step = step
-        self._thread = threading.Thread(target=self._write, args=(step, told, pieces), name="jfsdp-snapshot")
+        self._thread = threading.Thread(target=self._write, args=(step, footer, pieces), name="jfsdp-snapshot")
         self._thread.start()
         return time.perf_counter() - begin
 
@@ -116,13 +117,12 @@ class Snapshots:
 
         It warns where there are snapshots, and none that can be used.
         """
-        own = str(jax.process_index())
-        told = together(
-            lambda: [
-                [step, self._open(step)[own].told["start"]] for step in self._steps() if self._is_usable(step, like)
-            ]
+        arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
+        parts = [part for stored in contents(like) for block in own_blocks(stored) for part in block.parts]
+        usable = together(
+            lambda: [[step, start] for step in self._steps() if (start := self._usable_start(step, arrays, parts))]
         )
-        common = set.intersection(*({(step, start) for step, start in usable} for usable in told))
+        common = set.intersection(*(set(map(tuple, found)) for found in usable))
         if not common and (steps := self._steps()):
             warn(
                 f"{self.directory}: the snapshots of steps {sorted(steps)} cannot be used: they are of another run, "
@@ -137,22 +137,21 @@ class Snapshots:
           DamagedError: in every process, for a block that is not as it was written.
         """
         files = in_all(lambda: self._open(step))
-        own = in_all(lambda: files[str(jax.process_index())])
+        own = in_all(lambda: files[jax.process_index()])
         source = _Source(files)
         state = fill(like, source, list(source.arrays))
-        return state, gather_json(own.told["extra"])
+        return state, gather_json(own.footer["extra"])
 
     def keep(self, step: int | None) -> None:
         """Remove all snapshots but one (None: all), where a run begins to write others.
 
         All processes call it, after `restore`.
         """
-        gather_json(None)  # nobody reads on
-        devices = jax.devices()
-        if jax.process_index() in hosts(devices):  # the first of its host
+        wait_for_all("before old snapshots are removed")  # nobody reads on
+        if jax.process_index() in hosts(jax.devices()):  # the first of its host
             for other in set(self._steps()) - {step}:
                 shutil.rmtree(self.directory / str(other), ignore_errors=True)
-        gather_json(None)
+        wait_for_all("after old snapshots are removed")
 
     def clear(self) -> None:
         """Remove what this process has written: the run is saved elsewhere, or is not to go on."""
@@ -162,7 +161,7 @@ class Snapshots:
             self._drop(step)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
-            if self.directory.parent.name == f"jfsdp-{os.getuid()}":
+            if self.directory.parent == memory_dir():
                 self.directory.parent.rmdir()
 
     def _make(self) -> None:
@@ -179,12 +178,12 @@ class Snapshots:
         """Refuse a directory that another user could put files or links into."""
         for path in (self.directory.parent, self.directory):
             found = os.lstat(path)
-            is_parent_of_all = path != self.directory and found.st_uid == 0
-            is_own = found.st_uid == os.getuid() or is_parent_of_all
-            is_closed = not found.st_mode & 0o022 or (is_parent_of_all and found.st_mode & stat.S_ISVTX)
-            if not (stat.S_ISDIR(found.st_mode) and is_own and is_closed):
-                told = f"{path} is not a directory that this user alone can write to"
-                raise ValueError(f"{told}; name one in {SNAPSHOTS}, or remove it")
+            is_closed = not found.st_mode & 0o022
+            is_own = is_closed and found.st_uid == os.getuid()
+            is_roots = (is_closed or found.st_mode & stat.S_ISVTX) and found.st_uid == 0  # the parent may be
+            if not stat.S_ISDIR(found.st_mode) or not (is_own or (is_roots and path != self.directory)):
+                problem = f"{path} is not a directory that this user alone can write to"
+                raise ValueError(f"{problem}; name one in {SNAPSHOTS}, or remove it")
 
     def wait(self) -> None:
         """Wait until the last is written in all processes; then those before it go. All processes call it."""
@@ -192,15 +191,12 @@ class Snapshots:
             return
         self._thread.join()
         self._thread, last = None, self._step
-        problems = {process: told for process, told in enumerate(gather_json(self._problem)) if told}
+        problems = [f"process {process}: {text}" for process, text in enumerate(gather_json(self._problem)) if text]
         if problems:
-            process, problem = next(iter(problems.items()))
-            told = f"no snapshot of step {last}: process {process}: {problem}"
-            warn(f"{told}; the run goes on, and a restart reads what was saved before")
-            self._drop(last)
-        for step in [] if problems else self._steps():
-            if step != last:
-                self._drop(step)
+            problem = f"no snapshot of step {last}: {problems[0]}"
+            warn(f"{problem}; the run goes on, and a restart reads what was saved before")
+        for step in [last] if problems else set(self._steps()) - {last}:
+            self._drop(step)
 
     def _steps(self) -> list[int]:
         if not os.path.lexists(self.directory):
@@ -216,7 +212,7 @@ class Snapshots:
         with contextlib.suppress(OSError):  # others have files in it
             path.rmdir()
 
-    def _write(self, step: int, told: dict[str, Any], pieces: Mapping[str, Pieces]) -> None:
+    def _write(self, step: int, footer: dict[str, Any], pieces: Mapping[str, Pieces]) -> None:
         where, blocks, self._problem = self.directory / str(step), [], "it was not finished"
         try:
             self._make()
@@ -228,32 +224,33 @@ class Snapshots:
                         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                         blocks.append([name, _bounds(index), file.tell(), raw.nbytes, hashlib.sha256(raw).hexdigest()])
                         file.write(raw)
-                end = json.dumps(told | {"blocks": blocks}).encode()
+                end = json.dumps(footer | {"blocks": blocks}).encode()
                 file.write(end + hashlib.sha256(end).digest() + len(end).to_bytes(8, "little"))
             os.replace(partial, where / str(jax.process_index()))
             self._problem = ""
         except (OSError, ValueError) as error:
             self._problem = f"{where}: {getattr(error, 'strerror', None) or error}"
 
-    def _open(self, step: int) -> dict[str, _File]:
+    def _open(self, step: int) -> dict[int, _File]:
         """Open what this host has of a step, by the process that wrote it."""
-        found: dict[str, _File] = {}
+        found: dict[int, _File] = {}
         for path in (self.directory / str(step)).glob("*"):
             if path.name.isdecimal():
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     file = _File(path)
-                    if file.told["run"] == self.run and file.told["processes"] == jax.process_count():
-                        found[path.name] = file
-        own = found.get(str(jax.process_index()))
-        return {name: file for name, file in found.items() if own and file.told["start"] == own.told["start"]}
+                    if file.footer["run"] == self.run and file.footer["processes"] == jax.process_count():
+                        found[int(path.name)] = file
+        own = found.get(jax.process_index())
+        return {process: file for process, file in found.items() if own and file.start == own.start}
 
-    def _is_usable(self, step: int, like: TrainState) -> bool:
-        files, arrays = self._open(step), logical_arrays(like)
-        own = files.get(str(jax.process_index()))
-        if own is None or own.told["arrays"] != {name: array.to_dict() for name, array in arrays.items()}:
-            return False
+    def _usable_start(self, step: int, arrays: dict[str, Any], parts: Sequence[Part]) -> str | None:
+        """Return in which start a step was taken; None where this process does not find all these parts of it."""
+        files = self._open(step)
+        own = files.get(jax.process_index())
+        if own is None or own.footer["arrays"] != arrays:
+            return None
         source = _Source(files)
-        return all(source.find(part.name, part.index) is not None for part in _own_parts(contents(like)))
+        return own.start if all(source.find(part.name, part.index) is not None for part in parts) else None
 
 
 class _File:
@@ -268,7 +265,8 @@ class _File:
             end, digest = file.read(size), file.read(_DIGEST)
             if hashlib.sha256(end).digest() != digest:
                 raise ValueError(f"{path} is not as it was written")
-            self.told: dict[str, Any] = json.loads(end)
+            self.footer: dict[str, Any] = json.loads(end)
+            self.start: str = self.footer["start"]
 
     def read(self, start: int, size: int, digest: str) -> np.ndarray:
         raw = np.fromfile(self.path, np.uint8, size, offset=start)
@@ -280,16 +278,16 @@ class _File:
 class _Source:
     """The blocks of all files of a host as a source of arrays, which has no more than they."""
 
-    def __init__(self, files: Mapping[str, _File]):
+    def __init__(self, files: Mapping[int, _File]):
         self._blocks = {
             (name, json.dumps(bounds)): (file, rest)
             for file in files.values()
-            for name, bounds, *rest in file.told["blocks"]
+            for name, bounds, *rest in file.footer["blocks"]
         }
-        told = next(iter(files.values())).told["arrays"]
+        arrays = next(iter(files.values())).footer["arrays"]
         self.arrays = {
             name: jax.ShapeDtypeStruct(tuple(array["shape"]), jax.numpy.dtype(array["dtype"]))
-            for name, array in told.items()
+            for name, array in arrays.items()
         }
 
     def find(self, name: str, index: Index) -> Any:
@@ -297,12 +295,12 @@ class _Source:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         file, where = self.find(name, index)
-        shape = tuple(part.stop - part.start for part in index)
+        shape = tuple(dim.stop - dim.start for dim in index)
         return file.read(*where).view(self.arrays[name].dtype).reshape(shape)
 
 
 def _bounds(index: Index) -> list[list[int]]:
-    return [[int(part.start), int(part.stop)] for part in index]
+    return [[int(dim.start), int(dim.stop)] for dim in index]
 
 
 def _partial(process: int) -> str:
@@ -315,20 +313,16 @@ def _host_blocks(arrays: list[Stored]) -> Iterator[tuple[Stored, Any]]:
     Of the devices that hold it that is the one that has least to write so far, the largest arrays first; all processes
     of the host come to the same answer.
     """
-    load: dict[Any, int] = {}
+    devices = list(set[Any]().union(*(stored.value.sharding.device_set for stored in arrays)))
+    host_of = dict(zip(devices, hosts(devices), strict=True))
+    own = next(host_of[device] for device in devices if device.process_index == jax.process_index())
+    load = {device: 0 for device, host in host_of.items() if host == own}
     for stored in sorted(arrays, key=_block_bytes, reverse=True):
-        sharding = stored.value.sharding
-        places = sharding.devices_indices_map(tuple(stored.value.shape))
-        host_of = dict(zip(places, hosts(list(places)), strict=True))
-        own = host_of[next(iter(sharding.addressable_devices))]
-        holders: dict[str, list[Any]] = {}
-        for device, index in places.items():
-            if host_of[device] == own:
-                holders.setdefault(str(index), []).append(device)
-        for devices in holders.values():
-            device = min(devices, key=lambda device: load.get(device, 0))
-            load[device] = load.get(device, 0) + _block_bytes(stored)
-            yield stored, device
+        for copies in holders(stored.value).values():
+            if on_host := [device for device in copies if device in load]:
+                device = min(on_host, key=load.__getitem__)
+                load[device] += _block_bytes(stored)
+                yield stored, device
 
 
 def _first_of_host(arrays: list[Stored]) -> list[list[Any]]:
@@ -343,13 +337,3 @@ def _first_of_host(arrays: list[Stored]) -> list[list[Any]]:
 def _block_bytes(stored: Stored) -> int:
     shape = stored.value.sharding.shard_shape(tuple(stored.value.shape))
     return int(np.prod(shape, dtype=np.int64)) * stored.value.dtype.itemsize
-
-
-def _own_parts(arrays: list[Stored]) -> Iterator[Part]:
-    """Yield what this process's devices hold of logical arrays, but for what is empty."""
-    for stored in arrays:
-        places = stored.value.sharding.addressable_devices_indices_map(tuple(stored.value.shape))
-        for index in {str(index): index for index in places.values()}.values():
-            for part in stored.parts(index):
-                if all(place.stop > place.start for place in part.index):
-                    yield part

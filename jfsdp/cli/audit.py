@@ -9,11 +9,9 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.console import BROKEN, make_console
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 from jfsdp.trainer.spelling import check_numbers
-
-BROKEN = 4
 
 
 @dataclasses.dataclass(frozen=True)

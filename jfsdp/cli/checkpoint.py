@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfsdp.cli.console import make_console, progress_of
+from jfsdp.cli.console import BROKEN, make_console, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import
 from jfsdp.trainer.options import Count, Number, optional
 from jfsdp.trainer.spelling import check_numbers
@@ -18,7 +18,6 @@ from jfsdp.trainer.spelling import check_numbers
 if TYPE_CHECKING:
     from jfsdp.checkpoint.diff import Differences
 
-BROKEN = 4
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
 _OfRun = Annotated[str, tyro.conf.arg(metavar="PATH", help="The directory of a run.")]
 

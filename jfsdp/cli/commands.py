@@ -15,7 +15,8 @@ import tyro
 import jfsdp
 from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
-from jfsdp.cli.checkpoint import BROKEN, CHECKPOINT_COMMANDS, Checkpoint
+from jfsdp.cli.checkpoint import CHECKPOINT_COMMANDS, Checkpoint
+from jfsdp.cli.console import BROKEN
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.launch import Launch, split_command

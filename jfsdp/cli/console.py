@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
 GIB = 1 << 30
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.cli.console import GIB, make_console
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
-from jfsdp.trainer.options import Location, Name, Real
-from jfsdp.trainer.spelling import check_numbers
+from jfsdp.trainer.options import Decimal, Location, Name
+from jfsdp.trainer.spelling import check_numbers, spell
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.doctor import Machine
@@ -42,17 +42,16 @@ class Doctor:
     """With --processes: a directory that all are to see. none: the working directory."""
     mesh: Name = None
     """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
-    timeout: Real = 60.0
-    """With --processes: seconds that each part may take, before all end and say which it was."""
+    timeout: Decimal = None
+    """With --processes: seconds that each part may take, before all end and say which it was. none: 60."""
 
     def run(self) -> int:
         if self.processes:
             return self._run_processes()
-        for name in ("run_dir", "mesh"):
+        for name in ("run_dir", "mesh", "timeout"):
             if getattr(self, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} goes with --processes")
+                raise ValueError(f"{spell(name)} goes with --processes: add that, or leave it out")
         from jfsdp.plan.cluster.doctor import diagnose, inspect_machine, report_to_dict
-        from jfsdp.plan.cluster.settings import Severity
 
         machine = inspect_machine()
         findings = diagnose(machine)
@@ -60,22 +59,20 @@ class Doctor:
             print(json.dumps(report_to_dict(machine, findings), indent=2))
         else:
             _print(machine, findings)
-        return int(any(finding.severity is Severity.PROBLEM for finding in findings))
+        return _status(findings)
 
     def _run_processes(self) -> int:
         check_numbers(self, timeout=1)
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
-        directory = Path(self.run_dir or ".").expanduser().resolve()
+        directory, limit_s = Path(self.run_dir or ".").expanduser().resolve(), self.timeout or 60.0
         with _others_on_stderr():
-            place = initialize(compare=compare, timeout_s=self.timeout)
-            process, found = self._examine(directory, Watch(self.timeout, place))
-        told = dataclasses.asdict(found)
-        told["findings"] = [one | {"severity": one["severity"].value} for one in told["findings"]]
+            place = initialize(compare=compare, timeout_s=limit_s)
+            process, found = self._examine(directory, Watch(limit_s, place))
         if process == 0 and self.json:
-            print(json.dumps(told, indent=2))
+            print(json.dumps(dataclasses.asdict(found), indent=2))
         elif process == 0:
             _print_processes(found, directory)
-        return int("problem" in {one["severity"] for one in told["findings"]})
+        return _status(found.findings)
 
     def _examine(self, directory: Path, watch: Watch) -> tuple[int, Processes]:
         import jax
@@ -134,6 +131,10 @@ def _print_processes(found: Processes, directory: Path) -> None:
         table.add_row(link.axis, str(link.size), link.crosses, f"{link.seconds * 1e3:.2f} ms", f"{link.gb_per_s:.2f}")
     console.print(table)
     console.print(_table_of(found.findings))
+
+
+def _status(findings: list[Finding]) -> int:
+    return int(any(finding.severity == "problem" for finding in findings))
 
 
 def _gib(size: int | None) -> str:

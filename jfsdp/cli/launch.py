@@ -78,7 +78,7 @@ class Launch:
             directory,
             max_restarts=self.max_restarts,
             grace_s=self.grace,
-            fewest=self.min_nproc,
+            min_nproc=self.min_nproc,
             join_timeout_s=self.join_timeout,
             environment=environment,
         )

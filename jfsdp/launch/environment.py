@@ -14,13 +14,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 LATEST_PORT = 65_535
 # What `jfsdp launch` tells its processes beside torchrun's variables.
-ABSENT, FEWEST, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_FEWEST", "JFSDP_JOIN_TIMEOUT"
+ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
 SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
+
+
+def memory_dir() -> Path:
+    """Return the directory in memory that this user's snapshots are below, where nothing else is said."""
+    return Path(f"/dev/shm/jfsdp-{os.getuid()}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Place:
       num_processes, process_id: of the run.
       num_local, local_id: of this host; 0 and None where nobody says.
       absent: processes that the launcher of this host does not start any more.
-      fewest: so many processes are enough to begin, where others do not come; None: all must.
+      min_nproc: so many processes are enough to begin, where others do not come; None: all must.
     """
 
     told_by: str
@@ -43,7 +50,7 @@ class Place:
     num_local: int = 0
     local_id: int | None = None
     absent: tuple[int, ...] = ()
-    fewest: int | None = None
+    min_nproc: int | None = None
 
     @property
     def is_first(self) -> bool:
@@ -136,8 +143,8 @@ def _torchrun(told: _Told) -> Place | None:
     address = told.address("RANK") if count > 1 else None
     local = told.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     absent = tuple(map(int, told.environment.get(ABSENT, "").split()))
-    fewest = told.number(FEWEST) if told.has(FEWEST) else None
-    return Place("RANK and WORLD_SIZE", address, count, process, *local, absent, fewest)
+    min_nproc = told.number(MIN_NPROC) if told.has(MIN_NPROC) else None
+    return Place("RANK and WORLD_SIZE", address, count, process, *local, absent, min_nproc)
 
 
 def _kubernetes(told: _Told) -> Place | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import importlib.metadata
 import os
 import platform
 import re
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
+from jfsdp.extras import installed_version
 from jfsdp.launch.environment import JOIN_TIMEOUT, LATEST_PORT, Place, find_place, is_address, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
@@ -123,13 +123,7 @@ def num_gpus() -> int:
 
 
 def _versions() -> dict[str, str | None]:
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
 
 
 def _settings() -> dict[str, str]:

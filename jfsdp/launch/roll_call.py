@@ -41,7 +41,7 @@ def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[i
       told: plain JSON by name, which must be equal in all.
 
     Returns:
-      Which processes came, in order: all, but where `place.fewest` says that fewer are enough.
+      Which processes came, in order: all, but where `place.min_nproc` says that fewer are enough.
 
     Raises:
       NotAllThere: in every process that came, for processes that did not; for an address that cannot be reached, or a
@@ -54,7 +54,7 @@ def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[i
     own |= {"who": f"{platform.node()}, pid {os.getpid()}", "absent": list(place.absent)}
     deadline = time.monotonic() + timeout_s
     at = (host.strip("[]"), int(port), own, deadline)
-    problem, is_lasting, came = _listen(*at, place.fewest) if place.is_first else _report(*at)
+    problem, is_lasting, came = _listen(*at, place.min_nproc) if place.is_first else _report(*at)
     if problem:
         raise ValueError(problem) if is_lasting else NotAllThere(problem)
     return came
@@ -63,7 +63,7 @@ def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[i
 _Found = tuple[str, bool, list[int]]  # what is wrong, whether starting again does not mend it, and who came
 
 
-def _listen(host: str, port: int, own: dict[str, Any], deadline: float, fewest: int | None) -> _Found:
+def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_nproc: int | None) -> _Found:
     begin, came = time.monotonic(), queue.SimpleQueue()
     _raise_file_limit(own["count"] + 256)
     try:
@@ -87,7 +87,7 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, fewest: 
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # a thread that waits in `accept` would keep the port from JAX
         acceptor.join()
-    is_enough = fewest is not None and len(present) >= fewest
+    is_enough = min_nproc is not None and len(present) >= min_nproc
     missing = "" if problem or is_enough else _missing(present, own["count"], time.monotonic() - begin)
     problem = problem or missing
     problem = problem or differences({process: (one["who"], one["told"]) for process, one in present.items()})

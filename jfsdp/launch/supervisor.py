@@ -29,12 +29,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import ABSENT, FEWEST, JOIN_TIMEOUT, SNAPSHOTS
-from jfsdp.launch.watch import ENDED_BY_OTHERS, STUCK, say
+from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, SNAPSHOTS, memory_dir
+from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-USAGE = 2  # the exit status of what restarting does not mend
-DAMAGED = 4
 _POLL_S = 0.1
 _TAIL_LINES = 40
 
@@ -73,7 +71,7 @@ class Supervisor:
       log_dir: of files `ATTEMPT/RANK.log`.
       max_restarts: how often all are started again.
       grace_s: seconds for the others to end by themselves after one has failed.
-      fewest: so many processes of the whole run are enough to go on; None: all are needed.
+      min_nproc: so many processes of the whole run are enough to go on; None: all are needed.
       join_timeout_s: how long processes wait for each other at their start.
       environment: of the processes, but for what is said to each.
     """
@@ -87,13 +85,13 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         grace_s: float = 30.0,
-        fewest: int | None = None,
+        min_nproc: int | None = None,
         join_timeout_s: float = 300.0,
         environment: Mapping[str, str] = os.environ,
     ):
         self.command, self.nproc, self.hosts, self.log_dir = list(command), nproc, hosts, log_dir
         self.max_restarts, self.grace_s, self.environment = max_restarts, grace_s, dict(environment)
-        self.fewest = fewest
+        self.min_nproc = min_nproc
         self.environment[JOIN_TIMEOUT] = str(join_timeout_s)
         self.suspects: set[int] = set()
         self.absent: set[int] = set()
@@ -128,7 +126,7 @@ class Supervisor:
     def _memory(self) -> str:
         """Return where the snapshots of this command are: the same when it is given again, after this was killed."""
         name = hashlib.sha256(json.dumps([os.getcwd(), self.command]).encode()).hexdigest()[:16]
-        return f"/dev/shm/jfsdp-{os.getuid()}/launch-{name}"
+        return str(memory_dir() / f"launch-{name}")
 
     def _start(self, local: int, attempt: int) -> Child:
         hosts, rank = self.hosts, self.hosts.node * self.nproc + local
@@ -143,7 +141,7 @@ class Supervisor:
             "JFSDP_RESTART": attempt,
             ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
-        told |= {} if self.fewest is None else {FEWEST: self.fewest}
+        told |= {} if self.min_nproc is None else {MIN_NPROC: self.min_nproc}
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.environment | {name: str(value) for name, value in told.items()}
@@ -182,7 +180,7 @@ class Supervisor:
         hung = {child.local for child in self.children if child.rank in self.killed}
         suspects = {failed.local} if is_cause else hung if failed.process.returncode == STUCK else set()
         absent = self.absent | (suspects & self.suspects)
-        if self.fewest is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.fewest:
+        if self.min_nproc is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.min_nproc:
             self.absent = absent
         self.suspects = suspects
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from jfsdp.launch.environment import Place
 
-STUCK, ENDED_BY_OTHERS = 75, 76  # exit statuses
+USAGE, DAMAGED, STUCK, ENDED_BY_OTHERS = 2, 4, 75, 76  # exit statuses; restarting does not mend USAGE
 PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
 _PERIOD_S = 1.0
 _OWN_WORD_S = 2.0  # for a process that has met the same error to say so itself

@@ -34,7 +34,7 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
     Raises:
       ValueError: in every process: naming the arrays, and the devices whose blocks differ from most others'.
     """
-    found = []
+    own: list[tuple[str, str, int, int]] = []
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         if not isinstance(array, jax.Array) or not array.size:
             continue
@@ -42,22 +42,17 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
         copies = collections.Counter(map(str, places.values()))
         data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
         for shard, whole in zip(data.addressable_shards, array.addressable_shards, strict=True):
-            if copies[str(places[whole.device])] > 1:
-                name = jax.tree_util.keystr(path)
-                found.append(
-                    (name, str(places[whole.device]), whole.device, _digest(to_device(shard.data)).block_until_ready())
-                )
-    own = [
-        (name, index, device.id, int(digest))
-        for (name, index, device, _), digest in zip(found, jax.device_get([one[-1] for one in found]), strict=True)
-    ]
+            index = str(places[whole.device])
+            if copies[index] > 1:
+                digest = int(_digest(to_device(shard.data)))
+                own.append((jax.tree_util.keystr(path), index, whole.device.id, digest))
     blocks: dict[tuple[str, str], dict[str, int]] = collections.defaultdict(dict)
     for process, told in enumerate(gather_json(own)):
         for name, index, device, digest in told:
             blocks[name, index][f"device {device} (process {process})"] = digest
     lines = []
     for (name, index), digests in blocks.items():
-        ((usual, count),) = collections.Counter(digests.values()).most_common(1)
+        usual, count = collections.Counter(digests.values()).most_common(1)[0]
         odd = [device for device, digest in digests.items() if digest != usual or 2 * count <= len(digests)]
         if count < len(digests):
             lines.append(f"{name}{index}: {', '.join(odd[:8])} of {len(digests)}")

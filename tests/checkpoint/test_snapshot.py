@@ -9,7 +9,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.disk.files import DamagedError
-from jfsdp.checkpoint.snapshot import Snapshots, home
+from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.train.replicas import compare_replicas
 from tests.checkpoint.test_store import LAYOUTS, TX, assert_same_bits, make_model, saved_state
 from tests.processes import Processes
@@ -143,8 +143,8 @@ def test_what_is_left_of_others_goes_where_a_run_begins_and_its_own_where_it_end
 
 def test_a_launcher_says_where_they_are(monkeypatch, tmp_path):
     monkeypatch.setenv("JFSDP_SNAPSHOTS", str(tmp_path))
-    assert home("runs/one").parent == tmp_path
-    assert home("runs/one") != home("runs/two")
+    assert snapshot_dir("runs/one").parent == tmp_path
+    assert snapshot_dir("runs/one") != snapshot_dir("runs/two")
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])

@@ -46,4 +46,9 @@ def test_one_process_alone_is_examined_as_a_run_of_several(capsys, tmp_path):
         ("fsdp", 4, "nothing"),
     ]
     assert main(["doctor", "--processes", "--mesh", "fsdp=3"]) == 2 and "3" in capsys.readouterr().err
-    assert main(["doctor", "--mesh", "fsdp=8"]) == 2
+
+
+@pytest.mark.parametrize("option", [["--mesh", "fsdp=8"], ["--run-dir", "."], ["--timeout", "60"]])
+def test_what_is_for_several_processes_is_refused_without_them(option, capsys):
+    assert main(["doctor", *option]) == 2
+    assert f"{option[0]} goes with --processes: add that, or leave it out" in capsys.readouterr().err

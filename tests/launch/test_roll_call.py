@@ -40,8 +40,8 @@ def test_all_go_on_when_all_are_there_and_alike():
 
 
 def test_fewer_go_on_without_those_that_do_not_come():
-    assert call([0, 1, 3], count=4, timeout_s=1.0, fewest=3) == [[0, 1, 3]] * 3
-    found = call([0, 3], count=4, timeout_s=1.0, fewest=3)
+    assert call([0, 1, 3], count=4, timeout_s=1.0, min_nproc=3) == [[0, 1, 3]] * 3
+    found = call([0, 3], count=4, timeout_s=1.0, min_nproc=3)
     assert all("2 of 4 processes did not come" in text for text in found), found
 
 
@@ -49,7 +49,7 @@ def test_fewer_go_on_without_those_that_do_not_come():
 def test_nobody_waits_for_those_that_are_not_started_any_more(absent):
     ids = [process for process in range(4) if process not in absent]
     begin = time.monotonic()
-    assert call(ids, count=4, timeout_s=60.0, fewest=1, absent=absent) == [ids] * len(ids)
+    assert call(ids, count=4, timeout_s=60.0, min_nproc=1, absent=absent) == [ids] * len(ids)
     assert time.monotonic() - begin < 20
 
 

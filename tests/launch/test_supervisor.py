@@ -90,24 +90,24 @@ def test_one_that_fails_first_twice_in_a_row_is_left_out_where_fewer_are_enough(
     code = (
         "print(os.environ['JFSDP_ABSENT'], os.environ['LOCAL_RANK'])\nsys.exit(9 if rank == 1 else 76 * (attempt < 2))"
     )
-    supervisor, status = supervise(code, max_restarts=5, fewest=2)
+    supervisor, status = supervise(code, max_restarts=5, min_nproc=2)
     assert status == 0 and sorted(os.listdir(supervisor.log_dir)) == ["0", "1", "2"]
     assert sorted(os.listdir(supervisor.log_dir / "2")) == ["0.log", "2.log"]
     assert log(supervisor, 2, 1) == " 2\n" and log(supervisor, 2, 2) == "1 2\n", "it keeps its GPUs"
     assert "twice in a row, and not started any more: [1]" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("fewest", [None, 3])
-def test_none_is_left_out_where_all_are_needed(supervise, fewest):
-    supervisor, status = supervise("sys.exit(9 * (rank == 1))", max_restarts=3, fewest=fewest)
+@pytest.mark.parametrize("min_nproc", [None, 3])
+def test_none_is_left_out_where_all_are_needed(supervise, min_nproc):
+    supervisor, status = supervise("sys.exit(9 * (rank == 1))", max_restarts=3, min_nproc=min_nproc)
     assert status == 9 and len(os.listdir(supervisor.log_dir / "3")) == 3
 
 
 def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise):
     hangs = "time.sleep(60 if rank == 0 else 0.2); sys.exit(75)"
-    supervisor, status = supervise(hangs, max_restarts=2, fewest=2, grace_s=0.5)
+    supervisor, status = supervise(hangs, max_restarts=2, min_nproc=2, grace_s=0.5)
     assert status == 75 and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
-    supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, fewest=1)
+    supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, min_nproc=1)
     assert len(os.listdir(supervisor.log_dir / "2")) == 3
 
 

@@ -19,11 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jfsdp.plan.cluster.settings import (
-    Finding,
-    Severity,
-    check_settings,
-)
+from jfsdp.extras import installed_version
+from jfsdp.plan.cluster.settings import Finding, Severity, check_settings
 from jfsdp.plan.cluster.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
 
 # What jfsdp needs at least, as in pyproject.toml; a test compares them.
@@ -69,7 +66,7 @@ def inspect_machine(env: Mapping[str, str] | None = None, *, timeout_s: float = 
     env = os.environ if env is None else env
     return Machine(
         python=platform.python_version(),
-        versions={name: _version(name) for name in SHOWN},
+        versions={name: installed_version(name) for name in SHOWN},
         env=env,
         has_gpu=has_nvidia_driver(),
         has_infiniband=_has_infiniband(),
@@ -150,10 +147,7 @@ def report_to_dict(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
         "settings": relevant_settings(machine.env),
         "locked_memory_bytes": machine.locked_bytes,
         "shm_bytes": machine.shm_bytes,
-        "findings": [
-            {"severity": item.severity.value, "topic": item.topic, "text": item.text, "remedy": item.remedy}
-            for item in findings
-        ],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
     }
 
 
@@ -252,13 +246,6 @@ def _problem(topic: str, text: str, remedy: str) -> Finding:
 
 def _note(topic: str, text: str, remedy: str) -> Finding:
     return Finding(Severity.NOTE, topic, text, remedy)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cudnn_needed() -> str:

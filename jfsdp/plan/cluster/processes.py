@@ -78,8 +78,7 @@ def examine_processes(
             links.append(link)
             findings += wrong
     seen: set[tuple[str, ...]] = set()
-    told = [(one.severity.value, one.topic, one.text, one.remedy) for one in checks()]
-    for process, found in enumerate(gather_json(told)):
+    for process, found in enumerate(gather_json([dataclasses.astuple(one) for one in checks()])):
         for severity, topic, text, remedy in found:
             if (topic, text) not in seen:
                 where = f"process {process}: " if process else ""
@@ -90,15 +89,13 @@ def examine_processes(
 
 def _facts(directory: Path) -> dict[str, Any]:
     devices = jax.local_devices()
-    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    shm = Path("/dev/shm")
     return {
         "name": platform.node(),
-        "host": hosts(jax.devices())[[d.process_index for d in jax.devices()].index(jax.process_index())],
+        "host": dict(zip(jax.devices(), hosts(jax.devices()), strict=True))[devices[0]],
         "devices": [device.device_kind for device in devices],
-        "memory_bytes": memory,
+        "memory_bytes": (devices[0].memory_stats() or {}).get("bytes_limit"),
         "free_bytes": _free(directory),
-        "shm_bytes": _free(shm),
+        "shm_bytes": _free(Path("/dev/shm")),
     }
 
 
@@ -132,19 +129,18 @@ def _compare(facts: list[dict[str, Any]], skew_s: float) -> list[Finding]:
 
 def _check_directory(directory: Path) -> list[Finding]:
     """Look whether all processes see what process 0 writes."""
-    name, error = f".jfsdp-doctor-{uuid.uuid4().hex}", ""
+    file, error = directory / f".jfsdp-doctor-{gather_json(uuid.uuid4().hex)[0]}", ""
     if jax.process_index() == 0:
         try:
-            (directory / name).write_text("seen")
+            file.write_text("seen")
         except OSError as failure:
             error = failure.strerror or str(failure)
-    name, error = gather_json([name, error])[0]
-    if error:
+    if error := gather_json(error)[0]:
         text = f"process 0 cannot write to {directory} ({error})"
         return [Finding(Severity.PROBLEM, "run directory", text, "make it, or name another with --run-dir")]
-    seen = gather_json(os.path.exists(directory / name))
+    seen = gather_json(os.path.exists(file))
     if jax.process_index() == 0:
-        (directory / name).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     blind = [process for process, one in enumerate(seen) if not one]
     if not blind:
         return []
@@ -171,8 +167,8 @@ def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
         begin = time.perf_counter()
         gather(buffer).block_until_ready()
         times.append(time.perf_counter() - begin)
-    is_right = lambda shard: np.array_equal(np.asarray(shard.data), known(shard.index))  # noqa: E731
-    own = [shard.device.id for shard in out.addressable_shards if not is_right(shard)]
+    shards = out.addressable_shards
+    own = [shard.device.id for shard in shards if not np.array_equal(np.asarray(shard.data), known(shard.index))]
     wrong = [device for devices in gather_json(own) for device in devices]
     findings = []
     if wrong:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
-class Severity(enum.Enum):
+class Severity(enum.StrEnum):
     """A problem is wrong and fails the examination; a note is worth knowing."""
 
     PROBLEM = "problem"

@@ -9,7 +9,6 @@ not, and has used no device yet, the check is skipped here for a moment; in one 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.arguments import checked
+from jfsdp.extras import installed_version
 from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -55,7 +55,7 @@ def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequ
         with contextlib.suppress(_Unparsed), _parse_error_as(_Unparsed):
             return _describe(topology, text).devices
     raise PlanUnavailable(
-        f"{cluster.gpu.name}: jaxlib {_version('jaxlib')} does not take our description of this GPU; give one "
+        f"{cluster.gpu.name}: jaxlib {installed_version('jaxlib')} does not take our description of this GPU; give one "
         "of your own with --target-config FILE, or use a jaxlib that was tried (0.10.2, 0.12.0)"
     )
 
@@ -78,7 +78,7 @@ def read_target_config(path: str | Path) -> str:
 
 def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
     """Return XLA's description of a GPU, as text, for the installed jaxlib or for another version of it."""
-    version = parse_version(_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
+    version = parse_version(installed_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
     major, minor = gpu.capability
     # From Hopper on, XLA compiles for the architecture's own variant (sm_90a), which alone has the newer matmuls.
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
@@ -125,7 +125,7 @@ def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> 
     Raises:
       PlanUnavailable: if it is not; names the versions found, those needed, and what to install.
     """
-    version = version or _version
+    version = version or installed_version
     jaxlib = version("jaxlib")
     found = {name: version(name) for cuda in (12, 13) for name in _plugin(cuda)}
     for cuda in (12, 13):
@@ -171,8 +171,8 @@ class _Unparsed(ValueError):
 
 def _bad_target_config(error: Exception) -> ValueError:
     return ValueError(
-        f"the target config is not one of jaxlib {_version('jaxlib')}: {error}; XLA names line and field above. "
-        "Fields differ between versions; take away the one named"
+        f"the target config is not one of jaxlib {installed_version('jaxlib')}: {error}; XLA names line and field "
+        "above. Fields differ between versions; take away the one named"
     )
 
 
@@ -199,13 +199,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def parse_version(version: str | None) -> tuple[int, ...]:

@@ -9,10 +9,10 @@
     evaluate   evaluations, and what is logged
     save       what checkpoints and snapshots kept the loop waiting
     start      from the start of the program to its first step: imports, weights, restoring; and its end
-    down       from the last line of metrics.jsonl before a failure to the next start
+    down       from the last time that the sums were kept before a failure to the next start
 
 The time between an end in good order, by a signal too, and the next start is of no kind. Process 0 keeps the sums in
-goodput.json, at each line of metrics.jsonl.
+goodput.json: at the first step of a start, each line of metrics.jsonl, each save, snapshot and comparison, and the end.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class Goodput:
       path: of what process 0 keeps; read if it is there.
       begin: `time.perf_counter()` at the start of the program.
       train_s: of the checkpoint that the run goes on from; None: a run that begins, of which nothing is read.
+      is_writer: this is process 0.
     """
 
-    def __init__(self, path: Path, begin: float, train_s: float | None = None):
-        self.path, self._since = path, begin
+    def __init__(self, path: Path, begin: float, train_s: float | None = None, *, is_writer: bool = True):
+        self.path, self._since, self.is_writer = path, begin, is_writer
         self._kind: str = "start"
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         stored = _read(path) if train_s is not None else {}
@@ -74,20 +75,20 @@ class Goodput:
         self.seconds[to] += seconds
 
     @property
-    def part(self) -> float:
+    def fraction(self) -> float:
         """Return goodput, 0..1, up to now."""
         self.to(self._kind)
         return self.seconds["train"] / max(sum(self.seconds.values()), 1e-9)
 
     def write(self, *, in_order: bool = False) -> None:
-        """Keep the sums; for process 0.
+        """Keep the sums, if this is process 0.
 
         Args:
           in_order: the run has ended.
         """
-        part = self.part
-        told = {"goodput": part, "seconds": self.seconds, "until": time.time(), "in_order": in_order}
-        write_json(self.path, told)
+        sums = {"goodput": self.fraction, "seconds": self.seconds, "until": time.time(), "in_order": in_order}
+        if self.is_writer:
+            write_json(self.path, sums)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Saver(Protocol):
     def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
 
 
-class Snapshooter(Protocol):
+class SnapshotSaver(Protocol):
     """What the loop asks of `Snapshots`."""
 
     def take(self, step: int, state: TrainState, extra: Any) -> float: ...
@@ -94,7 +94,6 @@ class Loop:
       run_dir: where traces go.
       watch: told what is under way, and how long it may take.
       goodput: told on what time is spent.
-      is_writer: this process keeps what is written once.
       max_in_flight: steps that may be dispatched and not finished. On simulated devices only 1 is safe: collectives of
         two steps would compete for the threads that both need.
     """
@@ -106,7 +105,7 @@ class Loop:
     learning_rate: Callable[[int], Any]
     evaluate: Callable[[TrainState], Evaluation] | None
     checkpoints: Saver
-    snapshots: Snapshooter
+    snapshots: SnapshotSaver
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
     display: Display
@@ -114,7 +113,6 @@ class Loop:
     run_dir: Path
     watch: Watch
     goodput: Goodput
-    is_writer: bool = True
     max_in_flight: int = 2
     described: Any = None
     first_step_s: float | None = None
@@ -133,8 +131,7 @@ class Loop:
         in_flight: list[Any] = []
         metrics: Metrics = {}
         step = self.last_saved = first
-        if self.is_writer:
-            self.goodput.write()
+        self.goodput.write()
         try:
             while step < self.config.steps:
                 step += 1
@@ -224,8 +221,7 @@ class Loop:
             if is_snapshot:
                 with self.watch.at(f"the snapshot of step {step}", PATIENT):
                     self.snapshots.take(step, state, self._extra())
-            if self.is_writer:
-                self.goodput.write()
+            self.goodput.write()
 
     def _save(self, state: TrainState, step: int) -> None:
         """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
@@ -267,7 +263,7 @@ class Loop:
                 "learning_rate": float(self.learning_rate(step - 1 - num_skipped)),
                 **rates,
                 **self.pace.take(),
-                "goodput": self.goodput.part,
+                "goodput": self.goodput.fraction,
                 "memory_bytes": memory_bytes(),
                 "num_skipped": num_skipped,
                 **self.throughput.seen(step),
@@ -278,8 +274,7 @@ class Loop:
             for writer in self.writers:
                 writer.write(record)
             self.display.show(record)
-        if self.is_writer:
-            self.goodput.write()
+        self.goodput.write()
 
     def _start_trace(self, step: int, first: int) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.disk.files import DamagedError
-from jfsdp.checkpoint.snapshot import Snapshots, home
+from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.compat import warn
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
@@ -62,10 +62,10 @@ class Run:
     ):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.theirs = stated_by_weights(self.config, stored)
-        self.begun = gather_json(stored.get("begun") or time.time())[0]
-        self.snapshots = Snapshots(home(run_dir), {"begun": self.begun})
+        self.begun = gather_json(stored.get("begun", time.time()))[0]
+        self.snapshots = Snapshots(snapshot_dir(run_dir), {"begun": self.begun})
         self.snapshot: int | None = None
-        self.train_s = None if stored.get("begun") is None else 0.0
+        self.train_s = 0.0 if "begun" in stored else None
         self.is_writer = jax.process_index() == 0
         self.has_begun = False
         self.changes: list[dict[str, Any]] = []
@@ -108,15 +108,16 @@ class Run:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
         wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
-        like = self.parts.model.abstract_state(self.parts.tx)
+        self.like = self.parts.model.abstract_state(self.parts.tx)
         if self.config.snapshot_every:
             try:
-                self.snapshots.check_room(like)
+                self.snapshots.check_room(self.like)
             except ValueError as error:
                 if not first:
                     raise
                 warn(f"{error}; the run goes on: it would not be started again otherwise")
-        if self.config.resume == "auto" and (newest := self.snapshots.newest(like)) is not None and newest >= first:
+        newest = self.snapshots.newest(self.like) if self.config.resume == "auto" else None
+        if newest is not None and newest >= first:
             first = self.snapshot = newest
         return first
 
@@ -178,7 +179,7 @@ class Run:
                 checkpoints.close()
             self.snapshots.clear()
             with self.watch.at("the end: sample and summary", PATIENT):
-                self._finish(loop, state, steps, stop)
+                self._finish(loop, state, steps)
 
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
@@ -196,8 +197,7 @@ class Run:
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
         parts = self.parts
-        like = parts.model.abstract_state(parts.tx)
-        found = self._restore_snapshot(like)
+        found = self._restore_snapshot()
         if not self.first:
             if self.config.resume is not None:
                 self.display.say("no checkpoint to resume from yet: starting with step 1")
@@ -206,7 +206,7 @@ class Run:
                 return parts.model.init(parts.tx, self.config.seed)
             self.display.say(f"starting from the weights of {self.config.init_from}")
             return load_weights(self.config, parts.job, parts.model, parts.tx)
-        state, extras = found or self._restore(like)
+        state, extras = found or self._restore()
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
             self.display.say("the data begin anew: examples that were seen come again")
@@ -217,12 +217,12 @@ class Run:
         self._say_changes(decides)
         return state
 
-    def _restore_snapshot(self, like: TrainState) -> tuple[TrainState, list[Any]] | None:
+    def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
         if self.snapshot is None:
             return None
         try:
-            found = self.snapshots.restore(like, self.snapshot)
+            found = self.snapshots.restore(self.like, self.snapshot)
         except DamagedError as error:
             self.snapshot, self.first = None, gather_json(runs.resume_step(self.run_dir, "auto"))[0]
             self.display.say(f"note: {error}; going on from the checkpoint of step {self.first}")
@@ -230,11 +230,11 @@ class Run:
         self.display.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
         return found
 
-    def _restore(self, like: TrainState) -> tuple[TrainState, list[Any]]:
+    def _restore(self) -> tuple[TrainState, list[Any]]:
         """Read the checkpoint to go on from; return its state, and what each process put beside it."""
         with open_checkpoints(self.config, self.run_dir) as checkpoints, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
+            state, _ = checkpoints.restore(like=self.like, step=self.first, fall_back=self.config.fall_back)
             self.first = int(state.step)
             extras = checkpoints.extras(self.first)
         for warning in caught:
@@ -291,8 +291,7 @@ class Run:
             writers=writers,
             run_dir=self.run_dir,
             watch=self.watch,
-            goodput=Goodput(self.run_dir / "goodput.json", self.begin, self.train_s),
-            is_writer=self.is_writer,
+            goodput=Goodput(self.run_dir / "goodput.json", self.begin, self.train_s, is_writer=self.is_writer),
             described=described,
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
@@ -324,11 +323,11 @@ class Run:
         """Return the state that evaluation and sample see: with `--ema` that of the averages."""
         return state if self.config.ema is None else with_ema(state)
 
-    def _finish(self, loop: Loop, state: TrainState, steps: int, stop: StopSignal) -> None:
+    def _finish(self, loop: Loop, state: TrainState, steps: int) -> None:
         loop.goodput.to("start")
         paces, is_done = loop.pace.of_all(), steps == self.config.steps
         samples = self.source.makes_text and self.config.sample_tokens
-        if is_done and samples and not stop.is_agreed(may_gather=True):
+        if is_done and samples and not loop.stop.is_agreed(may_gather=True):
             self._sample(state)
         if not self.is_writer:
             return
@@ -337,14 +336,14 @@ class Run:
         summary = {
             "steps": steps,
             "is_done": is_done,
-            "stopped_by": None if is_done else stop.name,
+            "stopped_by": None if is_done else loop.stop.name,
             "loss": record.get("loss"),
             "eval_loss": record.get("eval_loss"),
             "eval_correct": record.get("eval_correct"),
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
             "restarts": int(os.environ.get("JFSDP_RESTART", 0)),
-            "goodput": loop.goodput.part,
+            "goodput": loop.goodput.fraction,
             "seconds": loop.goodput.seconds,
             "processes": paces,
             "total_s": time.perf_counter() - self.begin,

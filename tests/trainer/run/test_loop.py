@@ -79,8 +79,7 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
         run_dir=None,  # type: ignore[arg-type]
         watch=Watch(0),
         snapshots=records,
-        goodput=Goodput(None, 0.0),  # type: ignore[arg-type]
-        is_writer=False,
+        goodput=Goodput(None, 0.0, is_writer=False),  # type: ignore[arg-type]
     )
     state, steps = loop.run(State(first), first)  # type: ignore[arg-type]
     return records, state, steps
