@@ -9,10 +9,11 @@ from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.strategy import NODE, STRATEGIES, Split, Strategy
-from jfsdp.layout.table import Layout
+from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import ROOT
 
 PADDING_SHARE = 0.01
+REPEATED_SHARE = 0.01
 LARGE_ELEMENTS = 2**20
 ROOT_ELEMENTS = 2**22  # 16 MiB in float32: below that, one gather of a whole model is no waste
 
@@ -72,7 +73,8 @@ def _other_name(layout: Layout) -> str | None:
     """A strategy whose axes are of size 1 here, so that it is another one."""
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if num_data_shards(sizes) == 1:
-        return None if strategy.name == "ddp" else f"{strategy.name} on one device: nothing is split, as with ddp"
+        where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
+        return None if strategy.name == "ddp" else f"{strategy.name} on {where}: nothing is split, as with ddp"
     if strategy.reshard_after_forward == NODE:
         return _kept_as(layout, False, "shard_grad_op") or _kept_as(layout, num_data_shards(sizes), "full_shard")
     if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
@@ -113,28 +115,31 @@ def _replicated(layout: Layout) -> str | None:
     """Leaves that every device holds whole although the strategy splits."""
     if layout.num_shards(layout.strategy.axes("opt")) == 1:
         return None
-    if all(leaf.dim is None for leaf in layout.leaves):
+    whole = [leaf for leaf in layout.leaves if leaf.dim is None and not leaf.cuts]
+    if len(whole) == len(layout.leaves):
         return f"no parameter is split: all are below min_size {layout.min_size}; lower it, or say ddp"
-    whole = [leaf for leaf in layout.leaves if leaf.dim is None and math.prod(leaf.shape) >= LARGE_ELEMENTS]
-    if not whole:
+    large = [leaf for leaf in whole if math.prod(leaf.shape) >= LARGE_ELEMENTS]
+    if not large:
         return None
-    largest = max(whole, key=lambda leaf: math.prod(leaf.shape))
+    largest = max(large, key=lambda leaf: math.prod(leaf.shape))
     return (
-        f"{len(whole)} large leaves are whole on every device, the largest {largest.path} with "
+        f"{len(large)} large leaves are whole on every device, the largest {largest.path} with "
         f"{math.prod(largest.shape):,} elements ({largest.reason}); see min_size, ignored and placements"
     )
 
 
 def _repeated(layout: Layout) -> str | None:
-    """Axes of the model that split what it computes, and no state."""
+    """Axes of the model that cut little of what is stored."""
     used = [axis for axis in MODEL_AXES if layout.num_shards([axis]) > 1]
-    if not used:
+    whole = [leaf for leaf in layout.leaves if used and not leaf.cuts]
+    share = num_parameters(whole) / max(num_parameters(layout.leaves), 1)
+    if share <= REPEATED_SHARE:
         return None
-    size = layout.num_shards(used)
+    largest = max(whole, key=lambda leaf: math.prod(leaf.shape))
     return (
-        f"mesh axis {used[0]!r} (size {size}) splits what the model computes and not what is stored: each of its "
-        f"{size} devices holds the same shards of weights, gradients and optimizer states, and gathers whole weights; "
-        "where that memory is short, give its devices to 'fsdp'"
+        f"mesh axis {used[0]!r} (size {layout.num_shards(used)}) repeats {100 * share:.1f} % of the parameters, with "
+        f"their gradients and optimizer states, on each of its devices; the largest is {largest.path}. Cut them by "
+        "cuts= or, where the model names dims in sharding metadata, by axis_rules="
     )
 
 

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfsdp.arguments import check_call, checked
+from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
@@ -19,7 +20,7 @@ from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes,
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
 from jfsdp.layout.select import Selector, select_leaves
 from jfsdp.layout.strategy import Split, Strategy, get_strategy
-from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Layout, Leaf, Stage
+from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Cut, Layout, Leaf, Stage
 from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
@@ -39,6 +40,7 @@ class LeafRules:
       ignored: leaves that stay whole on every device, in the dtype that they have; as in `placements` with "ignored".
       placements: by selector, another strategy for some leaves, the PartitionSpec of their `param` stage, or "ignored".
         What is kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
+      axis_rules, cuts: which dims are cut over axis `tensor`; see `jfsdp.layout.cuts.find_cuts`.
     Selectors are path globs, classes of variables and predicates; see `select_leaves`.
     """
 
@@ -46,6 +48,8 @@ class LeafRules:
     frozen: Selectors = None
     ignored: Selectors = None
     placements: Placements | None = None
+    axis_rules: AxisRules | None = None
+    cuts: Cuts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class _Choice:
     dim: int | None
     frozen: str | None
     placed: str | None
+    cuts: tuple[Cut, ...]
 
     @property
     def is_ignored(self) -> bool:
@@ -77,6 +82,7 @@ def build_layout(
     min_size: int | None = None,
     rules: LeafRules | None = None,
     types: Mapping[str, type] | None = None,
+    names: Mapping[str, DimNames] | None = None,
     offload: OffloadPolicy | None = None,
     storage: str = PER_PARAMETER,
 ) -> Layout:
@@ -89,6 +95,7 @@ def build_layout(
       mesh: only its axis names and sizes matter.
       rules: what holds for single leaves.
       types: class of each leaf's variable, where the model's API has them.
+      names: what the model calls the dims of its leaves, where it does.
       offload: what waits in host memory.
       min_size: leaves below it are replicated; None: as the storage form has it.
       storage: one of `STORAGE_FORMS`.
@@ -106,7 +113,11 @@ def build_layout(
     if rules.shard_dim is not None:
         check_call("shard_dim", rules.shard_dim, "path", "shape")
     owners = {path: unit for unit in units.values() for path in unit.leaves}
-    choices = _choose(leaves, strategy, rules, types or {}, sizes)
+    stacked = {path: owners[path].stacked for path in leaves}
+    cuts = find_cuts(
+        leaves, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts
+    )
+    choices = _choose(leaves, strategy, rules, types or {}, sizes, cuts)
     build = functools.partial(
         _build_leaf, sizes=sizes, min_size=min_size, shard_dim=rules.shard_dim, offload=offload or OffloadPolicy()
     )
@@ -132,6 +143,7 @@ def _choose(
     rules: LeafRules,
     types: Mapping[str, type],
     sizes: Mapping[str, int],
+    cuts: Mapping[str, tuple[Cut, ...]],
 ) -> dict[str, _Choice]:
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
     ignored = select_leaves("ignored", rules.ignored, leaves, types)
@@ -150,7 +162,12 @@ def _choose(
         by, placement = placed.get(path, (None, strategy))
         own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placement, sizes)
         how = by and f"{'ignored' if own is _IGNORED else 'placed'} by {by}"
-        choices[path] = _Choice(own, dim, frozen.get(path), how)
+        if own is _IGNORED and cuts[path]:
+            raise ValueError(
+                f"{path}: {how}, so that every device holds it whole, and {cuts[path][0].reason} cuts it over axis "
+                f"{cuts[path][0].axis!r}; leave one of them out"
+            )
+        choices[path] = _Choice(own, dim, frozen.get(path), how, cuts[path])
     return choices
 
 
@@ -175,7 +192,10 @@ def _own_strategy(
         raise ValueError(f"{path}: {placement} has more entries than shape {shape} has dims")
     split = {dim: entry for dim, entry in enumerate(placement) if entry not in (None, ())}
     if len(split) > 1:
-        raise ValueError(f"{path}: {placement} splits dims {', '.join(map(str, split))}; one dim of a leaf is split")
+        raise ValueError(
+            f"{path}: {placement} splits dims {', '.join(map(str, split))}; data axes split one dim of a leaf, and "
+            "what axis 'tensor' cuts is said by cuts="
+        )
     dim, entry = next(iter(split.items()), (None, ()))
     axes = entry if isinstance(entry, tuple) else (entry,)
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
@@ -231,6 +251,7 @@ def _build_leaf(
         padding=split.padding,
         reason=_reason(split, choice, dtype, dict(unit.shared).get(path)),
         stages=tuple(stages.items()),
+        cuts=choice.cuts,
     )
 
 
@@ -264,7 +285,8 @@ def _choose_dim(
             )
         asked = choice.dim
     num_shards = max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
-    return choose_dim(path, shape, num_shards, stacked=unit.stacked, min_size=min_size, shard_dim=asked)
+    own = {"stacked": unit.stacked, "min_size": min_size, "shard_dim": asked, "cuts": choice.cuts}
+    return choose_dim(path, shape, num_shards, **own)
 
 
 def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...] | None) -> str:
@@ -272,7 +294,8 @@ def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...
     frozen = f"frozen by {choice.frozen}" if choice.frozen else None
     integer = None if is_inexact(dtype) else f"not trained: {dtype}"
     shared = f"not in a unit of those that share it: {', '.join(users)}" if users else None
-    return "; ".join(part for part in (split.reason, placed, frozen or integer, shared) if part)
+    cuts = [f"dim {cut.dim} cut over {cut.axis} by {cut.reason}" for cut in choice.cuts]
+    return "; ".join(part for part in (*cuts, split.reason, placed, frozen or integer, shared) if part)
 
 
 _SPLIT_STAGES = ("param", "grad", "opt")

@@ -13,6 +13,9 @@ chunk has its leaves at the same places, for two reasons: all devices run one pr
 chunk only if it is the same part everywhere; and so optimizers, masks, checkpoints and `reshard` see leaves by their
 names without moving a byte between devices. The price is padding by leaf, as under per-parameter storage, where FSDP1
 pads once per buffer.
+
+A buffer of leaves that an axis cuts has one dim more, [layers, parts, chunks * chunk]: device (t, n) holds chunk n of
+part t, of the n-th piece of what is left of each leaf in that part.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class View:
       start, size: elements of a chunk.
       shape: what a chunk holds of the leaf, its layer dims left out.
       dim: which dim of `shape` the chunks part; None where there is one chunk.
+      cut: which dim of `shape` the buffer's parts part, major to the chunks; None where it has no cuts.
       logical_size: elements of the whole leaf, per layer and without padding.
     """
 
@@ -45,11 +49,13 @@ class View:
     shape: tuple[int, ...]
     dim: int | None
     logical_size: int
+    cut: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer(Leaf):
-    """Leaves of one unit, dtype and life, as one array [layers, chunks * chunk]; see [Note: what a buffer looks like].
+    """Leaves of one unit, dtype, life and cuts as one array [layers, chunks * chunk] ([layers, parts, chunks * chunk]
+    where they are cut); see [Note: what a buffer looks like].
 
     A `Leaf` to whatever moves, stores or reduces it.
     """
@@ -63,6 +69,11 @@ class Buffer(Leaf):
         return tuple(view.path for view in self.views)
 
     @property
+    def num_parts(self) -> int:
+        """Into how many parts the leaves are cut."""
+        return math.prod(cut.parts for cut in self.cuts)
+
+    @property
     def chunk(self) -> int:
         """Elements of one chunk, per layer."""
         return sum(view.size for view in self.views)
@@ -71,7 +82,8 @@ class Buffer(Leaf):
     def padding_share(self) -> float:
         """The share of the stored elements that is padding of its leaves."""
         logical = sum(view.logical_size for view in self.views)
-        return 1 - logical / self.shape[-1] if self.shape[-1] else 0.0
+        stored = self.num_parts * self.shape[-1]
+        return 1 - logical / stored if stored else 0.0
 
 
 def in_buffers(layout: Layout) -> Layout:
@@ -82,7 +94,8 @@ def in_buffers(layout: Layout) -> Layout:
     """
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in layout.leaves:
-        key = leaf.unit, leaf.shape[: leaf.stacked], leaf.dtype, leaf.trainable, leaf.stages, leaf.dim is None
+        cuts = tuple(cut.axis for cut in leaf.cuts)
+        key = leaf.unit, leaf.shape[: leaf.stacked], leaf.dtype, leaf.trainable, leaf.stages, leaf.dim is None, cuts
         groups.setdefault(key, []).append(leaf)
     taken = {leaf.path for leaf in layout.leaves}
     buffers = []
@@ -109,23 +122,27 @@ def _make_buffer(layout: Layout, name: str, leaves: Sequence[Leaf]) -> Buffer:
         num_chunks = max(layout.num_shards(stage.axes) for _, stage in first.stages if stage is not None)
     views, start = [], 0
     for leaf in leaves:
-        shape, dim = list(leaf.stored_shape[leaf.stacked :]), None
+        shape, dim = list(leaf.cut_shape[leaf.stacked :]), None
+        cut = leaf.cuts[0].dim - leaf.stacked if leaf.cuts else None
         if leaf.dim is not None:
             dim = leaf.dim - leaf.stacked
             shape[dim] //= num_chunks
         size = math.prod(shape)
-        views.append(View(leaf.path, start, size, tuple(shape), dim, math.prod(leaf.shape[leaf.stacked :])))
+        views.append(View(leaf.path, start, size, tuple(shape), dim, math.prod(leaf.shape[leaf.stacked :]), cut))
         start += size
+    own = [dataclasses.replace(cut, dim=first.stacked, reason="its leaves") for cut in first.cuts]
+    lead = (*first.shape[: first.stacked], *[cut.parts for cut in own])
     return Buffer(
         path=name,
-        shape=(*first.shape[: first.stacked], num_chunks * start),
+        shape=(*lead, num_chunks * start),
         dtype=first.dtype,
         unit=first.unit,
         stacked=first.stacked,
         trainable=first.trainable,
-        dim=None if first.dim is None else first.stacked,
+        dim=None if first.dim is None else len(lead),
         padding=0,
         reason=f"flat: {len(leaves)} leaves in {num_chunks} chunks of {start}",
         stages=first.stages,
+        cuts=tuple(own),
         views=tuple(views),
     )

@@ -174,6 +174,19 @@ def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
 
 
+def crosses_hosts(mesh: Mesh | AbstractMesh, axis: str) -> bool:
+    """Tell whether neighbours along an axis are on different hosts. Cost: as for `make_mesh`."""
+    if isinstance(mesh, AbstractMesh):
+        return False
+    grid = _host_grid(mesh)
+    first = np.take(grid, [0], axis=mesh.axis_names.index(axis))
+    return bool((grid != first).any())
+
+
+def _host_grid(mesh: Mesh) -> np.ndarray:
+    return np.reshape(hosts(list(mesh.devices.flat)), mesh.devices.shape)
+
+
 def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
     """Return which share of the rows of a batch each process gives, from 0: as many shares as differ.
 
@@ -266,8 +279,7 @@ def node_size(mesh: Mesh | AbstractMesh) -> int:
     if isinstance(mesh, AbstractMesh):
         raise ValueError("the mesh has sizes and no devices, so it knows no hosts")
     places = [mesh.axis_names.index(axis) for axis in data_axes(mesh)]
-    grid = np.reshape(hosts(list(mesh.devices.flat)), mesh.devices.shape)
-    lines = np.moveaxis(grid, places, range(-len(places), 0)).reshape(-1, num_data_shards(mesh.shape))
+    lines = np.moveaxis(_host_grid(mesh), places, range(-len(places), 0)).reshape(-1, num_data_shards(mesh.shape))
     runs = [[(host, len(list(run))) for host, run in itertools.groupby(line)] for line in lines.tolist()]
     sizes = {size for line in runs for _, size in line}
     if len(sizes) > 1 or any(len(dict(line)) < len(line) for line in runs):

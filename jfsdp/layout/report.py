@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ def describe_stage(leaf: Leaf, stage: Stage | None) -> str:
     if stage is None:
         return "-"
     what = stage.dtype if stage.memory == DEVICE else f"{stage.dtype} on {stage.memory}"
-    if leaf.dim is None or not stage.axes:
+    over = {cut.dim: f"/{cut.axis}" for cut in leaf.cuts}
+    if leaf.dim is not None and stage.axes:
+        first = stage.axes[0] if stage.ways is None else f"{stage.axes[0]}:{stage.ways}"
+        over[leaf.dim] = "/".join((over.get(leaf.dim, ""), first, *stage.axes[1:]))
+    if not over:
         return f"whole {what}"
-    first = stage.axes[0] if stage.ways is None else f"{stage.axes[0]}:{stage.ways}"
-    split = "/".join(("", first, *stage.axes[1:]))
-    dims = [f"{size}{split}" if dim == leaf.dim else str(size) for dim, size in enumerate(leaf.stored_shape)]
+    dims = [f"{size}{over.get(dim, '')}" for dim, size in enumerate(leaf.stored_shape)]
     return f"[{' '.join(dims)}] {what}"
 
 
@@ -38,6 +41,7 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
         "trainable": leaf.trainable,
         "dim": leaf.dim,
         "padding": leaf.padding,
+        "cuts": [dataclasses.asdict(cut) for cut in leaf.cuts],
         "reason": reason(layout, leaf),
         "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},
         "bytes_per_device": leaf_bytes(layout, leaf),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
+
+from jfsdp.layout.table import Cut, cut_sizes
 
 DEFAULT_MIN_SIZE = 1024
 
@@ -26,6 +29,7 @@ def choose_dim(
     stacked: int = 0,
     min_size: int = DEFAULT_MIN_SIZE,
     shard_dim: int | None = None,
+    cuts: Sequence[Cut] = (),
 ) -> DimChoice:
     """Choose the dim to split over `num_shards`: the first that divides, else the one that pads least.
 
@@ -37,14 +41,22 @@ def choose_dim(
       shape: its logical shape; the first `stacked` dims are layer dims and are never split.
       min_size: leaves with fewer elements per layer are replicated.
       shard_dim: the user's choice instead; negative counts from the end.
+      cuts: of the leaf. What one leaves of its dim is split only where that divides: padding would stand at the end of
+        every part.
 
     Raises:
-      ValueError: if `shard_dim` is not a dim of the leaf, or is a layer dim.
+      ValueError: if `shard_dim` is not a dim of the leaf, is a layer dim, or is cut and would be padded.
     """
     size = math.prod(shape[stacked:])
     dim = None if shard_dim is None else _check_dim(path, shape, stacked, shard_dim)
+    shape, cut = cut_sizes(shape, cuts), {cut.dim: cut.parts for cut in cuts}
     if num_shards == 1:
         return DimChoice(None, 0, "whole: this strategy splits nothing over this mesh")
+    if dim is not None and dim in cut and shape[dim] % num_shards:
+        raise ValueError(
+            f"{path}: dim {dim} is to be split over {num_shards} devices (shard_dim, placements), and is cut into "
+            f"{cut[dim]} parts of size {shape[dim]}, which {num_shards} does not divide; choose another dim, or none"
+        )
     if dim is not None:
         return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as asked")
     if size < min_size:
@@ -55,6 +67,13 @@ def choose_dim(
     divisible = [dim for dim in dims if shape[dim] % num_shards == 0]
     if divisible:
         return DimChoice(divisible[0], 0, f"dim {divisible[0]}, the first divisible by {num_shards}")
+    dims = [dim for dim in dims if dim not in cut]
+    if not dims:
+        return DimChoice(
+            None,
+            0,
+            f"not split over {num_shards} devices: that divides no part of a cut dim, and no other can be padded",
+        )
     dim = min(dims, key=lambda d: ((-shape[d] % num_shards) / shape[d], -shape[d]))
     padding = -shape[dim] % num_shards
     padded = shape[dim] + padding

@@ -45,11 +45,28 @@ SubAxes = Mapping[str, tuple[tuple[str, int], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Cut:
+    """A dim of a leaf of which a device has one part only, through the whole life of the leaf: also in compute.
+
+    Attributes:
+      dim: of the leaf's shape, layer dims counted.
+      axis: the mesh axis that cuts it. No gather, no reduction of the leaf runs over it.
+      parts: the size of that axis.
+      reason: who asked for it.
+    """
+
+    dim: int
+    axis: str
+    parts: int
+    reason: str = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter: its logical shape, its owner, its split dim and padding with the reason, and its stages.
+    """One parameter: its logical shape, its owner, its split dim and padding with the reason, its stages and its cuts.
 
     Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
-      `opt` (both None for a leaf that is not trained).
+      `opt` (both None for a leaf that is not trained). What a stage splits is what the cuts leave of the leaf.
     """
 
     path: str
@@ -62,6 +79,7 @@ class Leaf:
     padding: int
     reason: str
     stages: tuple[tuple[str, Stage | None], ...]
+    cuts: tuple[Cut, ...] = ()
     form: ClassVar[str] = PER_PARAMETER
 
     def stage(self, name: str) -> Stage:
@@ -93,23 +111,50 @@ class Leaf:
         return (*self.shape[: self.dim], self.shape[self.dim] + self.padding, *self.shape[self.dim + 1 :])
 
     @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """The stored shape of what a device has of the leaf at all: with every cut dim divided."""
+        return cut_sizes(self.stored_shape, self.cuts)
+
+    def cut_spec(self, sliced: int = 0) -> PartitionSpec:
+        """Return the spec of the cuts alone: of the leaf where no data axis splits it."""
+        return make_spec(len(self.shape), self.cuts, sliced=sliced)
+
+    @property
     def padding_share(self) -> float:
         """The share of the stored elements that is padding."""
         stored = math.prod(self.stored_shape)
         return 1 - math.prod(self.shape) / stored if self.padding else 0.0
 
     def spec(self, stage: str, *, sliced: int = 0, sub_axes: SubAxes | None = None) -> PartitionSpec:
-        """Return the spec of a stage.
+        """Return the spec of a stage: what cuts a dim is major to what splits it, so that each part lies in one piece.
 
         Args:
           sliced: this many leading dims are gone (inside a scan over a stack).
           sub_axes: for a mesh whose axes are split, the parts of each axis; needed where a stage has `ways`.
         """
         axes = _expand(self.stage(stage), sub_axes or {})
-        entries: list[Any] = [None] * len(self.shape)
-        if self.dim is not None and axes:
-            entries[self.dim] = axes if len(axes) > 1 else "".join(axes)
-        return PartitionSpec(*entries[sliced:])
+        return make_spec(len(self.shape), self.cuts, self.dim, axes, sliced=sliced)
+
+
+def cut_sizes(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
+    """Return what cuts leave of a shape."""
+    parts = {cut.dim: cut.parts for cut in cuts}
+    return tuple(size // parts.get(dim, 1) for dim, size in enumerate(shape))
+
+
+def make_spec(
+    ndim: int, cuts: Iterable[Cut], dim: int | None = None, axes: Sequence[str] = (), *, sliced: int = 0
+) -> PartitionSpec:
+    """Return the spec of an array that is cut, and split along `dim` over `axes`, which are minor to its cut.
+
+    Args:
+      sliced: this many leading dims are gone.
+    """
+    over: dict[int, tuple[str, ...]] = {cut.dim: (cut.axis,) for cut in cuts}
+    if dim is not None:
+        over[dim] = (*over.get(dim, ()), *axes)
+    names = [over.get(at, ()) for at in range(sliced, ndim)]
+    return PartitionSpec(*[entry if len(entry) > 1 else "".join(entry) or None for entry in names])
 
 
 def _expand(stage: Stage, sub_axes: SubAxes) -> tuple[str, ...]:
@@ -258,9 +303,14 @@ class Layout:
 
     def stage_bytes(self, leaf: Leaf, stage: str) -> int:
         """Return the bytes per device of one stage of a leaf, padding included."""
-        elements = math.prod(leaf.stored_shape)
-        shards = 1 if leaf.dim is None else self.num_parts(leaf.stage(stage))
-        return elements * item_bytes(leaf.stage(stage).dtype) // shards
+        return math.prod(self.shard_shape(leaf, stage)) * item_bytes(leaf.stage(stage).dtype)
+
+    def shard_shape(self, leaf: Leaf, stage: str) -> tuple[int, ...]:
+        """Return the shape of what a device holds of one stage of a leaf, padding included."""
+        shape = list(leaf.cut_shape)
+        if leaf.dim is not None:
+            shape[leaf.dim] //= self.num_parts(leaf.stage(stage))
+        return tuple(shape)
 
     def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str, *, sliced: int = 0) -> NamedSharding:
         """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes, its axes split or not."""
@@ -289,7 +339,11 @@ class Layout:
 
     def axes_on(self, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the names of axes on a mesh of this layout's sizes, its axes split or not."""
-        return _expand(Stage(tuple(axes), ""), self._sub_axes_on(mesh))
+        return self.stage_axes_on(mesh, Stage(tuple(axes), ""))
+
+    def stage_axes_on(self, mesh: Mesh | AbstractMesh, stage: Stage) -> tuple[str, ...]:
+        """Return the axes of a mesh of this layout's sizes over which a stage splits a leaf's dim."""
+        return _expand(stage, self._sub_axes_on(mesh))
 
     def _sub_axes_on(self, mesh: Mesh | AbstractMesh) -> SubAxes:
         """Read from a mesh how `split_mesh` has split the axes of the layout."""

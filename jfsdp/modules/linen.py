@@ -79,6 +79,7 @@ class LinenModel:
         self.params = {name: struct_of(value) for name, value in params.items()}
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
+        self.dim_names = {name: names for name, names in self._dim_names.items() if name in self.params and names}
         self.tree = ParamTree(jax.tree.unflatten(self._tree, list(self.params)))
         self.modules = list_modules(classes, list(self.params), callers)
 
@@ -86,6 +87,11 @@ class LinenModel:
         try:
             return jax.eval_shape(self._init, jax.random.key(0))
         except Exception as error:
+            if "not found in mesh" in str(error):
+                raise ValueError(
+                    f"model: init of {type(self.module).__name__} failed ({error}): nn.with_partitioning takes names "
+                    "of mesh axes, such as (None, 'tensor'); for other names use nn.with_logical_partitioning"
+                ) from error
             # Numbers may be inputs (of a table that is given its length): a shape they are only where init fails.
             if not self._args or not all(type(x) is int for x in self._args):
                 raise
@@ -97,7 +103,9 @@ class LinenModel:
 
     def _init(self, key: jax.Array) -> dict[str, Any]:
         args, kwargs = jax.tree.map(_concrete, (self._args, self._kwargs))
-        return _plain(self.module.init(key, *args, **kwargs))
+        variables = self.module.init(key, *args, **kwargs)
+        self._dim_names = _dim_names(variables)
+        return _plain(variables)
 
     def _apply_abstract(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the variables are after one call, with a name on each parameter."""
@@ -301,8 +309,19 @@ def _is_key(value: Any) -> bool:
 
 def _plain(variables: Any) -> dict[str, Any]:
     """Take variables out of FrozenDicts and boxes (nn.Partitioned), whose names state nothing: they are metadata."""
-    is_box = lambda x: isinstance(x, meta.Partitioned)  # noqa: E731
-    return meta.unbox(jax.tree.map(lambda x: x.value if is_box(x) else x, unfreeze(variables), is_leaf=is_box))
+    unboxed = jax.tree.map(lambda x: x.value if _is_named(x) else x, unfreeze(variables), is_leaf=_is_named)
+    return meta.unbox(unboxed)
+
+
+def _is_named(x: Any) -> bool:
+    return isinstance(x, meta.Partitioned)
+
+
+def _dim_names(variables: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the names of dims in the boxes of parameters (`nn.with_partitioning`, `nn.with_logical_partitioning`)."""
+    boxes = jax.tree.leaves(unfreeze(variables).get(PARAMS, {}), is_leaf=_is_named)
+    names = _named(_plain(variables).get(PARAMS, {}))
+    return {name: tuple(box.names) for name, box in zip(names, boxes, strict=True) if _is_named(box)}
 
 
 def _needs_apply(variables: Mapping[str, Any], classes: Mapping[str, type]) -> bool:

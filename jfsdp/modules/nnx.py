@@ -32,6 +32,7 @@ class NNXModel:
         self.params = {name: struct_of(value) for name, value in _arrays(self._params).items()}
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
+        self.dim_names = _dim_names(self._params)
         self.tree = ParamTree(nnx.from_flat_state(_with_arrays(self._params, {name: name for name in self.params})))
         model = self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state)
         self.modules = _modules(model, list(self.params))
@@ -163,6 +164,19 @@ def _arrays(flat: Any) -> Arrays:
 
 def _types(flat: Any) -> dict[str, type]:
     return {name: type(variable) for path, variable in flat for name in _arrays([(path, variable)])}
+
+
+def _dim_names(flat: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the names of dims in the metadata of variables (`nnx.with_partitioning`, `out_sharding=`)."""
+    found = {}
+    for path, variable in flat:
+        sharding = variable.get_metadata("out_sharding", None)
+        if sharding is not None:
+            spec = getattr(sharding, "spec", sharding)
+            names = (spec,) if isinstance(spec, str) else tuple(spec)
+            named = tuple(name if isinstance(name, str | tuple) else None for name in names)  # else: left to XLA
+            found |= dict.fromkeys(_arrays([(path, variable)]), named)
+    return found
 
 
 def _with_arrays(flat: Any, arrays: Mapping[str, Any]) -> Any:

@@ -9,16 +9,20 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+import jfsdp
 from jfsdp.launch.hosts import hosts
+from jfsdp.layout import mesh as mesh_module
 from jfsdp.layout.mesh import (
     AXES,
     axis_sizes,
+    crosses_hosts,
     make_abstract_mesh,
     make_mesh,
     num_data_shards,
     parse_mesh,
     resolve_sizes,
 )
+from tests.models_small import Block, Tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +156,19 @@ def test_tensor_stays_inside_a_host_where_fsdp_spans_hosts():
     # Walking along fsdp leaves each host once and never comes back.
     line = [device.process_index for device in mesh.devices[0, 0, :, 0]]
     assert [host for host, _ in itertools.groupby(line)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("tensor", "crosses"), [(8, False), (16, True)])
+def test_an_axis_that_no_host_holds_is_known(tensor, crosses):
+    assert crosses_hosts(make_mesh(fsdp=-1, tensor=tensor, devices=fake_hosts(4, 8)), "tensor") == crosses
+    assert not crosses_hosts(make_abstract_mesh({"fsdp": 2, "tensor": tensor}), "tensor")
+
+
+@pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
+def test_activations_between_hosts_are_told(monkeypatch):
+    monkeypatch.setattr(mesh_module, "hosts", lambda devices: tuple(range(len(devices))))
+    with pytest.warns(UserWarning, match=r"axis 'tensor' \(size 2\) joins devices of different hosts"):
+        jfsdp.fully_shard(Tower, mesh=make_mesh(fsdp=4, tensor=2), units=[Block])
 
 
 def test_pipe_crosses_hosts_first():

@@ -248,7 +248,7 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
         {Weight: P(), "head": P("fsdp")},
         f"head: placements Weight ({P()!r}) and 'head' ({P('fsdp')!r}) collide",
     ),
-    "two dims": ({"head": P("replica", "fsdp")}, "splits dims 0, 1; one dim of a leaf is split"),
+    "two dims": ({"head": P("replica", "fsdp")}, "splits dims 0, 1; data axes split one dim of a leaf"),
     "too long": ({"block.bias": P(None, "fsdp")}, "has more entries than shape (2048,) has dims"),
     "axis twice": ({"head": P(("fsdp", "fsdp"))}, "param=('fsdp', 'fsdp') is neither a jfsdp.Split nor a tuple"),
     "axes out of order": ({"head": P(("fsdp", "replica"))}, "each once, in the order ('replica', 'fsdp')"),

@@ -1,0 +1,167 @@
+"""Which leaves an axis cuts, and along which dim: from the model's own names of dims, or from selectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jfsdp.arguments import checked
+from jfsdp.layout.mesh import AXES, MODEL_AXES
+from jfsdp.layout.select import select_leaves
+from jfsdp.layout.table import Cut, close_names
+
+DimNames = tuple[str | tuple[str, ...] | None, ...]
+AxisRules = Mapping[str, str | None]
+Cuts = Mapping[Any, Any]  # by selector, (dim, axis) or None
+
+
+@checked
+def find_cuts(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    stacked: Mapping[str, int],
+    names: Mapping[str, DimNames],
+    sizes: Mapping[str, int],
+    *,
+    types: Mapping[str, type],
+    axis_rules: AxisRules | None = None,
+    cuts: Cuts | None = None,
+) -> dict[str, tuple[Cut, ...]]:
+    """Return the cuts of every leaf, in the order of its dims; axes of size 1 cut nothing.
+
+    Args:
+      leaves: logical shape and dtype by path.
+      stacked: by path, how many leading dims are layer dims.
+      names: by path, what the model calls the dims of a leaf (Flax's sharding metadata), where it names them.
+      sizes: of the mesh's axes.
+      types: as `select_leaves` takes them.
+      axis_rules: by a name of dims, the axis that cuts them, or None; a name that is such an axis needs no rule.
+        Without rules the names cut nothing.
+      cuts: by selector, (dim, axis), the dim counted without layer dims, a negative one from the end; None: no cut.
+        What a selector chooses has no cuts by its names. Leaves without elements have none.
+
+    Raises:
+      ValueError: for axes that cut nothing, names without a rule, rules and selectors that no leaf has, dims that are
+        not there, sizes that the axis does not divide, and two cuts of a leaf over one axis.
+    """
+    asked: dict[str, list[tuple[int, str, str]]] = {}
+    if axis_rules is not None:
+        asked = _by_names(leaves, stacked, names, axis_rules)
+    asked |= _by_selectors(leaves, stacked, types, cuts or {})
+    return {
+        path: _checked(path, tuple(leaves[path].shape), stacked[path], asked.get(path, []), sizes) for path in leaves
+    }
+
+
+def _by_names(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    stacked: Mapping[str, int],
+    names: Mapping[str, DimNames],
+    rules: AxisRules,
+) -> dict[str, list[tuple[int, str, str]]]:
+    named = {path: _named_dims(path, tuple(leaves[path].shape), stacked[path], dims) for path, dims in names.items()}
+    known = sorted({name for dims in named.values() for _, name in dims})
+    for name in rules:
+        if name not in known:
+            raise ValueError(f"axis_rules: {name!r} is the name of no parameter's dim; {_names_are(known)}")
+    # A layer dim needs no rule: it cannot be cut.
+    asking = {name: path for path, dims in named.items() for dim, name in dims if dim >= stacked[path]}
+    missing = [name for name in known if name in asking and name not in rules and name not in MODEL_AXES]
+    if missing:
+        raise ValueError(
+            f"{asking[missing[0]]}: axis_rules has no rule for {missing[0]!r}, which sharding metadata calls a dim of "
+            f"it; say {', '.join(f'{name!r}: None' for name in missing)} for what is not to be cut, or "
+            f"{missing[0]!r}: {MODEL_AXES[0]!r}"
+        )
+    axes = {name: rules.get(name, name if name in MODEL_AXES else None) for name in known}
+    return {
+        path: [(dim, axis, f"sharding metadata {name!r}") for dim, name in dims if (axis := axes[name]) is not None]
+        for path, dims in named.items()
+    }
+
+
+def _named_dims(path: str, shape: tuple[int, ...], stacked: int, names: DimNames) -> list[tuple[int, str]]:
+    """Return the dims that have names: the first ones, after layer dims that a vmap or a scan has left without."""
+    if len(names) > len(shape):
+        raise ValueError(
+            f"{path}: sharding metadata {names} names {len(names)} dims, and shape {shape} has {len(shape)}; mend "
+            "it in the model"
+        )
+    first = stacked if len(shape) - len(names) == stacked else 0
+    pairs = [(dim + first, (entry,) if isinstance(entry, str) else entry or ()) for dim, entry in enumerate(names)]
+    return [(dim, name) for dim, entry in pairs for name in entry]
+
+
+def _names_are(known: list[str]) -> str:
+    if known:
+        return f"the names are {', '.join(known)}"
+    return (
+        "the model's parameters have no sharding metadata (nn.with_partitioning, nnx.with_partitioning); say which "
+        "dims are cut by cuts={'**.kernel': (dim, axis)}"
+    )
+
+
+def _by_selectors(
+    leaves: Mapping[str, jax.ShapeDtypeStruct], stacked: Mapping[str, int], types: Mapping[str, type], cuts: Cuts
+) -> dict[str, list[tuple[int, str, str]]]:
+    asked: dict[str, list[tuple[int, str, str]]] = {}
+    for selector, wanted in cuts.items():
+        for path, words in select_leaves("cuts", selector, leaves, types).items():
+            new = _asked(path, tuple(leaves[path].shape), stacked[path], f"cuts {words}", wanted)
+            if path in asked and [one[:2] for one in asked[path]] != [one[:2] for one in new]:
+                raise ValueError(f"{path}: cuts {words} and another selector differ; make one of them narrower")
+            asked[path] = new
+    return asked
+
+
+def _asked(path: str, shape: tuple[int, ...], stacked: int, reason: str, wanted: Any) -> list[tuple[int, str, str]]:
+    if wanted is None:
+        return []
+    if not isinstance(wanted, (tuple, list)) or len(wanted) != 2:
+        raise ValueError(
+            f"{path}: {reason}: {wanted!r} is neither a dim and an axis, such as (0, {MODEL_AXES[0]!r}), nor None"
+        )
+    return [(_dim(path, shape, stacked, wanted[0]), wanted[1], reason)]
+
+
+def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"{path}: cuts: dim {dim!r} is not a whole number; say (dim, axis), such as (0, 'tensor')")
+    num = len(shape) - stacked
+    if not -num <= dim < num:
+        layers = f" without its {stacked} layer dims" if stacked else ""
+        raise ValueError(
+            f"{path}: cuts: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; say {-num}..{num - 1}"
+        )
+    return stacked + dim % num
+
+
+def _checked(
+    path: str, shape: tuple[int, ...], stacked: int, asked: list[tuple[int, str, str]], sizes: Mapping[str, int]
+) -> tuple[Cut, ...]:
+    cuts: list[Cut] = []
+    for dim, axis, reason in sorted(asked, key=lambda one: one[0]):
+        if axis not in MODEL_AXES:
+            why = "the strategy says what is split over it" if axis in AXES else close_names(str(axis), MODEL_AXES)
+            raise ValueError(
+                f"{path}: {reason}: axis {axis!r} cuts no leaf ({why}); what cuts is {', '.join(map(repr, MODEL_AXES))}"
+            )
+        if dim < stacked:
+            raise ValueError(
+                f"{path}: {reason}: dim {dim} (size {shape[dim]}) is a layer dim and cannot be cut; say None for it"
+            )
+        twice = [cut for cut in cuts if axis == cut.axis or dim == cut.dim]
+        if twice:
+            raise ValueError(
+                f"{path}: {twice[0].reason} cuts dim {twice[0].dim} over axis {twice[0].axis!r}, and {reason} dim "
+                f"{dim} over {axis!r}; an axis cuts one dim of a leaf: say None for one name, or choose by cuts="
+            )
+        parts = sizes.get(axis, 1)
+        if shape[dim] % parts:
+            raise ValueError(
+                f"{path}: {reason}: dim {dim} (size {shape[dim]}) cannot be cut over axis {axis!r} (size {parts}), "
+                "which does not divide it; take a size that does, or cuts={...: None} for this leaf"
+            )
+        cuts.append(Cut(dim, axis, parts, reason))
+    return tuple(cut for cut in cuts if cut.parts > 1) if 0 not in shape else ()

@@ -1,0 +1,160 @@
+"""Cuts: which dims axis `tensor` cuts, where every stage of a cut leaf stands, and what is refused."""
+
+import math
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jfsdp.layout.cuts import find_cuts
+from jfsdp.layout.report import describe_stage, layout_to_dict
+from jfsdp.layout.units import UnitInfo
+from tests.layout.tables import abstract, make_table
+
+MESH = {"fsdp": 4, "tensor": 2}
+LEAVES = {"mlp.up": (64, 128), "mlp.down": (128, 64), "mlp.bias": (128,), "norm": (64,)}
+CUTS = {"mlp.up": (1, "tensor"), "mlp.down": (0, "tensor"), "mlp.bias": (-1, "tensor")}
+NAMES = {"mlp.up": ("embed", "mlp"), "mlp.down": ("mlp", "embed"), "mlp.bias": ("mlp",)}
+RULES = {"mlp": "tensor", "embed": None}
+
+
+def table(leaves=None, strategy="full_shard", mesh=None, **options):
+    return make_table(leaves or LEAVES, strategy, mesh or MESH, **{"cuts": CUTS, "min_size": 0} | options)
+
+
+def test_a_cut_holds_in_every_stage_and_is_major_where_the_strategy_splits_the_same_dim():
+    layout = table(strategy="hfsdp", mesh={"replica": 2, "fsdp": 2, "tensor": 2})
+    up, down = layout.by_path["mlp.up"], layout.by_path["mlp.down"]
+    assert [up.spec(stage) for stage in ("param", "use", "opt")] == [
+        P("fsdp", "tensor"),
+        P(None, "tensor"),
+        P(("fsdp", "replica"), "tensor"),
+    ]
+    assert [down.spec(stage) for stage in ("param", "use", "opt")] == [
+        P(("tensor", "fsdp"), None),
+        P("tensor", None),
+        P(("tensor", "fsdp", "replica"), None),
+    ]
+    assert layout.by_path["norm"].spec("use") == P(None)
+    assert describe_stage(down, down.stage("param")) == "[128/tensor/fsdp 64] float32"
+    assert describe_stage(down, down.stage("use")) == "[128/tensor 64] float32"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "ddp", "hybrid_shard"])
+def test_a_device_has_a_part_of_what_it_had(strategy):
+    whole, cut = table(strategy=strategy, mesh={"fsdp": 4}), table(strategy=strategy)
+    for path in CUTS:
+        for stage in ("param", "use", "grad", "opt"):
+            sizes = [layout.stage_bytes(layout.by_path[path], stage) for layout in (whole, cut)]
+            assert sizes[0] == 2 * sizes[1], (path, stage)
+
+
+def test_an_axis_of_size_1_cuts_nothing():
+    assert table(mesh={"fsdp": 4}).leaves == make_table(LEAVES, "full_shard", {"fsdp": 4}, min_size=0).leaves
+
+
+def test_padding_stands_in_a_dim_that_is_not_cut():
+    leaf = table({"w": (12, 5)}, cuts={"w": (0, "tensor")}).by_path["w"]
+    assert (leaf.dim, leaf.padding, leaf.cut_shape) == (1, 3, (6, 8))
+    bias = table({"b": (6,)}, cuts={"b": (0, "tensor")}).by_path["b"]
+    assert (bias.dim, bias.cut_shape, bias.spec("param")) == (None, (3,), P("tensor"))
+    assert "divides no part of a cut dim" in bias.reason
+
+
+def test_dims_of_a_selector_are_counted_without_layer_dims():
+    units = {
+        "": UnitInfo("", "Net", 0, ()),
+        "layers": UnitInfo("layers", "Layer", 1, ("layers.up", "layers.scale")),
+    }
+    layout = table({"layers.up": (3, 8, 16), "layers.scale": (3, 16)}, units=units, cuts={"layers.*": (-1, "tensor")})
+    assert [leaf.spec("use") for leaf in layout.leaves] == [P(None, None, "tensor"), P(None, "tensor")]
+    assert layout.by_path["layers.up"].spec("param", sliced=1) == P("fsdp", "tensor")
+
+
+def found(*, leaves=None, stacked=0, names=None, mesh=None, **given):
+    shapes = {path: abstract(shape) for path, shape in (leaves or LEAVES).items()}
+    layers = dict.fromkeys(shapes, stacked)
+    cuts = find_cuts(shapes, layers, NAMES if names is None else names, mesh or MESH, types={}, **given)
+    return {path: [(cut.dim, cut.axis, cut.parts) for cut in own] for path, own in cuts.items() if own}
+
+
+def test_names_of_dims_cut_as_the_rules_say_and_selectors_have_the_last_word():
+    by_names = {"mlp.up": [(1, "tensor", 2)], "mlp.down": [(0, "tensor", 2)], "mlp.bias": [(0, "tensor", 2)]}
+    assert found() == {}
+    assert found(axis_rules=RULES) == by_names
+    assert found(axis_rules=RULES, cuts={"mlp.bias": None, "mlp.up": (0, "tensor")}) == {
+        "mlp.up": [(0, "tensor", 2)],
+        "mlp.down": [(0, "tensor", 2)],
+    }
+    assert found(axis_rules={}, names={"mlp.up": (None, "tensor")}) == {"mlp.up": [(1, "tensor", 2)]}
+
+
+def test_names_without_the_layer_dim_are_of_the_last_dims():
+    leaves, names = {"w": (3, 8, 16)}, {"w": ("embed", "mlp")}
+    assert found(leaves=leaves, stacked=1, names=names, axis_rules=RULES) == {"w": [(2, "tensor", 2)]}
+
+
+def test_names_of_the_first_dims_are_theirs():
+    """As in a PartitionSpec, whose last entries may be missing."""
+    rules = {"mlp": "tensor"}
+    assert found(leaves={"w": (64, 256)}, names={"w": ("mlp",)}, axis_rules=rules) == {"w": [(0, "tensor", 2)]}
+
+
+def test_leaves_without_elements_are_not_cut():
+    assert found(leaves={"w": (0, 8)}, names={}, cuts={"w": (1, "tensor")}) == {}
+
+
+REFUSED = {
+    "a name without a rule": ({"axis_rules": {"mlp": "tensor"}}, r"mlp\.down: axis_rules has no rule for 'embed'"),
+    "a rule for no name": ({"axis_rules": {**RULES, "head": "tensor"}}, "'head' is the name of no parameter's dim"),
+    "rules and no metadata": ({"axis_rules": RULES, "names": {}}, "no sharding metadata"),
+    "twice over one axis": (
+        {"axis_rules": {"mlp": "tensor", "embed": "tensor"}},
+        r"mlp\.up: sharding metadata 'embed' cuts dim 0 over axis 'tensor', and sharding metadata 'mlp' dim 1",
+    ),
+    "a data axis": ({"axis_rules": {"mlp": "fsdp", "embed": None}}, "axis 'fsdp' cuts no leaf .the strategy says"),
+    "an unknown axis": ({"cuts": {"mlp.up": (1, "tenser")}}, "'tenser' cuts no leaf .close names are tensor"),
+    "a dim that is not there": ({"cuts": {"mlp.up": (2, "tensor")}}, r"mlp\.up: cuts: dim 2 is not a dim of shape"),
+    "no number": ({"cuts": {"mlp.up": ("1", "tensor")}}, r"mlp\.up: cuts: dim '1' is not a whole number"),
+    "no pair": ({"cuts": {"mlp.up": "tensor"}}, r"mlp\.up: cuts 'mlp\.up': 'tensor' is neither a dim and an axis"),
+    "an empty pair": ({"cuts": {"mlp.up": ()}}, r"mlp\.up: cuts 'mlp\.up': \(\) is neither"),
+    "a bool": ({"cuts": {"mlp.up": (True, "tensor")}}, "dim True is not a whole number"),
+    "no axis": ({"cuts": {"mlp.up": (1, None)}}, r"mlp\.up: cuts 'mlp\.up': axis None cuts no leaf"),
+    "nothing chosen": ({"cuts": {"mpl.up": (1, "tensor")}}, "cuts 'mpl.up' matches no parameter"),
+    "two selectors": (
+        {"cuts": {"mlp.*": (0, "tensor"), "mlp.up": (1, "tensor")}},
+        r"mlp\.up: cuts 'mlp\.up' and another",
+    ),
+    "uneven": (
+        {"mesh": {"fsdp": 2, "tensor": 3}, "cuts": {"norm": (0, "tensor")}},
+        r"norm: cuts 'norm': dim 0 \(size 64\) cannot be cut over axis 'tensor' \(size 3\)",
+    ),
+    "too many names": (
+        {"names": {"norm": ("a", "mlp")}, "axis_rules": {"a": None, "mlp": None}},
+        "names 2 dims, and shape .64,. has 1",
+    ),
+    "a layer dim": (
+        {"leaves": {"w": (2, 8)}, "stacked": 1, "names": {"w": ("mlp", None)}, "axis_rules": {"mlp": "tensor"}},
+        r"w: sharding metadata 'mlp': dim 0 \(size 2\) is a layer dim",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(case):
+    given, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        found(**given)
+
+
+def test_what_contradicts_a_cut_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"mlp\.up: ignored by 'mlp\.up', .* and cuts 'mlp\.up' cuts it"):
+        table(ignored="mlp.up")
+    with pytest.raises(ValueError, match=r"b: dim 0 is to be split over 4 devices .* cut into 2 parts of size 3"):
+        table({"b": (6,)}, cuts={"b": (0, "tensor")}, shard_dim=lambda path, shape: 0)
+
+
+def test_the_report_has_the_cuts():
+    row = next(row for row in layout_to_dict(table())["leaves"] if row["path"] == "mlp.down")
+    assert row["cuts"] == [{"dim": 0, "axis": "tensor", "parts": 2, "reason": "cuts 'mlp.down'"}]
+    assert row["stages"]["use"]["spec"] == ["tensor", None]
+    assert row["bytes_per_device"] == 4 * math.prod(LEAVES["mlp.down"]) // 8
