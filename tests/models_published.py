@@ -6,7 +6,7 @@ for the Vision Transformer.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 from flax import linen, nnx
 
 import tests.models_small as small
+from jfsdp_models import gpt2 as gpt2_jobs  # pyright: ignore[reportMissingImports]
+from jfsdp_models import llama as llama_jobs  # pyright: ignore[reportMissingImports]
+from jfsdp_models import vit as vit_jobs  # pyright: ignore[reportMissingImports]
 from jfsdp_models.gpt2 import GPT2, Block  # pyright: ignore[reportMissingImports]
 from jfsdp_models.gpt2_config import GPT2Config  # pyright: ignore[reportMissingImports]
 from jfsdp_models.llama import DecoderLayer, Llama  # pyright: ignore[reportMissingImports]
@@ -28,12 +31,13 @@ VOCAB, LENGTH, CLASSES, IMAGE = 61, 6, 10, 8  # a prime vocabulary: divides by n
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model as `fully_shard` takes it, its loss and units, and batches for it."""
+    """A model as `fully_shard` takes it, its loss and units, batches for it, and its cuts on a mesh with `tensor`."""
 
     source: Any
     loss: Callable
     units: list
     batch: Callable
+    cuts: Mapping | None = None
 
 
 def tokens(rng, rows):
@@ -50,9 +54,9 @@ def images(rng, rows):
     return {"images": pixels, "labels": rng.integers(0, CLASSES, rows).astype(np.int32)}
 
 
-def llama(stacked, num_layers=2):
+def llama(stacked, num_layers=2, vocab=VOCAB):
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         dim=24,
         num_layers=num_layers,
         num_heads=4,
@@ -63,12 +67,13 @@ def llama(stacked, num_layers=2):
         attention="xla",
         loss_chunk=4,
     )
-    return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens)
+    cuts = llama_jobs.cuts(config) | ({"embed": None, "lm_head": None} if vocab == VOCAB else {})
+    return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens, cuts)
 
 
-def gpt2(stacked=True, dropout=0.0):
+def gpt2(stacked=True, dropout=0.0, vocab=VOCAB):
     config = GPT2Config(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         num_positions=8,
         dim=24,
         num_layers=2,
@@ -83,10 +88,12 @@ def gpt2(stacked=True, dropout=0.0):
     def loss(model, batch):
         return loss_of_model(model, batch, deterministic=dropout == 0)
 
-    return Case((GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), loss, [Block], tokens)
+    return Case(
+        (GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), loss, [Block], tokens, gpt2_jobs.cuts(config)
+    )
 
 
-def vit():
+def vit(norm="batch", pool="token", dropout=0.0):
     config = ViTConfig(
         image_size=IMAGE,
         channels=1,
@@ -96,11 +103,12 @@ def vit():
         num_layers=2,
         num_heads=4,
         ffn_dim=40,
-        norm="batch",
-        dropout=0.0,
+        norm=norm,
+        pool=pool,
+        dropout=dropout,
         attention="xla",
     )
-    return Case(lambda rngs: ViT(config, rngs), classification_loss, [EncoderBlock], images)
+    return Case(lambda rngs: ViT(config, rngs), classification_loss, [EncoderBlock], images, vit_jobs.cuts())
 
 
 class TiedTower(linen.Module):
@@ -159,6 +167,11 @@ MODELS |= {
 }
 SMALL = tuple(MODELS)[len(PUBLISHED) :]
 MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, num_layers=6)}
+# With vocabularies that an axis cuts, and images of as many tokens as it splits.
+CUT = {"llama-cut": llama(True, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
+CUT |= {"vit-odd": vit("layer")}
+MODELS |= CUT
+DROPPING = {"gpt2": gpt2(dropout=0.3, vocab=64), "vit": vit("layer", "mean", dropout=0.3)}
 
 
 def batches(model, num, rows, seed=0):

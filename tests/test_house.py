@@ -39,7 +39,7 @@ ALLOWED = {
     ),
     "trainer": ("arguments", "compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
     "plan": ("arguments", "compat", "layout", "engine", "train", "launch.hosts", *PLANNED, "extras"),
-    "launch": ("arguments", "compat"),
+    "launch": ("arguments", "compat", "extras"),
     "testing": ("arguments", "layout", "plan"),
     "extras": (),
     "cli": ("",),  # everything

@@ -154,7 +154,7 @@ class ShardedApply:
             return
         is_own = lambda eqn: f"{SCOPE}." in str(eqn.source_info.name_stack)  # noqa: E731
         marked = [name in padded for name in traced.names]
-        for place, eqn in reads(traced.jaxpr, marked, lambda eqn: cuts(eqn) and not is_own(eqn)):
+        for place, eqn in reads(traced.jaxpr, marked, lambda eqn: cuts(eqn) and not is_own(eqn), is_own):
             if not is_own(eqn):
                 leaf = padded[traced.names[place]]
                 assert leaf.dim is not None

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfsdp.engine.engine import pad_all, unpad_all
-from jfsdp.layout.flat import Buffer
+from jfsdp.layout.flat import Buffer, View
 from jfsdp.layout.table import Layout
 
 
@@ -22,26 +23,22 @@ def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Arr
     """Return the leaves in a buffer, or in part of its chunks. Moves no data between devices.
 
     Args:
-      value: [layers, chunks * chunk], the whole buffer or any number of its chunks.
+      value: [layers, chunks * chunk], or [layers, parts, chunks * chunk]: the whole buffer or any number of its chunks.
       gone: how many layer dims are gone from it.
 
     Returns:
       By name, the leaves in their stored shape, or what these chunks hold of them.
     """
-    lead = value.shape[:-1]
-    assert len(lead) == buffer.stacked - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
+    lead = value.shape[: buffer.stacked - gone]
+    assert value.ndim == len(buffer.shape) - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
     num = value.shape[-1] // buffer.chunk if buffer.chunk else 1
-    chunks = value.reshape(*lead, num, buffer.chunk)
+    chunks = value.reshape(*lead, buffer.num_parts, num, buffer.chunk)
     leaves = {}
     for view in buffer.views:
-        part = jax.lax.slice_in_dim(chunks, view.start, view.start + view.size, axis=-1)
-        part = part.reshape(*lead, num, *view.shape)
-        if view.dim is None:
-            leaves[view.path] = part.reshape(*lead, *view.shape)
-            continue
-        part = jnp.moveaxis(part, len(lead), len(lead) + view.dim)
-        shape = [*view.shape[: view.dim], num * view.shape[view.dim], *view.shape[view.dim + 1 :]]
-        leaves[view.path] = part.reshape(*lead, *shape)
+        piece = jax.lax.slice_in_dim(chunks, view.start, view.start + view.size, axis=-1)
+        piece = piece.reshape(*lead, buffer.num_parts, num, *view.shape)
+        grid = [*lead, *_sizes(view, buffer.num_parts, num)]
+        leaves[view.path] = piece.transpose(_order(view, len(lead))).reshape(*grid)
     return leaves
 
 
@@ -50,18 +47,38 @@ def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.
 
     Moves no data between devices.
     """
-    num_lead = buffer.stacked - gone
-    parts = []
+    num_lead, pieces = buffer.stacked - gone, []
     for view in buffer.views:
-        part = leaves[view.path]
-        lead, num = part.shape[:num_lead], 1
+        leaf = leaves[view.path]
+        lead, order, num = leaf.shape[:num_lead], _order(view, num_lead), 1
         if view.dim is not None:
-            num = part.shape[num_lead + view.dim] // view.shape[view.dim]
-            shape = [*view.shape[: view.dim], num, *view.shape[view.dim :]]
-            part = jnp.moveaxis(part.reshape(*lead, *shape), num_lead + view.dim, num_lead)
-        parts.append(part.reshape(*lead, num, view.size))
-    chunks = jnp.concatenate(parts, axis=-1)
-    return chunks.reshape(*chunks.shape[:num_lead], chunks.shape[-2] * buffer.chunk)
+            num = leaf.shape[num_lead + view.dim] // _sizes(view, buffer.num_parts, 1)[view.dim]
+        grid = [*lead, buffer.num_parts, num, *view.shape]
+        piece = leaf.reshape([grid[place] for place in order]).transpose(np.argsort(order))
+        pieces.append(piece.reshape(*lead, buffer.num_parts, num, view.size))
+    chunks = jnp.concatenate(pieces, axis=-1)
+    parts = [cut.parts for cut in buffer.cuts]
+    return chunks.reshape(*chunks.shape[:num_lead], *parts, chunks.shape[-2] * buffer.chunk)
+
+
+def _order(view: View, num_lead: int) -> list[int]:
+    """Return an order of [layers, parts, chunks, *view.shape]: parts, then chunks, before the dims that they part."""
+    order = [*range(num_lead)]
+    before: dict[int, list[int]] = {}
+    before.setdefault(view.cut or 0, []).append(num_lead)
+    before.setdefault(view.dim or 0, []).append(num_lead + 1)
+    for dim in range(max(len(view.shape), 1)):
+        order += [*before.get(dim, ()), *([num_lead + 2 + dim] if view.shape else [])]
+    return order
+
+
+def _sizes(view: View, num_parts: int, num_chunks: int) -> list[int]:
+    """Return the sizes of a leaf without its layer dims, or of what these chunks hold of it."""
+    sizes = list(view.shape)
+    for dim, num in ((view.cut, num_parts), (view.dim, num_chunks)):
+        if dim is not None:
+            sizes[dim] *= num
+    return sizes
 
 
 def one_to_rest(layout: Layout, name: str, leaves: Mapping[str, jax.Array]) -> jax.Array:

@@ -1,15 +1,26 @@
-"""Movements inside a `shard_map` over the data axes: the list of movements as collectives of our own."""
+"""Movements inside a `shard_map` over the data axes: the list of movements as collectives of our own.
+
+[Note: cuts in a shard_map]
+The model's axes (`tensor`) are left to XLA there: a value is whole along them, and XLA knows how it is split. XLA does
+not split a collective of ours, though: it would make whole what `tensor` splits, run the collective, and split again.
+So each runs in a `shard_map` of its own over the model's axes, in which a device sees its part alone, and nothing
+crosses them (seen in the HLO of JAX 0.10.2 and 0.12).
+A dim may be cut by `tensor` and split by data axes. `tensor` is major, so that what a gather brings lies in one piece,
+and the outer `shard_map`, which knows the data axes alone, could not name that order. So such a dim passes its border
+as two: [D/(tensor fsdp)] = [tensor D/tensor/fsdp].
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jfsdp.engine.engine import Engine, Pairs, T, is_key, pad_all, to_device
 from jfsdp.engine.movements import (
@@ -26,7 +37,6 @@ from jfsdp.engine.movements import (
     of_leaf,
 )
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.precision import is_float
 from jfsdp.layout.table import Leaf
 
 
@@ -56,32 +66,65 @@ class LocalEngine(Engine):
         """Do what the list says of a leaf."""
         for move in self._moves.get((leaf.path, when), ()):
             axes = self._names(leaf, move.stage) if move.kind == GATHER else self.layout.axes_on(self.mesh, move.axes)
-            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf.dim, gone)
+            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, gone)
         return value
 
-    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], dim: int | None, gone: int) -> jax.Array:
-        if kind == GATHER:
-            assert dim is not None
-            if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
-                # Else XLA splits over `tensor` what the gather takes, and must put it together again before.
-                value = jax.lax.with_sharding_constraint(value, PartitionSpec(*[None] * value.ndim))
-            return jax.lax.all_gather(value, axes, axis=dim - gone, tiled=True)
-        dtype, value = value.dtype, _widened(value, self.mesh)
-        if kind == SCATTER:
-            assert dim is not None
-            return jax.lax.psum_scatter(value, axes, scatter_dimension=dim - gone, tiled=True).astype(dtype)
-        assert kind == REDUCE, kind
-        return jax.lax.psum(value, axes).astype(dtype)
+    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, gone: int) -> jax.Array:
+        dim = None if leaf.dim is None else leaf.dim - gone
+
+        def collect(value: jax.Array) -> jax.Array:
+            if kind == REDUCE:
+                return jax.lax.psum(value, axes)
+            assert dim is not None, leaf.path
+            if kind == GATHER:
+                return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
+            return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+
+        return self._by_part(leaf, gone, collect, value)
+
+    def _by_part(self, leaf: Leaf, gone: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
+        """Compute `fn` on what a device has of a leaf; see [Note: cuts in a shard_map].
+
+        Layout:  [.. D/tensor ..] -> [.. D'/tensor ..] where the leaf is cut; else whole along the model's axes.
+        """
+        if not self.own:
+            return fn(value)
+        return self._over_own(fn, leaf.cut_spec(gone), leaf.cut_spec(gone), value)
+
+    def _over_own(
+        self, fn: Callable[[jax.Array], jax.Array], before: PartitionSpec, after: PartitionSpec, value: jax.Array
+    ) -> jax.Array:
+        return jax.shard_map(fn, in_specs=before, out_specs=after, axis_names=set(self.own), check_vma=False)(value)
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
         """Run on each device by itself, with its part of the weights and its rows of the batch."""
-        layout, whole = self.layout, PartitionSpec()
-        leaves = map(layout.by_path.__getitem__, arrays[0])
-        at_rest = {leaf.path: layout.on_device(self.mesh, leaf, leaf.source).spec for leaf in leaves}
-        rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, arrays[2])
-        given: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(arrays[3:])), "out_specs": specs}
+        source, *others = arrays
+        leaves = {path: self.layout.by_path[path] for path in source}
+        at_rest = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
+        opened = {path: source[path].reshape(_open_shape(leaf)) for path, leaf in leaves.items()}
+        whole = PartitionSpec()
+        rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
+        given: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in self.own}
-        return jax.shard_map(compute, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(*arrays)
+
+        def local(opened: Arrays, *others: Any) -> T:
+            return compute({path: self._close(leaf, opened[path]) for path, leaf in leaves.items()}, *others)
+
+        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(opened, *others)
+
+    def _close(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        """Bring what has come in into the shape of its leaf. Moves no data between devices."""
+        if not _is_doubled(leaf):
+            return value
+        opened = _open_spec(leaf, leaf.cut_spec(), ())
+        return self._over_own(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
+
+    def _open(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        """Bring what goes out into the shape in which it passes. Moves no data between devices."""
+        if not _is_doubled(leaf):
+            return value
+        opened = _open_spec(leaf, leaf.cut_spec(), ())
+        return self._over_own(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), opened, value)
 
     @property
     def _data(self) -> tuple[str, ...]:
@@ -119,15 +162,14 @@ class LocalEngine(Engine):
         """Return how a gradient stands after `finish`: split further where the last sum is scattered."""
         leaf = self.layout.by_path[path]
         split = (*accumulator_axes(leaf, self.deferred), *last_axes(leaf, self.deferred))
-        axes = self.layout.axes_on(self.mesh, split)
-        return PartitionSpec(*[axes if dim == leaf.dim and axes else None for dim in range(len(leaf.shape))])
+        return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
 
         def last(leaf: Leaf, grad: jax.Array) -> jax.Array:
             grad = to_device(grad) if weight is None else to_device(grad) / weight
-            summed = self._move(LAST, leaf, 0, grad).astype(leaf.stage("grad").dtype)
+            summed = self._open(leaf, self._move(LAST, leaf, 0, grad).astype(leaf.stage("grad").dtype))
             return summed if weight is None else summed * weight
 
         return {path: last(self.layout.by_path[path], grad) for path, grad in grads.items()}
@@ -144,17 +186,16 @@ class LocalEngine(Engine):
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them. Moves no data between devices."""
-        kept = {}
-        for leaf, gone in pairs:
-            axes = self._names(leaf, "kept")
-            value = whole[leaf.path]
-            if axes:
-                assert leaf.dim is not None
-                size = value.shape[leaf.dim - gone] // jax.lax.axis_size(axes)
-                start = jax.lax.axis_index(axes) * size
-                value = jax.lax.dynamic_slice_in_dim(value, start, size, axis=leaf.dim - gone)
-            kept[leaf.path] = value
-        return kept
+
+        def cut(leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
+            axes, dim = self._names(leaf, "kept"), (leaf.dim or 0) - gone
+            if not axes:
+                return value
+            size = value.shape[dim] // jax.lax.axis_size(axes)
+            return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
+
+        own = {leaf.path: functools.partial(cut, leaf, gone) for leaf, gone in pairs}
+        return {leaf.path: self._by_part(leaf, gone, own[leaf.path], whole[leaf.path]) for leaf, gone in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from what was kept of them."""
@@ -189,7 +230,7 @@ class LocalEngine(Engine):
         reduced = {}
         for leaf, gone in pairs:
             grad, axes = grads[leaf.path].astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
-            reduced[leaf.path] = self._collect(SCATTER, grad, axes, leaf.dim, gone) if axes else grad
+            reduced[leaf.path] = self._collect(SCATTER, grad, axes, leaf, gone) if axes else grad
         return reduced
 
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
@@ -199,32 +240,50 @@ class LocalEngine(Engine):
         grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
         further = self.layout.axes_on(self.mesh, [axis for axis in held if axis not in done])
         if further:
-            grad = self._collect(SCATTER, grad, further, leaf.dim, 0)
+            grad = self._collect(SCATTER, grad, further, leaf, 0)
         rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *held)]
         if rest:
-            grad = self._collect(REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf.dim, 0)
+            grad = self._collect(REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
         grad = grad.astype(leaf.stage("grad").dtype)
         if set(done) <= set(held):
             return grad
         # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.
-        assert leaf.dim is not None, path
-        start = jax.lax.axis_index(self._names(leaf, leaf.source)) * grad.shape[leaf.dim]
-        return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(leaf.stored_shape, grad.dtype), grad, start, leaf.dim)
+
+        def fill(grad: jax.Array) -> jax.Array:
+            assert leaf.dim is not None, path
+            start = jax.lax.axis_index(self._names(leaf, leaf.source)) * grad.shape[leaf.dim]
+            return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(leaf.cut_shape, grad.dtype), grad, start, leaf.dim)
+
+        return self._by_part(leaf, 0, fill, grad)
 
     def _names(self, leaf: Leaf, stage: str) -> tuple[str, ...]:
         """Return the axes of the mesh that split a stage."""
-        if leaf.dim is None:
-            return ()
-        entry = self.layout.on_device(self.mesh, leaf, stage).spec[leaf.dim]
-        return (entry,) if isinstance(entry, str) else tuple(entry or ())
+        return () if leaf.dim is None else self.layout.stage_axes_on(self.mesh, leaf.stage(stage))
 
 
-def _widened(grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """Cast what XLA:CPU would otherwise abort on; it sums 16 bits in float32 itself, so no bit differs.
+def _is_doubled(leaf: Leaf) -> bool:
+    """Tell whether a leaf's split dim is cut too; see [Note: cuts in a shard_map]."""
+    return any(cut.dim == leaf.dim for cut in leaf.cuts)
 
-    In a `shard_map` that leaves an axis to XLA the sum's own computation ends in a copy, which the pass that widens it
-    (all-reduce-promotion; JAX 0.10.2, 0.12) cannot read: "Invalid binary instruction opcode copy".
-    """
-    is_part = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
-    is_cpu = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "cpu"
-    return grad.astype(jnp.float32) if is_part and is_cpu and is_float(grad.dtype) and grad.itemsize < 4 else grad
+
+def _open_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Return the shape in which a leaf as it is stored passes the border of the outer `shard_map`."""
+    if not _is_doubled(leaf):
+        return leaf.stored_shape
+    shape, dim = leaf.stored_shape, leaf.dim or 0
+    return (*shape[:dim], math.prod(cut.parts for cut in leaf.cuts), leaf.cut_shape[dim], *shape[dim + 1 :])
+
+
+def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return how data axes split a leaf in that shape."""
+    return _open_spec(leaf, [None] * len(leaf.shape), axes)
+
+
+def _open_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return the spec of a leaf in that shape: of its dims as `entries` says, and `axes` of what is left of its split
+    dim."""
+    if leaf.dim is None:
+        return PartitionSpec(*entries)
+    dim = leaf.dim
+    before = entries[: dim + 1] if _is_doubled(leaf) else entries[:dim]
+    return PartitionSpec(*before, axes or None, *entries[dim + 1 :])

@@ -74,22 +74,26 @@ def _unchanged(eqn: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
 
 
 def reads(
-    jaxpr: Any, marked: Sequence[bool], is_cut: Callable[[Any], bool] = _cuts_nothing
+    jaxpr: Any,
+    marked: Sequence[bool],
+    is_cut: Callable[[Any], bool] = _cuts_nothing,
+    is_one: Callable[[Any], bool] = lambda eqn: False,
 ) -> Iterator[tuple[int, Any]]:
     """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
 
     Args:
       is_cut: tells of an operation that it is no read of what it cuts: who reads the cut reads the input.
+      is_one: tells of what could be opened that it is not: it reads its inputs itself.
     """
     origin = {var: place for place, (var, mark) in enumerate(zip(jaxpr.invars, marked, strict=True)) if mark}
     for eqn in jaxpr.eqns:
         places = [None if is_literal(atom) else origin.get(atom) for atom in eqn.invars]
         if all(place is None for place in places):
             continue
-        bodies = list(_bodies(eqn))
+        bodies = [] if is_one(eqn) else list(_bodies(eqn))
         for inner, inputs in bodies:
             inside = [places[index] for index in inputs]
-            for index, reader in reads(inner, [place is not None for place in inside], is_cut):
+            for index, reader in reads(inner, [place is not None for place in inside], is_cut, is_one):
                 yield inside[index], reader  # type: ignore[misc]
             if is_cut is not _cuts_nothing and eqn.primitive.name in _LOOPS:  # what is cut in there is not followed out
                 pairs = zip(passes_through(inner, is_cut), passes_through(inner), strict=True)

@@ -128,7 +128,7 @@ def unit_bytes(layout: Layout) -> tuple[int, int]:
 
 
 def _call_bytes(leaf: Leaf, dtype: str) -> int:
-    return math.prod(leaf.stored_shape[leaf.stacked :]) * item_bytes(dtype)
+    return math.prod(leaf.cut_shape[leaf.stacked :]) * item_bytes(dtype)
 
 
 def init_options(mesh: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.report import differing_frozen, summary
-from jfsdp.layout.table import Layout
+from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.update.loss_scale import LossScale
 
@@ -68,8 +68,11 @@ def check_stands(state: TrainState, layout: Layout) -> None:
 
 
 def _at_rest(layout: Layout) -> dict[str, Any]:
-    stages = ("param", "work", "opt")
-    leaves = {x.path: (x.shape, x.dim, x.padding, [dict(x.stages)[name] for name in stages]) for x in layout.leaves}
+    def at_rest(leaf: Leaf) -> tuple[Any, ...]:
+        stages = [dict(leaf.stages)[name] for name in ("param", "work", "opt")]
+        return leaf.shape, leaf.dim, leaf.padding, leaf.cuts, stages
+
+    leaves = {leaf.path: at_rest(leaf) for leaf in layout.leaves}
     return leaves | {stored.path: dataclasses.replace(stored, stages=()) for stored in layout.packed}
 
 

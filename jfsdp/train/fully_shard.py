@@ -13,11 +13,14 @@ from jfsdp.compat import warn
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.cuts import AxisRules, Cuts
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
+    crosses_hosts,
     group_mesh,
     make_mesh,
+    model_axes,
     model_mesh,
     node_size,
     num_data_shards,
@@ -53,6 +56,8 @@ def fully_shard(
     frozen: Selectors = None,
     ignored: Selectors = None,
     placements: Placements | None = None,
+    axis_rules: AxisRules | None = None,
+    cuts: Cuts | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     loss_scale: LossScale | None = None,
 ) -> ShardedModel:
@@ -61,7 +66,7 @@ def fully_shard(
     Args:
       model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
         example_inputs)`, or `(module, example_inputs, variables)` to keep weights. Sharding metadata on its parameters
-        decides nothing: see `shard_dim` and `placements`.
+        decides nothing without `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
       strategy: a name of `STRATEGIES` or of another library, a DeepSpeed stage, or a `Strategy` of your own.
       sharding_factor: over how many neighbouring devices parameters are split, the rest holding copies: regroups the
@@ -81,6 +86,11 @@ def fully_shard(
       ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
       placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
         "ignored".
+      axis_rules: tensor parallelism by the model's own sharding metadata: by a name of dims, the mesh axis that cuts
+        them (`{"mlp": "tensor", "embed": None}`). Every name needs a rule. A device has one part of what is cut, in
+        storage and in compute; what is left of it is split by the strategy.
+      cuts: the same by selector (as in `frozen`): `{"**.o_proj.kernel": (0, "tensor")}`, the dim without layer dims,
+        or None for what metadata is not to cut.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root); globs that match one unit must not contradict each other.
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
@@ -98,7 +108,7 @@ def fully_shard(
 
     Warns:
       LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
-        not small, or weights that are repeated over axis `tensor`.
+        not small, or weights that axis `tensor` does not cut; and where that axis joins devices of different hosts.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
@@ -126,8 +136,9 @@ def fully_shard(
         strategy=strategy,
         mp_policy=mp_policy,
         min_size=min_size,
-        rules=LeafRules(shard_dim, frozen, ignored, placements),
+        rules=LeafRules(shard_dim, frozen, ignored, placements, axis_rules, cuts),
         types=flax_model.types,
+        names=flax_model.dim_names,
         offload=offload_policy,
         storage=storage,
     )
@@ -170,3 +181,11 @@ def _check_mesh(mesh: Any) -> None:
                 f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
             )
     row_shares(mesh)
+    for axis in model_axes(mesh):
+        if crosses_hosts(mesh, axis):
+            warn(
+                f"mesh axis {axis!r} (size {mesh.shape[axis]}) joins devices of different hosts, and over it "
+                "activations travel in every layer; unless a fast link joins these hosts, take a size that divides the "
+                "devices of one",
+                LayoutWarning,
+            )

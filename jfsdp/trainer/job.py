@@ -29,6 +29,7 @@ class Job:
         `jfsdp.Loss`. An aux value `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: what is gathered together, as `fully_shard` takes it.
+      axis_rules, cuts: which dims of its parameters axis `tensor` cuts, as `fully_shard` takes them.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
       name: what it is called in messages and run directories.
       eval_loss: the loss of held-out batches, where it is another than `loss`: without dropout, with stored batch
@@ -72,6 +73,8 @@ class Job:
     configure: Callable[..., Any] | None = None
     config: Any = None
     pretrained: Mapping[str, Any] | None = None
+    axis_rules: Mapping[str, str | None] | None = None
+    cuts: Mapping[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:

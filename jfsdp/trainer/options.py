@@ -80,8 +80,8 @@ class ShardingOptions:
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
     """How many devices each axis has: replica, fsdp, tensor. -1 takes the rest.
-    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy. tensor splits what a model
-    computes, if the model says so (the Llamas do), and no weights."""
+    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy. tensor cuts the weights
+    that the model says, and what it computes with them."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
     """What is sharded: ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
@@ -158,7 +158,8 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     """
     from jfsdp.train.fully_shard import fully_shard
 
-    return fully_shard(job.model, mesh=mesh, units=job.units, **sharding_arguments(options))
+    own = {"units": job.units, "axis_rules": job.axis_rules, "cuts": job.cuts}
+    return fully_shard(job.model, mesh=mesh, **own, **sharding_arguments(options))
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:

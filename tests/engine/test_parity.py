@@ -18,7 +18,7 @@ import pytest
 import jfsdp
 from jfsdp.train.storage import by_leaf
 from tests import reference
-from tests.models_published import MODELS, PUBLISHED, SMALL, batches
+from tests.models_published import CUT, MODELS, PUBLISHED, SMALL, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.pairwise import cover
 from tests.thin import thin
@@ -51,6 +51,8 @@ def shard(model, mesh, strategy, **options):
     named: dict[str, Any] = dict(options)
     if strategy == "hpz":  # the processes of this test are one host: say how many devices share a copy
         named = {"reshard_after_forward": 2} | named
+    if "tensor" in MESHES[mesh]:
+        named = {"cuts": case.cuts} | named
     return jfsdp.fully_shard(
         case.source, mesh=make_mesh(mesh), strategy=strategy, units=case.units, min_size=20, **named
     )
@@ -310,7 +312,7 @@ def test_every_combination_starts_from_the_same_bits(strategy, model, mesh):
     check_first_bits(strategy, model, mesh)
 
 
-@pytest.mark.parametrize("model", some(MODELS, ("llama", "llama-list", "llama-deep", "tower-deep", "vit")))
+@pytest.mark.parametrize("model", some(MODELS, ("llama", "llama-list", "llama-deep", "tower-deep", "vit", *CUT)))
 def test_first_parameters_are_those_that_flax_makes(model):
     wanted = plain_parameters(MODELS[model].source)
     found = first_parameters(model)

@@ -18,16 +18,18 @@ from jfsdp.layout.advice import LayoutWarning
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import parse_module
 from jfsdp.plan.wire.axes import group_axes
-from tests import reference
+from jfsdp.train.storage import by_leaf
+from tests import models_published, reference
 from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
+from tests.models_published import CUT, DROPPING
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
 from tests.thin import thin
 
 U = PartitionSpec.UNCONSTRAINED
 MESHES = {"4x2": {"fsdp": 4, "tensor": 2}, "2x2x2": {"replica": 2, "fsdp": 2, "tensor": 2}}
 STEPS = 3
-pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* splits what the model computes")
+pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
 def split(x, *, free=U):
@@ -116,6 +118,7 @@ def check(model, sizes, **options: Any):
     for name, series in (("loss", wanted.losses), ("grad_norm", wanted.grad_norms)):
         found = np.array([step[name] for step in metrics])
         assert np.abs(found / np.array(series) - 1).max() < LIMITS[name], name
+    state = by_leaf(state)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
     error, leaf = reference.worst_leaf(params, wanted.params, LEARNING_RATE * STEPS)
     assert error < LIMITS["params"], leaf
@@ -154,19 +157,23 @@ def test_every_setting_equals_one_device(case):
     check("stacked", MESHES[mesh], **options)
 
 
-@pytest.mark.parametrize("model", ["llama-deep", pytest.param("llama-list", marks=pytest.mark.proof)])
-@pytest.mark.parametrize("engine", ["auto", "manual"])
-def test_a_llama_splits_its_heads(monkeypatch, model, engine):
-    """Its attention is inside a `shard_map` of its own where the engine has one around it."""
-    monkeypatch.setitem(test_parity.MESHES, "4x2", MESHES["4x2"])
-    test_parity.check(model, "4x2", "full_shard", 2, 0.5, {"engine": engine})
+WEIGHTS_CUT = list(itertools.product((*CUT, "llama-list", "gpt2"), MESHES, ("manual", "xla")))
+WEIGHTS_CUT += [("vit", mesh, "xla") for mesh in MESHES]  # its norms are of the whole batch
+
+
+@pytest.mark.parametrize(("model", "mesh", "engine"), thin(WEIGHTS_CUT, 5))
+def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh, engine):
+    """Their attention is inside a `shard_map` of its own where the engine has one around it."""
+    monkeypatch.setitem(test_parity.MESHES, mesh, MESHES[mesh])
+    strategy = "full_shard" if mesh == "4x2" else "hybrid_shard"
+    test_parity.check(model, mesh, strategy, 2, 0.5, {"engine": engine})
 
 
 @pytest.mark.parametrize(
     ("engine", "strategy"), thin([("manual", "hfsdp"), ("manual", "full_shard"), ("auto", "zero1")], 3)
 )
 def test_sums_in_low_precision_are_those_of_the_data_axes_alone(engine, strategy):
-    """XLA:CPU aborts at a sum of 16 bits in a partly manual `shard_map`, so they are widened there."""
+    """XLA:CPU aborts at a sum of 16 bits in a partly manual `shard_map`, so each has a whole one of its own."""
     policy = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
     options: dict[str, Any] = {"engine": engine, "strategy": strategy, "mp_policy": policy, "accumulate": 2}
     _, wide = train("listed", MESHES["2x2x2"], **options)
@@ -217,6 +224,20 @@ def test_devices_along_the_models_axis_draw_the_same_masks(engine):
     other = train(Dropping, {"fsdp": 8}, engine=engine)[1]
     is_same = np.allclose([m["loss"] for m in other], [m["loss"] for m in narrow], rtol=1e-5)
     assert is_same == (engine == "xla")
+
+
+@pytest.mark.parametrize(("model", "engine"), thin(itertools.product(DROPPING, ("manual", "xla")), 3))
+def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model, engine):
+    monkeypatch.setitem(models_published.MODELS, model, DROPPING[model])
+    found = []
+    for mesh in ({"fsdp": 4}, MESHES["4x2"]):
+        monkeypatch.setitem(test_parity.MESHES, "4", mesh)
+        sharded = test_parity.shard(model, "4", "full_shard", engine=engine)
+        state, step = sharded.init(TX), sharded.train_step(DROPPING[model].loss, TX, check_loss=False)
+        for batch in models_published.batches(model, STEPS, 16):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found[:STEPS], found[STEPS:], rtol=1e-5)
 
 
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
@@ -291,7 +312,7 @@ def test_rows_that_a_model_gathers_unasked_are_told():
 
 
 def test_that_no_memory_is_saved_is_told():
-    with pytest.warns(LayoutWarning, match=r"'tensor' \(size 2\) splits what the model computes and not what is stor"):
+    with pytest.warns(LayoutWarning, match=r"'tensor' \(size 2\) repeats 100.0 % of the parameters"):
         jfsdp.fully_shard(Tower, mesh=make_mesh(MESHES["4x2"]), units=[Block])
 
 

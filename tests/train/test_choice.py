@@ -102,7 +102,7 @@ AGAIN = {"accumulate": 2}
 # Model, loss, mesh, options of fully_shard and of the step, and the program with some of the reason.
 CASES = {
     "plain": (Net, loss, {"fsdp": 8}, {}, {}, "xla", "no more than it must"),
-    "one device": (Net, loss, {"fsdp": 1}, {"engine": "manual"}, {}, "xla", "one device"),
+    "one device": (Net, loss, {"fsdp": 1}, {"engine": "manual"}, {}, "xla", "one data shard"),
     "scalar": (Net, scalar, {"fsdp": 8}, {}, {}, "xla", "no more than it must"),
     "padded": (padded, loss, {"fsdp": 8}, {}, {}, "manual", "padded"),
     "padded, scalar": (padded, scalar, {"fsdp": 8}, {}, {}, "xla", "the loss is a scalar"),

@@ -142,10 +142,13 @@ def _many(layout: Layout, buffer: Buffer, data: Any) -> Stored:
     lead = data.shape[: buffer.stacked]
 
     def parts(index: tuple[slice, ...]) -> list[Part]:
-        *_, flat = _bounds(index, data.shape)
+        *_, flat = bounds = _bounds(index, data.shape)
+        own = bounds[buffer.stacked] if buffer.cuts else slice(0, 1)
+        chunks = range(flat.start // max(buffer.chunk, 1), -(-flat.stop // max(buffer.chunk, 1)))
         return [
-            _view_part(view, names[view.path], logical[names[view.path]].shape, lead, chunk, flat.start, buffer.chunk)
-            for chunk in range(flat.start // max(buffer.chunk, 1), -(-flat.stop // max(buffer.chunk, 1)))
+            _view_part(buffer, view, names[view.path], logical[names[view.path]].shape, (part, chunk), (own, flat))
+            for part in range(own.start, own.stop)
+            for chunk in chunks
             for view in buffer.views
         ]
 
@@ -156,18 +159,28 @@ def _many(layout: Layout, buffer: Buffer, data: Any) -> Stored:
 
 
 def _view_part(
-    view: View, name: str, shape: tuple[int, ...], lead: tuple[int, ...], chunk: int, first: int, chunk_size: int
+    buffer: Buffer,
+    view: View,
+    name: str,
+    shape: tuple[int, ...],
+    at: tuple[int, int],
+    block_index: tuple[slice, slice],
 ) -> Part:
-    """Return what one chunk holds of a leaf, in a block that begins at element `first` of each layer."""
-    begin = chunk * chunk_size + view.start - first
-    index = [slice(0, size) for size in (*lead, *view.shape)]
+    """Return what one chunk of one part of a buffer, `at`, holds of a leaf, in a block of those parts and elements."""
+    lead, (part, chunk) = shape[: buffer.stacked], at
+    own, flat = block_index
+    begin = chunk * buffer.chunk + view.start - flat.start
+    pieces = [0] * len(view.shape)
     if view.dim is not None:
-        place, size = len(lead) + view.dim, view.shape[view.dim]
-        index[place] = slice(chunk * size, (chunk + 1) * size)
-    inside = _cut(tuple(index), shape)
+        pieces[view.dim] = chunk
+    if view.cut is not None:
+        pieces[view.cut] += part * (buffer.shape[-1] // buffer.chunk if view.cut == view.dim else 1)
+    index = [slice(piece * size, (piece + 1) * size) for piece, size in zip(pieces, view.shape, strict=True)]
+    inside = _cut((*(slice(0, size) for size in lead), *index), shape)
     sizes = tuple(slice(0, part.stop - part.start) for part in inside)
 
     def of(block: np.ndarray) -> np.ndarray:
+        block = block[..., part - own.start, :] if buffer.cuts else block
         return block[..., begin : begin + view.size].reshape((*lead, *view.shape))[(*sizes, ...)]
 
     return Part(name, inside, of)
@@ -200,7 +213,7 @@ def owned_shards(arrays: list[Stored]) -> list[list[Any]]:
     Of the devices that hold the same part the one writes that has least to write so far, the largest arrays first: so
     that replicas share the work. Every process comes to the same answer.
     """
-    copies = [_num_copies(stored.value.sharding, tuple(stored.value.shape)) for stored in arrays]
+    copies = [len(next(iter(holders(stored.value).values()))) for stored in arrays]
     load = {num: [0] * num for num in copies}
     found: list[list[Any]] = [[] for _ in arrays]
     for place in sorted(range(len(arrays)), key=lambda place: -arrays[place].value.nbytes):
@@ -211,11 +224,9 @@ def owned_shards(arrays: list[Stored]) -> list[list[Any]]:
     return found
 
 
-def _num_copies(sharding: Any, shape: tuple[int, ...]) -> int:
-    """Return how many devices hold the same part of an array."""
-    blocks = {_hashable(index) for index in sharding.devices_indices_map(shape).values()}
-    return len(sharding.device_set) // len(blocks)
-
-
-def _hashable(index: tuple[slice, ...]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((part.start, part.stop) for part in index)
+def holders(value: Any) -> dict[tuple[Any, ...], list[Any]]:
+    """Return the devices that hold each block of an array, by the block's bounds; all blocks have as many."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
+        found.setdefault(tuple((part.start, part.stop) for part in index), []).append(device)
+    return found

@@ -127,7 +127,7 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
             "leave one of the two out, or use engine='manual'"
         )
     if not layout.data_axes:
-        return XLA, "one device has all rows: nothing moves"
+        return XLA, "there is one data shard, with all rows: no weight moves"
     if asked.engine == XLA:
         return XLA, "engine='xla'" + _falls_short(layout, accumulate=accumulate, once=once)
     forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")

@@ -100,11 +100,13 @@ class Gradients:
 
     def _warn_of_axes(self, found: Survey) -> None:
         mesh = self.apply.engine.mesh
-        unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes]
+        cut = {cut.axis for leaf in self.apply.layout.leaves for cut in leaf.cuts}
+        unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes and axis not in cut]
         if unused:
             warn(
                 f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
-                "devices repeat each other's work; state one in the model (jax.lax.with_sharding_constraint), or give "
+                "devices repeat each other's work; cut weights over it (cuts=, axis_rules=), state one in the model "
+                "(jax.lax.with_sharding_constraint), or give "
                 f"its devices to {' or '.join(map(repr, DATA_AXES))}"
             )
 
@@ -132,7 +134,10 @@ class Gradients:
         grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
         with _naming_axes(engine.mesh):
-            return engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
+            sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
+        # A dim that is cut and split has come out as two; see [Note: cuts in a shard_map] in engine/collectives.py.
+        stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
+        return sums._replace(grads=stored)
 
     def program_on(self, source: Arrays, program: str | None = None) -> tuple[ShardedApply, Arrays]:
         """Return the model on the engine of a program, by default the one that was chosen, and its weights.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.layout.rules import choose_dim
-from jfsdp.layout.table import DEVICE, Layout, Leaf
+from jfsdp.layout.table import DEVICE, Cut, Layout, Leaf, make_spec
 from jfsdp.modules.model import KeyPath, ParamTree
 
 
@@ -46,6 +46,7 @@ class Role:
       leaf: the parameter whose name is in its path; None for counters and for arrays that belong to no one leaf.
       shape: its logical shape, which is that of the same optimizer on one device.
       dim, axes: the dim that is split (or padded), and over which mesh axes; (): whole.
+      cuts: those of the leaf whose dim it keeps, as cuts of its own dims.
       padding: by how much the stored array is larger in `dim`.
       reason: why.
       memory: "device", or "pinned_host" where the leaf's optimizer states are offloaded.
@@ -60,6 +61,7 @@ class Role:
     padding: int
     reason: str
     memory: str = DEVICE
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -68,8 +70,7 @@ class Role:
 
     @property
     def spec(self) -> PartitionSpec:
-        entry = (self.axes if len(self.axes) > 1 else "".join(self.axes)) or None
-        return PartitionSpec(*[entry if dim == self.dim else None for dim in range(len(self.shape))])
+        return make_spec(len(self.shape), self.cuts, self.dim, self.axes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,28 +174,42 @@ def _place(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...])
     leaf = layout.by_path.get(owner or "")
     if leaf is not None and shape == leaf.shape:
         stage, reason = leaf.stage("opt"), f"as {leaf.path}: {leaf.reason}"
-        return Role(name, owner, Kind.PARAMETER, shape, leaf.dim, stage.axes, leaf.padding, reason, stage.memory)
+        how = (leaf.dim, stage.axes, leaf.padding, reason, stage.memory, leaf.cuts)
+        return Role(name, owner, Kind.PARAMETER, shape, *how)
     if math.prod(shape) == 1:
         return Role(name, owner, Kind.SCALAR, shape, None, (), 0, "replicated: one element")
     kept = None if leaf is None else _kept_dims(shape, leaf)
+    cuts = _kept_cuts(leaf, kept or (), shape)
     kind = Kind.OTHER if kept is None or None in kept else Kind.FACTORED
     if leaf is not None and kept and leaf.stage("opt").axes and leaf.dim in kept and not leaf.padding:
         dim = kept.index(leaf.dim)
         if shape[dim] == leaf.shape[leaf.dim or 0]:
             reason = f"dim {dim}, which is dim {leaf.dim} of {leaf.path}"
-            return Role(name, owner, kind, shape, dim, leaf.stage("opt").axes, 0, reason)
-    return Role(name, owner, kind, shape, *_by_rule(layout, name, leaf, shape, kept))
+            return Role(name, owner, kind, shape, dim, leaf.stage("opt").axes, 0, reason, cuts=cuts)
+    return Role(name, owner, kind, shape, *_by_rule(layout, name, leaf, shape, kept, cuts), cuts=cuts)
+
+
+def _kept_cuts(leaf: Leaf | None, kept: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[Cut, ...]:
+    """Return the cuts of a leaf as cuts of an array that keeps these dims of it."""
+    cuts = [] if leaf is None else [cut for cut in leaf.cuts if cut.dim in kept]
+    moved = [dataclasses.replace(cut, dim=kept.index(cut.dim)) for cut in cuts]
+    return tuple(cut for cut in moved if shape[cut.dim] % cut.parts == 0)
 
 
 def _by_rule(
-    layout: Layout, name: str, leaf: Leaf | None, shape: tuple[int, ...], kept: tuple[int | None, ...] | None
+    layout: Layout,
+    name: str,
+    leaf: Leaf | None,
+    shape: tuple[int, ...],
+    kept: tuple[int | None, ...] | None,
+    cuts: Sequence[Cut],
 ) -> tuple[int | None, tuple[str, ...], int, str]:
     """Split an array by the general rule; return its dim, axes, padding (none) and the reason."""
     axes = _axes(layout, leaf)
     stacked = 0
     if leaf is not None and kept is not None:
         stacked = len(list(itertools.takewhile(lambda dim: dim is None or dim < leaf.stacked, kept)))
-    choice = choose_dim(name, shape, layout.num_shards(axes), stacked=stacked, min_size=layout.min_size)
+    choice = choose_dim(name, shape, layout.num_shards(axes), stacked=stacked, min_size=layout.min_size, cuts=cuts)
     if choice.padding:
         shards = layout.num_shards(axes)
         reason = f"replicated: no dim divisible by {shards}, and only arrays of a parameter's shape are padded"
