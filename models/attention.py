@@ -152,8 +152,9 @@ def attend(
     *,
     choice: AttentionChoice,
     window: int | None = None,
+    is_causal: bool = True,
 ) -> jax.Array:
-    """Attend causally, inside documents; see [Note: choosing the attention kernel].
+    """Attend inside documents, and causally unless told otherwise; see [Note: choosing the attention kernel].
 
     Layout:  query [B T H A], key and value [B T K A] -> [B T H A]
 
@@ -170,7 +171,7 @@ def attend(
         key,
         value,
         mask=documents,
-        is_causal=True,
+        is_causal=is_causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation=choose_attention(choice, query),
     )

@@ -1,7 +1,9 @@
 """GPT-2 in plain Flax Linen, and the jobs that train it.
 
 The published decoder: learned positions, LayerNorm before each half of a block, biases everywhere, GELU (the tanh
-form), the embedding as head. Nothing here knows about sharding.
+form), the embedding as head. Nothing here knows about sharding, but what is split over mesh axis `tensor` where the
+program has one: heads, the wide dim of an MLP and a vocabulary that divides, with the weights they belong to (`cuts`);
+and between them the tokens of a row.
 
 Parameter names (joined by ".", below the collection `params`; with `stacked=True` each array below `h` has a leading
 dim L, with `stacked=False` the names read `h_0.ln_1...`). They are OpenAI's, with Flax's names for the arrays; kernels
@@ -37,6 +39,7 @@ from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
+from .over_tensor import by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 _INIT_STD = 0.02
 
@@ -50,6 +53,19 @@ def _dense(features: int, init: Any, name: str) -> nn.Dense:
     return nn.Dense(features, kernel_init=init, name=name)
 
 
+class QKV(nn.Module):
+    """Project to queries, keys and values by one kernel; see `fused_heads`."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        wide = 3 * self.config.dim
+        kernel = self.param("kernel", nn.initializers.normal(_INIT_STD), (self.config.dim, wide), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (wide,), jnp.float32)
+        return fused_heads(x, kernel, bias, self.config.num_heads)
+
+
 class Attention(nn.Module):
     """Attend causally with H heads."""
 
@@ -58,15 +74,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         config = self.config
-        heads = (*x.shape[:-1], config.num_heads, config.dim // config.num_heads)
-        qkv = _dense(3 * config.dim, nn.initializers.normal(_INIT_STD), "c_attn")(x)
-        query, key, value = (part.reshape(heads) for part in jnp.split(qkv, 3, axis=-1))
-        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
-        if config.attention_dropout and not deterministic:
+        parts = QKV(config, name="c_attn")(x)
+        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in parts)
+        if config.attention_dropout and not deterministic:  # not `by_heads`, where all devices would draw one mask
             attended = self._attend_with_dropout(query, key, value, documents)
         else:
-            attended = attend(query, key, value, documents, choice=config.attention)
-        attended = checkpoint_name(attended, "attended").reshape(x.shape)
+            attended = by_heads(partial(attend, choice=config.attention), query, key, value, documents=documents)
+        attended = checkpoint_name(over_tensor(attended, 2), "attended").reshape(x.shape)
         return _dense(config.dim, _residual_init(config), "c_proj")(attended)
 
     def _attend_with_dropout(
@@ -88,7 +102,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = checkpoint_name(_dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), "mlp_hidden")
+        wide = over_tensor(_dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), -1)
+        wide = checkpoint_name(wide, "mlp_hidden")
         return _dense(self.config.dim, _residual_init(self.config), "c_proj")(jax.nn.gelu(wide, approximate=True))
 
 
@@ -100,9 +115,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
-        attended = Attention(self.config, name="attn")(_norm(eps, "ln_1")(x), documents, deterministic)
-        x = x + drop(attended)
-        return x + drop(MLP(self.config, name="mlp")(_norm(eps, "ln_2")(x)))
+        attended = Attention(self.config, name="attn")(whole_rows(_norm(eps, "ln_1")(x)), documents, deterministic)
+        x = x + drop(split_tokens(attended))
+        return x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(_norm(eps, "ln_2")(x)))))
 
 
 def _norm(eps: float, name: str) -> nn.LayerNorm:
@@ -156,7 +171,9 @@ class GPT2(nn.Module):
         init = nn.initializers.normal(_INIT_STD)
         wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
         wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
-        x = nn.Dropout(config.dropout, deterministic=deterministic)(wte(tokens) + wpe(positions))
+        x = nn.Dropout(config.dropout, deterministic=deterministic)(
+            split_tokens(looked_up(wte(tokens))) + wpe(positions)
+        )
         if config.attention_dropout and not deterministic:
             documents = document_mask(segment_ids)
         else:
@@ -165,7 +182,7 @@ class GPT2(nn.Module):
                 segment_ids, x, config.attention, head_size=head_size, most=config.documents_per_row
             )
         x = self._run_blocks(x, documents, deterministic)
-        x = _norm(config.norm_eps, "ln_f")(x)
+        x = whole_rows(_norm(config.norm_eps, "ln_f")(x))
         if targets is None or weights is None:
             return wte.attend(x)
         return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True)
@@ -187,6 +204,17 @@ class GPT2(nn.Module):
             length=self.config.num_layers,
         )
         return scan(Block(self.config, name="h"), x, documents)[0]
+
+
+def cuts(config: GPT2Config) -> dict[str, tuple[int, str]]:
+    """Return which dim of which weights mesh axis `tensor` cuts.
+
+    The embedding, which is also the head, only if 8 divides the vocabulary. That of the published sizes does not divide
+    by 2 (50257), and cuts are to be the same whatever the mesh.
+    """
+    table = () if config.vocab_size % 8 else ("wte",)
+    rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel", *table)
+    return make_cuts(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows)
 
 
 def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
@@ -217,6 +245,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
         "pretrained": PRETRAINED,
+        "cuts": cuts(config),
     }
 
 

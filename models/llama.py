@@ -1,8 +1,9 @@
 """Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and the jobs that train them.
 
 One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
-Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding, but that heads
-and the wide dim of an MLP are split over mesh axis `tensor` where the program has one (Megatron-LM, arXiv 1909.08053).
+Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding, but what is
+split over mesh axis `tensor` where the program has one: heads, the wide dim of an MLP and the vocabulary (Megatron-LM,
+arXiv 1909.08053), with the weights they belong to (`cuts`); and between them the tokens of a row.
 Values that a remat policy may name: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
@@ -36,7 +37,7 @@ from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import by_heads, over_tensor
+from .over_tensor import by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -175,8 +176,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
-        x = x + self.attn(self.attn_norm(x), rope, documents)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + split_tokens(self.attn(whole_rows(self.attn_norm(x)), rope, documents))
+        return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
 
 
 class LMHead(Linear):
@@ -229,12 +230,12 @@ class Llama(nnx.Module):
         config = self.config
         documents, x = document_view(
             segment_ids,
-            self.embed(tokens),
+            split_tokens(looked_up(self.embed(tokens))),
             config.attention,
             head_size=config.head_size,
             most=config.documents_per_row,
         )
-        x = self.norm(self._run_layers(x, rope, documents))
+        x = whole_rows(self.norm(self._run_layers(x, rope, documents)))
         if targets is None or weights is None:
             return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
@@ -251,6 +252,13 @@ class Llama(nnx.Module):
             return layer(x, rope, documents)
 
         return scan_layers(x, self.layers, rope, documents)
+
+
+def cuts(config: LlamaConfig) -> dict[str, tuple[int, str]]:
+    """Return which dim of which weights mesh axis `tensor` cuts: each is read by those devices alone that use it."""
+    head = () if config.tied else ("lm_head",)
+    columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj", *head)
+    return make_cuts(columns, ("**.attn.o_proj", "**.mlp.down_proj", "embed"))
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -280,6 +288,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
         "pretrained": PRETRAINED,
+        "cuts": cuts(config),
     }
 
 

@@ -1,16 +1,70 @@
 """Splitting what a model computes over mesh axis `tensor`, where the program has one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 AXIS = "tensor"
 
 
+def make_cuts(columns: Iterable[str], rows: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return which dim of which weights axis `tensor` cuts: the last of those that give a wide value, with their
+    biases, and the first of those that take one (Megatron-LM, arXiv 1909.08053). For `jfsdp.fully_shard(cuts=)`.
+    """
+    return {**dict.fromkeys(columns, (-1, AXIS)), **dict.fromkeys(rows, (0, AXIS))}
+
+
 def _size() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+
+
+def split_tokens(x: jax.Array) -> jax.Array:
+    """State that the tokens of a row are split over axis `tensor`: between attention and MLP each token is by itself.
+
+    Layout:  [B T D] -> [B T/tensor D], its gradient [B T/tensor D] -> [B T D]; rows whose length the axis does not
+             divide stay as they are.
+    Cost:    a reduce-scatter of what is a sum over `tensor`; an all-gather of its gradient.
+    Source:  sequence parallelism of Megatron-LM (arXiv 2205.05198).
+    """
+    return _stated(True, x) if _splits(x) else x
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """State that each device has whole rows, before what mixes tokens or splits another dim; undoes `split_tokens`.
+
+    Cost:    an all-gather; a reduce-scatter of its gradient.
+    """
+    return _stated(False, x) if _splits(x) else x
+
+
+def looked_up(x: jax.Array) -> jax.Array:
+    """State that rows that were looked up in a table cut along its rows are a sum over axis `tensor`, of whole rows.
+
+    So is their gradient. Without it XLA may bring the table together, and sum a whole gradient of it over all devices;
+    inside a `shard_map` over the other axes it does not (JAX 0.10.2), and scatters the sum unasked.
+    """
+    if not _splits(x) or AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return x
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, None, free))
+
+
+def _splits(x: jax.Array) -> bool:
+    return _size() > 1 and x.shape[1] % _size() == 0
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stated(is_split: bool, x: jax.Array) -> jax.Array:
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, AXIS if is_split else None, free))
+
+
+# Two matrix products read the gradient of a sum over `tensor`: unless it is said to be whole, each gathers it.
+_stated.defvjp(lambda is_split, x: (_stated(is_split, x), None), lambda is_split, _, d_x: (_stated(not is_split, d_x),))
 
 
 def over_tensor(x: jax.Array, dim: int) -> jax.Array:
@@ -31,6 +85,23 @@ def over_tensor(x: jax.Array, dim: int) -> jax.Array:
         )
     entries = [AXIS if place == dim % x.ndim else PartitionSpec.UNCONSTRAINED for place in range(x.ndim)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def fused_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int) -> list[jax.Array]:
+    """Project to queries, keys and values by one kernel that has them side by side, each with its heads in order.
+
+    A contiguous part of such a kernel is no set of heads. So each device takes the columns of its heads from a whole
+    kernel; else whole activations would move, which are larger wherever a device has more tokens than D.
+
+    Layout:  [B T D], [D 3*H*A/tensor] or [D 3*H*A], [3*H*A] -> three of [B T H/tensor A]
+    Cost:    an all-gather of the gradient of the kernel over `tensor`; where the kernel is cut, one of the kernel too,
+             in the forward and again where the unit is recomputed.
+    Memory:  the whole kernel.
+    """
+    heads = (num_heads, kernel.shape[-1] // (3 * num_heads))
+    kernel = over_tensor(kernel.reshape(-1, 3, *heads), 2)
+    qkv = jnp.einsum("btd,dcha->btcha", x, kernel) + over_tensor(bias.reshape(3, *heads), 1)
+    return [part.reshape(*x.shape[:-1], *heads) for part in jnp.split(qkv, 3, axis=2)]
 
 
 def by_heads(attend: Callable[..., jax.Array], *heads: jax.Array, documents: Any) -> jax.Array:

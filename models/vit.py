@@ -1,7 +1,9 @@
 """The Vision Transformer in plain Flax NNX, and the jobs that train it.
 
 An encoder over the patches of an image: learned positions, a norm before each half of a block, biases everywhere, GELU.
-The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding.
+The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding, but what
+is split over mesh axis `tensor` where the program has one: heads and the wide dim of an MLP, with the weights they
+belong to (`cuts`); and between them the tokens, where the axis divides their number (197 it does not).
 
 Parameter names (joined by "."; with `stacked=True` each array below `blocks` has a leading dim L, with `stacked=False`
 the names read `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch, T = tokens:
@@ -33,9 +35,10 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import choose_attention
+from .attention import attend
 from .losses import LossSums, classification_loss, image_batch
 from .optimizers import NORMS_AND_BIASES, decay_mask
+from .over_tensor import by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
 from .vit_config import PRESETS, ViTConfig, flops_per_image
 
 _kernel_init = nnx.initializers.truncated_normal(0.02)
@@ -104,12 +107,12 @@ class Attention(nnx.Module):
         self.out = _linear(config.dim, config.dim, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        heads = (*x.shape[:-1], self.config.num_heads, self.config.dim // self.config.num_heads)
-        query, key, value = (part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1))
-        query, key, value = (checkpoint_name(part, "qkv") for part in (query, key, value))
-        implementation = choose_attention(self.config.attention, query)
-        attended = jax.nn.dot_product_attention(query, key, value, implementation=implementation)
-        return self.out(checkpoint_name(attended, "attended").reshape(x.shape))
+        assert self.qkv.bias is not None
+        parts = fused_heads(x, self.qkv.kernel[...], self.qkv.bias[...], self.config.num_heads)
+        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in parts)
+        kernel = partial(attend, choice=self.config.attention, is_causal=False)
+        attended = by_heads(kernel, query, key, value, documents=None)
+        return self.out(checkpoint_name(over_tensor(attended, 2), "attended").reshape(x.shape))
 
 
 class MLP(nnx.Module):
@@ -120,7 +123,7 @@ class MLP(nnx.Module):
         self.down = _linear(config.ffn_dim, config.dim, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(checkpoint_name(self.up(x), "mlp_hidden"), approximate=False))
+        return self.down(jax.nn.gelu(checkpoint_name(over_tensor(self.up(x), -1), "mlp_hidden"), approximate=False))
 
 
 class EncoderBlock(nnx.Module):
@@ -134,8 +137,8 @@ class EncoderBlock(nnx.Module):
         self.dropout1, self.dropout2 = _dropout(config, rngs), _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.dropout1(self.attn(self.norm1(x)))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        x = x + self.dropout1(split_tokens(self.attn(whole_rows(self.norm1(x)))))
+        return x + self.dropout2(split_tokens(self.mlp(whole_rows(self.norm2(x)))))
 
 
 class ViT(nnx.Module):
@@ -203,6 +206,11 @@ def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
 
 
+def cuts() -> dict[str, tuple[int, str]]:
+    """Return which dim of which weights mesh axis `tensor` cuts: the kernels of attention and MLP."""
+    return make_cuts(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))
+
+
 def make_job(config: ViTConfig) -> dict[str, Any]:
     """Describe a training job as plain data.
 
@@ -227,6 +235,7 @@ def make_job(config: ViTConfig) -> dict[str, Any]:
         "num_classes": config.num_classes,
         "flops_per_token": partial(flops_per_image, config),
         "configure": configure,
+        "cuts": cuts(),
     }
 
 
