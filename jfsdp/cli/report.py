@@ -151,7 +151,7 @@ _CLOCK = {
 def print_search(search: Search) -> None:
     """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
     console = make_console()
-    table = _table("tried", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    table = _table("mesh, and what is changed", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
     table.columns[0].max_width = _LABEL_WIDTH
     front = set(map(id, search.front))
     for one in search.tried:
@@ -159,7 +159,7 @@ def print_search(search: Search) -> None:
             mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
             mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
             rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
-            table.add_row(_short_label(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
+            table.add_row(_with_mesh(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
     console.print(search.title)
     console.print(table)
     for line in _not_planned(search):
@@ -181,6 +181,12 @@ def print_search(search: Search) -> None:
 _LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
 
 
+def _with_mesh(one: Candidate) -> str:
+    """Return the sizes of the mesh, and what else is changed."""
+    sizes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
+    return " ".join([sizes, *(word for word in _short_label(one).split() if not word.startswith("mesh="))])
+
+
 def _short_label(one: Candidate) -> str:
     return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
 
@@ -195,7 +201,11 @@ def _not_planned(search: Search) -> Iterator[str]:
             groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
     for reason, several in groups.items():
         first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
-        yield textwrap.shorten(f"{len(several)} {reason}{first}", _LINE_WIDTH, placeholder=" ...")
+        line = f"{len(several)} {reason}{first}"
+        if several[0].outcome.value == "impossible":  # the reason says what to change
+            yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ")
+        else:
+            yield textwrap.shorten(line, _LINE_WIDTH, placeholder=" ...")
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:

@@ -159,7 +159,8 @@ def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
 
 
 def candidate(outcome, reason="", **changes):
-    return Candidate(StepOptions(**changes), changes, Outcome(outcome), reason, fits=True, items_per_s=1e5, step_s=1.0)
+    numbers = {"fits": True, "items_per_s": 1e5, "step_s": 1.0, "mesh": {"replica": 2, "fsdp": 16, "tensor": 2}}
+    return Candidate(StepOptions(**changes), changes, Outcome(outcome), reason, **numbers)
 
 
 def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_per_reason(capsys):
@@ -172,6 +173,7 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
         candidate("skipped", "cannot be faster: its wire alone takes 1.30x of the best", strategy="zero1"),
         candidate("skipped", "cannot be faster: its wire alone takes 1.31x of the best", strategy="zero2"),
         candidate("failed", "RuntimeError: " + "much " * 50, remat="dots"),
+        candidate("impossible", "layers.attn: " + "it does not divide " * 6, mesh="fsdp=-1,tensor=8"),
     ]
     print_search(Search(tuple(tried), "token", 2**36, 60.0, True, "llama-8b on 64 h100"))
     lines = capsys.readouterr().out.splitlines()
@@ -182,7 +184,14 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
         "2 skipped: cannot be faster, first: strategy=zero1",
         next(line for line in table if line.startswith("1 failed: RuntimeError: much") and line.endswith(" ...")),
     ]
-    assert "xla=experimental_parallel_collective_overlap_limit=" in "\n".join(table)
+    text = "\n".join(table)
+    assert "xla=experimental_parallel_collective_overlap_limit=" in text
+    assert [line[:49].strip() for line in table if "tensor=2" in line] == [
+        "replica=2,fsdp=16,tensor=2 as given",
+        "replica=2,fsdp=16,tensor=2 strategy=hybrid_shard",
+    ]
+    reason = " ".join(text.partition("1 impossible: ")[2].split())
+    assert reason == "layers.attn: " + "it does not divide " * 6 + ": mesh=fsdp=-1,tensor=8", "not cut off"
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])

@@ -1,11 +1,17 @@
 """The picture of a timeline: its panels, lanes, bars and labels; no pixels."""
 
+import dataclasses
+import re
+import types
+from typing import Any
+
+import matplotlib
 import pytest
 
 from jfsdp.plan.cluster import hardware
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.time.chart import COLORS, collective_units, draw_timeline, find_panels
+from jfsdp.plan.time.chart import COLORS, collective_units, draw_timeline, find_panels, plot_timeline
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.plan.wire.ledger import make_ledger
 from tests.plan.programs import program
@@ -61,6 +67,30 @@ def test_bars_stand_in_their_lane_and_neighbours_of_one_kind_are_one(clock):
         ("compute", "wait"): [(10_000, 12_000)],
         ("wire", "all-gather"): [(0, 6_000), (6_000, 12_000)],
     }
+
+
+def test_what_runs_over_tensor_has_a_lane_of_its_own(clock):
+    _, layer = draw_timeline(clock, {"g": "layers"}, {"h", "a"}).axes
+    assert bars(layer) == {
+        ("compute", "matmul"): [(0, 10_000)],
+        ("compute", "wait"): [(10_000, 12_000)],
+        ("wire", "all-gather"): [(0, 6_000)],
+        ("tensor", "all-gather"): [(6_000, 12_000)],
+    }
+    assert [label.get_text() for label in layer.get_yticklabels()] == ["compute", "wire", "tensor"]
+
+
+def test_the_picture_of_a_plan_knows_which_collectives_run_over_tensor(clock, tmp_path):
+    layout = types.SimpleNamespace(mesh_sizes=(("fsdp", 4), ("tensor", 2)))
+    groups = {"g": (0, 2, 4, 6), "h": (0, 1)}
+    collectives = [dataclasses.replace(one.collective, group=groups[one.collective.name]) for one in clock.collectives]
+    timed = [types.SimpleNamespace(collective=one) for one in collectives]
+    timeline, ledger = dataclasses.replace(clock, collectives=tuple(timed)), types.SimpleNamespace(parts=())
+    path = tmp_path / "step.svg"
+    plan: Any = types.SimpleNamespace(timeline=timeline, layout=layout, ledger=ledger)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_timeline(plan, path)
+    assert re.findall(">(compute|wire|tensor)<", path.read_text()) == ["compute", "compute", "wire", "tensor"]
 
 
 def test_labels_say_the_unit_and_what_a_loop_runs_where_there_is_room(clock):

@@ -12,10 +12,10 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search.bounds import bound_job, estimate_job
 from jfsdp.plan.search.candidates import Outcome, pareto_front
-from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, shard_planned
+from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, mesh_sizes, shard_planned
 from jfsdp.plan.search.pareto import plot_front
 from jfsdp.plan.search.search import SearchSpace, search_job
-from jfsdp.plan.search.space import placements, value_names, xla_choices
+from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.options import StepOptions, parse_xla
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
@@ -23,7 +23,10 @@ from jfsdp.trainer.run.config import TrainConfig
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = StepOptions(model="llama-tiny", seq_len=64)
 LIMIT = NODE.gpu.memory_bytes - 3 * 2**30
-SMALL = SearchSpace(("full_shard", "hybrid_shard"), (4,), ("full", "none", "dots"), None, ((("a=1",), ("b=2",)),), 2)
+SMALL = SearchSpace(
+    ("full_shard", "hybrid_shard"), (4,), ("full", "none", "dots"), None, ((("a=1",), ("b=2",)),), 2, tensor_sizes=()
+)
+ONE = SearchSpace(("full_shard",), (), (), (), (), engines=(), tensor_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 
@@ -40,6 +43,7 @@ def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0, document
         step_s=step_s,
         items_per_s=rows * 64 / step_s,
         mfu=None,
+        layout=types.SimpleNamespace(mesh_sizes=tuple(mesh_sizes(options.mesh, cluster.num_devices).items())),
         timeline=types.SimpleNamespace(exposed_s=0.1),
         compiled=types.SimpleNamespace(compile_s=0.0),
     )
@@ -147,7 +151,7 @@ def test_what_cannot_be_compiled_is_recorded_and_the_search_goes_on():
 def test_options_that_training_would_refuse_are_recorded_without_a_plan():
     result = search(space=dataclasses.replace(SMALL, strategies=("full_shard", "nonesuch")))
     (failed,) = [one for one in result.tried if one.options.strategy == "nonesuch" and one.options.remat == "full"][:1]
-    assert failed.outcome is Outcome.FAILED and "nonesuch" in failed.reason
+    assert failed.outcome is Outcome.IMPOSSIBLE and "nonesuch" in failed.reason
 
 
 def test_no_compiler_at_all_ends_the_search():
@@ -185,7 +189,7 @@ def test_state_that_does_not_fit_is_not_compiled():
         planned.append(options.strategy)
         return fake_plan(options, cluster, **more)
 
-    space = SearchSpace(("full_shard", "ddp"), (), (), (), (), engines=())
+    space = dataclasses.replace(ONE, strategies=("full_shard", "ddp"))
     result = search(StepOptions(model="llama-8b"), NODE, space, planner)
     (ddp,) = [one for one in result.tried if one.options.strategy == "ddp"]
     assert planned == ["full_shard"]
@@ -209,7 +213,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
         plan.needed_bytes, plan.fits = plan.needed_bytes + 2**37 - 2**36 * len(options.offload), False
         return plan
 
-    result = search(planner=planner, space=SearchSpace(("full_shard",), (), (), (), (), engines=()))
+    result = search(planner=planner, space=ONE)
     assert result.best is None and result.gain is None and result.front == ()
     assert "nothing that was tried fits: the least is 6.0 GiB of 76.1 GiB (offload=params,opt_state)" in result.advice
     assert "take more nodes" in result.advice
@@ -220,7 +224,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
 
 def test_where_what_was_given_does_not_fit_smaller_microbatches_are_tried():
     given = dataclasses.replace(TINY, remat="none", batch_per_device=128)
-    result = search(given, space=SearchSpace(("full_shard",), (), (), (), (), engines=()))
+    result = search(given, space=ONE)
     assert not result.default.fits and result.gain is None
     assert result.best and result.best.changes == {"remat": "full", "accumulate": 2}
     assert len(result.tried) == 3
@@ -240,8 +244,68 @@ def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
     assert {("full_shard", "fsdp=-1"), ("hybrid_shard", "replica=-1,fsdp=8"), ("ddp", "fsdp=-1")} <= pairs
     assert [one.reshard_after_forward for one in tried if one.strategy == "hpz"] == ["8"]
     bound_job(next(one for one in tried if one.strategy == "hpz"), TWO_NODES)
-    tensor = dataclasses.replace(TINY, mesh="fsdp=4,tensor=2")
-    assert {one.mesh for one in placements(tensor, NODE, SMALL)} == {"fsdp=-1,tensor=2"}
+    for mesh in ("fsdp=4,tensor=2", "fsdp=4,tensor=-1"):
+        given = dataclasses.replace(TINY, mesh=mesh)
+        assert {one.mesh for one in placements(given, NODE, SMALL)} == {"fsdp=-1,tensor=2"}
+
+
+def tensor_meshes(options, cluster=NODE, space=None, given=None):
+    tried = tensors(options, given or options, cluster, space or SearchSpace())
+    return [(one.mesh, one.batch_per_device) for one in tried]
+
+
+def test_axis_tensor_takes_the_divisors_of_a_host_and_the_global_batch_stays():
+    assert tensor_meshes(TINY) == [("fsdp=-1", 1), *((f"fsdp=-1,tensor={size}", size) for size in (2, 4, 8))]
+    split = dataclasses.replace(TINY, mesh="fsdp=-1,tensor=4", batch_per_device=8)
+    assert tensor_meshes(split, given=TINY)[:2] == [("fsdp=-1", 2), ("fsdp=-1,tensor=2", 4)]
+    groups = dataclasses.replace(TINY, strategy="hfsdp", mesh="replica=-1,fsdp=4")
+    found = {(one.strategy, one.mesh) for one in tensors(groups, TINY, NODE, SearchSpace())}
+    assert {("hfsdp", "replica=-1,fsdp=2,tensor=2"), ("full_shard", "fsdp=-1,tensor=8")} <= found
+    odd = dataclasses.replace(split, batch_per_device=6)
+    assert [rows for _, rows in tensor_meshes(odd, given=TINY)] == [3, 6, 12], "6 rows of 4 devices are 1.5 of 1"
+    hybrid = dataclasses.replace(TINY, strategy="hybrid_shard", mesh="replica=-1,fsdp=8")
+    assert tensor_meshes(hybrid, TWO_NODES)[:2] == [("replica=-1,fsdp=8", 1), ("replica=-1,fsdp=4,tensor=2", 2)]
+
+
+def test_a_mesh_that_is_fixed_and_a_job_without_cuts_keep_their_tensor():
+    for mesh in ("fsdp=8", "replica=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=-1,tensor=1", "fsdp=2,tensor=-1"):
+        assert tensor_meshes(dataclasses.replace(TINY, mesh=mesh)) == []
+    assert tensor_meshes(StepOptions(model="gpt2")) == []
+    assert tensor_meshes(TINY, space=dataclasses.replace(ONE, tensor_sizes=(2,))) == [("fsdp=-1,tensor=2", 2)]
+
+
+def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():
+    """llama-tiny has 4 heads and 2 of keys and values."""
+    result = search(space=dataclasses.replace(ONE, tensor_sizes=None))
+    found = {one.options.mesh: one for one in result.tried}
+    assert found["fsdp=-1,tensor=2"].is_planned and found["fsdp=-1,tensor=2"].mesh == {"fsdp": 4, "tensor": 2}
+    for size, heads in ((4, 2), (8, 4)):
+        refused = found[f"fsdp=-1,tensor={size}"]
+        assert refused.outcome is Outcome.IMPOSSIBLE
+        assert f"(size {heads}) of a value cannot be split over mesh axis 'tensor' (size {size})" in refused.reason
+    assert len(found) == len(result.tried) == 4 and result.is_complete
+
+
+def test_with_accumulation_a_mesh_with_tensor_has_microbatches_of_its_own_rows():
+    given = dataclasses.replace(TINY, batch_per_device=2, accumulate=2)
+    space = dataclasses.replace(ONE, batches=None, tensor_sizes=(2,))
+    tried = [one.options for one in search(given, space=space).tried]
+    assert {one.batch_per_device for one in tried if one.mesh == "fsdp=-1"} == {2}
+    split = [one for one in tried if one.mesh == "fsdp=-1,tensor=2"]
+    assert {(one.batch_per_device, one.accumulate) for one in split} == {(4, 1), (4, 2), (4, 4)}
+
+
+def test_the_options_of_xla_are_chosen_for_the_mesh_that_won():
+    def planner(options, cluster, **more):
+        plan = fake_plan(options, cluster, **more)
+        plan.items_per_s *= 1 + ("tensor" in options.mesh) + bool(options.xla)
+        return plan
+
+    result = search(space=dataclasses.replace(ONE, xla=None, tensor_sizes=(2,)), planner=planner)
+    split = dataclasses.replace(TINY, mesh="fsdp=-1,tensor=2", batch_per_device=2)
+    wanted = set(xla_choices(split, NODE)[2][1])
+    assert wanted <= {pair for one in result.tried for pair in one.options.xla}
+    assert wanted != set(xla_choices(TINY, NODE)[2][1])
 
 
 def test_a_bound_gives_every_group_its_own_link():
@@ -312,7 +376,7 @@ def test_a_plot_is_written(found, tmp_path, kind):
 
 @pytest.mark.proof
 def test_real_plans_are_no_faster_than_their_bounds():
-    space = SearchSpace((), (), ("none",), (), (), beam=1, engines=())
+    space = dataclasses.replace(ONE, strategies=(), remats=("none",), beam=1)
     told = []
     result = search_job(TINY, NODE, space, on_progress=told.append)
     planned = [one for one in result.tried if one.is_planned]

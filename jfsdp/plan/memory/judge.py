@@ -24,7 +24,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout, Leaf, cut_sizes
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.memory.buffers import LiveRanges, Value
 from jfsdp.plan.program.flow import Flow, Place, is_collective
@@ -250,15 +250,11 @@ class Judge:
 
     def _forms(self, leaf: Leaf) -> set[tuple[int, ...]]:
         """The dims of a leaf's gradient: whole or a shard, with and without its layer dims; without ones."""
-        whole, shard = leaf.stored_shape, self._shard(leaf, "grad")
-        return {_squeezed(dims[gone:]) for dims in (whole, leaf.shape, shard) for gone in (0, leaf.stacked)}
+        logical, shard = cut_sizes(leaf.shape, leaf.cuts), self._shard(leaf, "grad")
+        return {_squeezed(dims[gone:]) for dims in (leaf.cut_shape, logical, shard) for gone in (0, leaf.stacked)}
 
     def _shard(self, leaf: Leaf, name: str) -> tuple[int, ...]:
-        stage = dict(leaf.stages)[name]
-        dims = list(leaf.stored_shape)
-        if leaf.dim is not None and stage is not None:
-            dims[leaf.dim] //= self.layout.num_parts(stage)
-        return tuple(dims)
+        return leaf.cut_shape if dict(leaf.stages)[name] is None else self.layout.shard_shape(leaf, name)
 
     @functools.cached_property
     def _accumulators(self) -> set[tuple[int, ...]]:
@@ -266,7 +262,7 @@ class Judge:
         found = set()
         for leaf in self.layout.by_path.values():
             shard = self._shard(leaf, "grad")
-            if leaf.trainable and len(shard) > 1 and (leaf.stacked or shard != leaf.stored_shape):
+            if leaf.trainable and len(shard) > 1 and (leaf.stacked or shard != leaf.cut_shape):
                 found.add(_unordered(shard))
         return found
 
@@ -308,10 +304,17 @@ class Judge:
                 self._mark(before, found)
 
     def _is_logits(self, value: Value) -> bool:
-        """A dim is the vocabulary, or that rounded up as matmuls like it."""
+        """A dim is the vocabulary or a device's part of it, or that rounded up as matmuls like it."""
         if self.vocab_size is None or not value.dims:
             return False
-        return any(0 <= dim - self.vocab_size < 128 for dim in value.dims[-2:])
+        return any(0 <= dim - size < 128 for dim in value.dims[-2:] for size in self._vocab_sizes)
+
+    @functools.cached_property
+    def _vocab_sizes(self) -> set[int]:
+        """The vocabulary, and the part of it that a device has where a weight of its size is cut."""
+        size = self.vocab_size or 0
+        cuts = [cut for leaf in self.layout.leaves for cut in leaf.cuts if leaf.shape[cut.dim] == size]
+        return {size, *(size // cut.parts for cut in cuts)}
 
     @functools.cached_property
     def _backward_start(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.engine.engine import SCOPE
 from jfsdp.engine.movements import GATHER
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout, Leaf, cut_sizes
 from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
 from jfsdp.plan.program.rounds import walk
 from jfsdp.plan.time.work import is_matmul
@@ -61,11 +61,16 @@ def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterat
 
 
 def _is_stack(leaf: Leaf, shape: Shape) -> bool:
-    return sorted(shape.dims) in (sorted(leaf.shape), sorted(leaf.stored_shape))
+    return sorted(shape.dims) in map(sorted, _shapes(leaf))
 
 
 def _layer_elements(leaf: Leaf) -> set[int]:
-    return {math.prod(shape[leaf.stacked :]) for shape in (leaf.shape, leaf.stored_shape)}
+    return {math.prod(shape[leaf.stacked :]) for shape in _shapes(leaf)}
+
+
+def _shapes(leaf: Leaf) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a gathered leaf, without its padding and with it."""
+    return cut_sizes(leaf.shape, leaf.cuts), leaf.cut_shape
 
 
 def _comes_from_gather(module: Module, body: Computation, name: str, sizes: set[int]) -> bool:

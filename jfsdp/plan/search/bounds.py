@@ -131,4 +131,4 @@ def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
 def _unit_bytes(layout: Layout, paths: Iterable[str]) -> int:
     """Return the bytes of one layer of a unit, whole and in use."""
     leaves = [layout.by_path[path] for path in paths]
-    return sum(item_bytes(leaf.stage("use").dtype) * math.prod(leaf.stored_shape[leaf.stacked :]) for leaf in leaves)
+    return sum(item_bytes(leaf.stage("use").dtype) * math.prod(leaf.cut_shape[leaf.stacked :]) for leaf in leaves)

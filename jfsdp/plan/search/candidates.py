@@ -46,10 +46,11 @@ KINDS = {
 
 
 class Outcome(enum.Enum):
-    """What became of a candidate."""
+    """What became of a candidate. IMPOSSIBLE: training would refuse these options."""
 
     PLANNED = "planned"
     SKIPPED = "skipped"
+    IMPOSSIBLE = "impossible"
     FAILED = "failed"
 
 
@@ -60,6 +61,7 @@ class Candidate:
     Attributes:
       changes: the fields that differ from the options that the user gave.
       reason: why it was not planned.
+      mesh: the sizes of its axes, without those of size 1.
       fits, needed_bytes, step_s, items_per_s, exposed_s, mfu, compile_s: as in `Plan`.
     """
 
@@ -74,6 +76,7 @@ class Candidate:
     exposed_s: float = 0.0
     mfu: float | None = None
     compile_s: float = 0.0
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def is_planned(self) -> bool:
@@ -95,7 +98,7 @@ class Candidate:
         plain = {"changes": _plain(self.changes), "outcome": self.outcome.value, "reason": self.reason}
         if not self.is_planned:
             return plain
-        names = ("fits", "needed_bytes", "step_s", "items_per_s", "exposed_s", "mfu", "compile_s")
+        names = ("mesh", "fits", "needed_bytes", "step_s", "items_per_s", "exposed_s", "mfu", "compile_s")
         return plain | {name: getattr(self, name) for name in names}
 
 

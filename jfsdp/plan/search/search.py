@@ -1,12 +1,13 @@
 """Search for the fastest step that fits a cluster: options are changed, compiled and read, and never run.
 
 [Note: how the search goes]
-One kind of option after the other: where state is split, what the best of these recomputes, how many rows per device
-for the best few; over again while that gains; engine, depth of prefetch and storage; XLA's options at last. Before a
-candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
-at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
-leaner and that slow). All of it in the same order each time, but a budget of seconds cuts it off where the machine's
-speed says. Seconds are predictions (plan/plan.py): differences of a few percent are within their error.
+One kind of option after the other: where state is split, over how many devices the best of these splits the model
+itself (axis `tensor`), what the best then recomputes, how many rows per device for the best few; over again while that
+gains; engine, depth of prefetch and storage; XLA's options at last. Before a candidate is compiled, what can be said
+without a compiler may rule it out: its state alone does not fit, or computing at the GPU's peak or its bytes on the
+wire alone take longer than the best found (so that the front lacks what would be leaner and that slow). All of it in
+the same order each time, but a budget of seconds cuts it off where the machine's speed says. Seconds are predictions
+(plan/plan.py): differences of a few percent are within their error.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jfsdp.plan.search.space import (
     leaner,
     placements,
     remats,
+    tensors,
     value_names,
     xla_choices,
 )
@@ -92,7 +94,7 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     given, cluster = tries.default, tries.cluster
     # A part in which not one candidate fits is no use to XLA's options, and would be missing elsewhere.
     tries.share = 1 - _XLA_SHARE if _XLA_SHARE * tries.budget_s >= tries.longest_s else 1.0
-    tries.try_all(placements(given, cluster, space))
+    _place(tries, given, space)
     names = value_names(given, cluster) if space.remats is None else ()
     for one in [] if tries.fitting() else tries.best(1):
         for lean in leaner(one):
@@ -109,16 +111,22 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
             for ladder in batches(one, given, space):
                 tries.climb(ladder)
         for one in tries.best(1):
-            tries.try_all(placements(one, cluster, space))
+            _place(tries, one, space)
         is_first = False
     if not tries.fitting():
         return
     for one in tries.best(1):
         tries.try_all(engines(one, space))
     tries.share = 1.0
-    for choices in xla_choices(given, cluster) if space.xla is None else space.xla:
+    for choices in xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
             tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)
+
+
+def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
+    tries.try_all(placements(one, tries.cluster, space))
+    for best in tries.best(1):
+        tries.try_all(tensors(best, tries.default, tries.cluster, space))
 
 
 def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -184,7 +192,7 @@ class _Tries:
         try:
             return bound_job(options, self.cluster)
         except ValueError as error:
-            self._skip(options, Outcome.FAILED, str(error).splitlines()[0])
+            self._skip(options, Outcome.IMPOSSIBLE, str(error).splitlines()[0])
             return None
 
     def _try(self, options: StepOptions, bound: Bound) -> None:
@@ -219,6 +227,7 @@ class _Tries:
         names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")
         numbers: dict[str, Any] = {name: getattr(plan, name) for name in names}
         numbers |= {"exposed_s": plan.timeline.exposed_s, "compile_s": plan.compiled.compile_s}
+        numbers["mesh"] = {axis: size for axis, size in plan.layout.mesh_sizes if size > 1}
         return Candidate(options, changed, Outcome.PLANNED, **numbers)
 
     def _record(self, one: Candidate) -> None:

@@ -15,7 +15,7 @@ from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import parse_mesh
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "leaner",
     "placements",
     "remats",
+    "tensors",
     "value_names",
     "xla_choices",
 ]
@@ -56,6 +57,8 @@ class SearchSpace:
         `xla_choices`.
       beam: how many of the best get more rows per device.
       engines: each as (engine, prefetch, storage); by default `ENGINES`.
+      tensor_sizes: of axis `tensor`; by default the divisors of a host's GPUs, if the job has cuts and the given mesh
+        leaves the axis open: it says -1 for some axis and does not name `tensor`.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -65,6 +68,7 @@ class SearchSpace:
     xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     beam: int = 3
     engines: tuple[tuple[str, int | None, str], ...] | None = None
+    tensor_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.beam < 1:
@@ -79,7 +83,7 @@ def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
 
 def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
     """Yield the options under every strategy and mesh. Axes other than the data's keep their sizes."""
-    sizes = parse_mesh(options.mesh)
+    sizes = mesh_sizes(options.mesh, cluster.num_devices)
     others = {axis: size for axis, size in sizes.items() if axis not in ("replica", "fsdp") and size > 1}
     inner = math.prod(others.values())
     num = cluster.num_devices // inner
@@ -106,6 +110,32 @@ def _group_sizes(space: SearchSpace, num: int, domain: int) -> list[int]:
     usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
     wanted = usual if space.group_sizes is None else space.group_sizes
     return [size for size in dict.fromkeys(wanted) if 1 < size < num and num % size == 0]
+
+
+def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options with every size of axis `tensor`, under their strategy and the one that was given.
+
+    The global batch stays: of fewer data shards each has more rows. A size that would leave a part of a row to each is
+    left out.
+
+    Args:
+      options: those to change.
+      given: those that the user gave.
+    """
+    parts = mesh_sizes(options.mesh, cluster.num_devices).get("tensor", 1)
+    both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((options.strategy, given.strategy))))
+    for size in _tensor_sizes(given, cluster) if space.tensor_sizes is None else space.tensor_sizes:
+        rows, rest = divmod(options.batch_per_device * size, parts)
+        if not rest:
+            other = dataclasses.replace(options, mesh=_mesh({"fsdp": -1, "tensor": size}), batch_per_device=rows)
+            yield from placements(other, cluster, both)
+
+
+def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
+    sizes, job = parse_mesh(given.mesh), find_planned_job(given)
+    is_fixed = "tensor" in sizes or -1 not in sizes.values()
+    has_cuts = any((job.cuts or {}).values()) or job.axis_rules is not None
+    return [] if is_fixed or not has_cuts else _divisors(cluster.gpus_per_node)
 
 
 def _mesh(sizes: Mapping[str, int]) -> str:
@@ -142,7 +172,7 @@ def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Ite
         wanted = [rows for rows in sorted(space.batches) if rows % options.accumulate == 0]
         yield [dataclasses.replace(options, batch_per_device=rows) for rows in wanted]
     elif given.accumulate > 1:
-        for count in _divisors(given.batch_per_device):
+        for count in _divisors(options.batch_per_device):
             split = dataclasses.replace(options, accumulate=count)
             yield [split]
             if count > 1:

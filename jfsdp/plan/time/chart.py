@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.plan.picture import check_picture, make_figure
+from jfsdp.plan.wire.axes import is_own
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
@@ -27,7 +29,7 @@ COLORS = {
     "all-reduce": "tab:purple",
     "host": "tab:olive",
 }
-_LANES = ("compute", "wire", "host")
+_LANES = ("compute", "wire", *MODEL_AXES, "host")
 _JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are drawn as one bar
 _LEAST = 0.01  # of the step: what takes less has no panel
 _WIDTH = 11.0  # inches
@@ -85,16 +87,24 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     """
     path = Path(path)
     check_picture(path)
-    draw_timeline(plan.timeline, collective_units(plan.ledger)).savefig(path)
+    collectives = (timed.collective for timed in plan.timeline.collectives)
+    own = {one.name for one in collectives if is_own(plan.layout, one)}
+    draw_timeline(plan.timeline, collective_units(plan.ledger), own).savefig(path)
 
 
-def draw_timeline(timeline: Timeline, units: Mapping[str, str]) -> Any:
+def draw_timeline(timeline: Timeline, units: Mapping[str, str], own: Collection[str] = ()) -> Any:
     """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use.
 
     Args:
       units: the units of collectives, which stand in the bars that have room.
+      own: the collectives that the model's own shardings cost, over axis `tensor`: a lane beside the other collectives,
+        though the clock runs both on one stream.
     """
-    panels = find_panels(timeline)
+    moved = [
+        dataclasses.replace(event, lane=MODEL_AXES[0]) if event.lane == "wire" and event.name in own else event
+        for event in timeline.events
+    ]
+    panels = find_panels(dataclasses.replace(timeline, events=tuple(moved)))
     num_lanes = [len(panel.lanes) for panel in panels]
     figure = make_figure(_WIDTH, 0.6 + 0.75 * len(panels) + 0.3 * sum(num_lanes))
     rows = figure.subplots(len(panels), squeeze=False, height_ratios=num_lanes)[:, 0]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout, Leaf, cut_sizes
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import Collective, wire_bytes
 from jfsdp.plan.program.scopes import find_scopes, split_names
@@ -139,7 +139,7 @@ def _elements(move: Move) -> int:
 
 def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:
     """Yield the shapes that a piece of a leaf may have: stored, and if whole logical; layer dims taken off or not."""
-    for shape in {piece_shape(leaf, pieces), *([leaf.shape] if pieces == 1 else [])}:
+    for shape in {piece_shape(leaf, pieces), *([cut_sizes(leaf.shape, leaf.cuts)] if pieces == 1 else [])}:
         for sliced in range(leaf.stacked + 1):
             yield shape[sliced:]
 

@@ -196,7 +196,7 @@ class _Rows:
         if leaf is None or not leaf.padding or leaf.dim is None:
             return 0.0
         # XLA also reduces arrays of the logical shape, and pads the sum.
-        if not part.elements % math.prod(leaf.stored_shape[leaf.stacked :]):
+        if not part.elements % math.prod(leaf.cut_shape[leaf.stacked :]):
             return part.wire_bytes * leaf.padding / leaf.stored_shape[leaf.dim]
         return 0.0
 

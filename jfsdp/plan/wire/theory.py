@@ -184,8 +184,8 @@ def is_replicated(layout: Layout, leaf: Leaf) -> bool:
 
 
 def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
-    """Return the shape of one of `pieces` equal pieces of a leaf as it is stored."""
-    shape = list(leaf.stored_shape)
+    """Return the shape of one of `pieces` equal pieces of what a device has of a leaf as it is stored."""
+    shape = list(leaf.cut_shape)
     if leaf.dim is not None:
         shape[leaf.dim] //= pieces
     return tuple(shape)

@@ -228,7 +228,7 @@ class Check:
 
     def _whole_bytes(self, unit: str) -> int:
         leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
-        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.stored_shape).num_bytes for leaf in leaves)
+        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.cut_shape).num_bytes for leaf in leaves)
 
     def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
         """Collectives in loops without a matmul to hide behind."""
@@ -290,7 +290,7 @@ def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[t
 
 def _form(leaf: Leaf) -> tuple[int, ...]:
     """The dims of one layer of a leaf, in no order."""
-    return tuple(sorted(leaf.stored_shape[leaf.stacked :]))
+    return tuple(sorted(leaf.cut_shape[leaf.stacked :]))
 
 
 def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
@@ -298,8 +298,7 @@ def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ..
     kind = dict(leaf.stages).get(stage)
     if kind is None or leaf.dim is None or len(dims) != len(leaf.shape):
         return 0
-    shard = list(leaf.stored_shape)
-    shard[leaf.dim] //= layout.num_parts(kind)
+    shard = layout.shard_shape(leaf, stage)
     is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim != leaf.dim)
     return max(0, math.prod(dims) - math.prod(shard)) if is_like else 0
 
