@@ -108,14 +108,17 @@ def by_heads(attend: Callable[..., jax.Array], *heads: jax.Array, documents: Any
     """Compute `attend(*heads, documents)` on each device's own heads.
 
     Inside a `shard_map` over the other axes of a mesh JAX (0.10.2, 0.12) cannot partition cuDNN's attention: so axis
-    `tensor` is written out there too. Elsewhere the compiler partitions it.
+    `tensor` is written out there too. So it is where the other axes split nothing: of a single row JAX's own rule for
+    it fails. Elsewhere the compiler partitions it.
 
     Layout:  several of [B T H/tensor A], and arrays that all heads share -> [B T H/tensor A]
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if _size() == 1 or AxisType.Manual not in mesh.axis_types:
+    inside = AxisType.Manual in mesh.axis_types
+    if _size() == 1 or not (inside or mesh.size == _size()):
         return attend(*heads, documents)
     spec = PartitionSpec(None, None, AXIS)
     specs = (*[spec] * len(heads), None if documents is None else PartitionSpec())
-    run = jax.shard_map(attend, in_specs=specs, out_specs=spec, axis_names={AXIS}, check_vma=False)
+    names = {AXIS} if inside else set(mesh.axis_names)
+    run = jax.shard_map(attend, in_specs=specs, out_specs=spec, axis_names=names, check_vma=False)
     return run(*heads, documents)

@@ -169,6 +169,14 @@ def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh,
     test_parity.check(model, mesh, strategy, 2, 0.5, {"engine": engine})
 
 
+@pytest.mark.parametrize("engine", ["manual", "xla"])
+@pytest.mark.parametrize("model", ["llama-cut", "gpt2-cut"])
+def test_rows_that_the_axis_does_not_divide_are_whole_between_the_layers(monkeypatch, model, engine):
+    monkeypatch.setattr(models_published, "LENGTH", 5)
+    monkeypatch.setitem(test_parity.MESHES, "4x2", MESHES["4x2"])
+    test_parity.check(model, "4x2", "full_shard", 1, 0.5, {"engine": engine})
+
+
 @pytest.mark.parametrize(
     ("engine", "strategy"), thin([("manual", "hfsdp"), ("manual", "full_shard"), ("auto", "zero1")], 3)
 )

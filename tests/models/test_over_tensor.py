@@ -110,6 +110,17 @@ def test_attention_by_heads_is_attention(mask):
     np.testing.assert_allclose(jax.jit(run)(HEADS, mask), attend(HEADS, HEADS, HEADS, mask), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("sizes", "is_written_out"), [({"tensor": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
+def test_attention_is_written_out_where_no_other_axis_splits_anything(sizes, is_written_out):
+    devices = jax.devices()[:4]
+    with jax.set_mesh(jfsdp.make_mesh(devices=devices, **({"fsdp": 1} | sizes))):
+        run = lambda x, mask: by_heads(attend, x, x, x, documents=mask)  # noqa: E731
+        jaxpr = jax.make_jaxpr(run)(HEADS, MASK).jaxpr
+        found = jax.jit(run)(HEADS, MASK)
+    assert any(eqn.primitive.name == "shard_map" for eqn in all_eqns(jaxpr)) == is_written_out
+    np.testing.assert_allclose(found, attend(HEADS, HEADS, HEADS, MASK), rtol=1e-5)
+
+
 WHOLE = {
     "gpt2": {"wte.embedding", "wpe.embedding"},  # 50257 words
     "gpt2-tiny": {"wpe.embedding"},

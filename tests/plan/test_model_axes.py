@@ -4,6 +4,7 @@ A narrow Llama of two layers, compiled for 16 H100s that are not there.
 """
 
 import functools
+import math
 
 import pytest
 
@@ -13,6 +14,7 @@ from jfsdp.plan.program.hlo import parse_module
 from jfsdp.plan.wire.audit import audit
 from jfsdp.plan.wire.axes import is_own
 from jfsdp.plan.wire.ledger import OWN, make_ledger
+from jfsdp.plan.wire.traps import excess_elements
 from tests import hlo
 from tests.plan import programs
 from tests.thin import thin
@@ -84,6 +86,16 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
     report = audit(module, layout)
     assert report.is_ok, str(report)
     assert any("are the model's own" in note for note in report.notes)
+
+
+def test_a_cut_weight_that_arrives_whole_along_the_axis_is_too_large():
+    _, layout = program("auto", 8, 2)
+    leaf = layout.by_path["layers.mlp.up_proj.kernel"]
+    shard = layout.shard_shape(leaf, "param")
+    (cut,) = leaf.cuts
+    whole = tuple(size * (2 if dim == cut.dim else 1) for dim, size in enumerate(shard))
+    assert excess_elements(layout, leaf, "param", shard) == 0
+    assert excess_elements(layout, leaf, "param", whole) == math.prod(shard)
 
 
 @pytest.mark.proof

@@ -115,7 +115,7 @@ class Check:
         """Parameters and optimizer states that arrive in larger shards than the layout's."""
         found: dict[tuple[str, str], list[tuple[int, Leaf, Instruction]]] = {}
         for leaf, stage, argument in arguments:
-            size = _excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
+            size = excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
             if size:
                 num_bytes = size * _item_bytes(argument.shapes[0].dtype)
                 trap = "optimizer-state" if stage == "opt" else "replicated"
@@ -293,13 +293,13 @@ def _form(leaf: Leaf) -> tuple[int, ...]:
     return tuple(sorted(leaf.cut_shape[leaf.stacked :]))
 
 
-def _excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
+def excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
     """Return by how many elements an argument is larger than its shard; 0 if it has not the form of its leaf."""
-    kind = dict(leaf.stages).get(stage)
-    if kind is None or leaf.dim is None or len(dims) != len(leaf.shape):
+    divided = {leaf.dim, *(cut.dim for cut in leaf.cuts)}
+    if stage not in dict(leaf.stages) or divided == {None} or len(dims) != len(leaf.shape):
         return 0
     shard = layout.shard_shape(leaf, stage)
-    is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim != leaf.dim)
+    is_like = all(a == b for dim, (a, b) in enumerate(zip(dims, shard, strict=True)) if dim not in divided)
     return max(0, math.prod(dims) - math.prod(shard)) if is_like else 0
 
 
