@@ -10,12 +10,14 @@ import pytest
 
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
+from jfsdp.plan.search import space as spaces
 from jfsdp.plan.search.bounds import bound_job, estimate_job
 from jfsdp.plan.search.candidates import Outcome, pareto_front
 from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, mesh_sizes, shard_planned
 from jfsdp.plan.search.pareto import plot_front
 from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
+from jfsdp.trainer.job import find_job
 from jfsdp.trainer.options import StepOptions, parse_xla
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
@@ -267,11 +269,13 @@ def test_axis_tensor_takes_the_divisors_of_a_host_and_the_global_batch_stays():
     assert tensor_meshes(hybrid, TWO_NODES)[:2] == [("replica=-1,fsdp=8", 1), ("replica=-1,fsdp=4,tensor=2", 2)]
 
 
-def test_a_mesh_that_is_fixed_and_a_job_without_cuts_keep_their_tensor():
+def test_a_mesh_that_is_fixed_and_a_job_without_cuts_keep_their_tensor(monkeypatch):
     for mesh in ("fsdp=8", "replica=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=-1,tensor=1", "fsdp=2,tensor=-1"):
         assert tensor_meshes(dataclasses.replace(TINY, mesh=mesh)) == []
-    assert tensor_meshes(StepOptions(model="gpt2")) == []
     assert tensor_meshes(TINY, space=dataclasses.replace(ONE, tensor_sizes=(2,))) == [("fsdp=-1,tensor=2", 2)]
+    uncut = dataclasses.replace(find_job("llama-tiny"), cuts={"**.up_proj": None})
+    monkeypatch.setattr(spaces, "find_planned_job", lambda options: uncut)
+    assert tensor_meshes(TINY) == []
 
 
 def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():
