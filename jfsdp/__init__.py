@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jfsdp.checkpoint.foreign.peft import export_peft, read_loras
     from jfsdp.checkpoint.foreign.pretrained import load_pretrained
     from jfsdp.checkpoint.manager import Checkpointer
     from jfsdp.checkpoint.snapshot import Snapshots
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.layout.build import LeafRules, build_layout
+    from jfsdp.layout.lora import LoRA
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
+    "checkpoint.foreign.peft": ("export_peft", "read_loras"),
     "checkpoint.foreign.pretrained": ("load_pretrained",),
     "checkpoint.snapshot": ("Snapshots",),
     "checkpoint.store": ("restore", "save"),
     "engine.driver.schedule": ("Prefetch",),
+    "layout.lora": ("LoRA",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),
@@ -70,6 +74,7 @@ __all__ = [
     "Job",
     "Layout",
     "LeafRules",
+    "LoRA",
     "Loss",
     "LossScale",
     "Max",
@@ -90,6 +95,7 @@ __all__ = [
     "build_layout",
     "by_size",
     "compare_replicas",
+    "export_peft",
     "find_job",
     "full",
     "fully_shard",
@@ -98,6 +104,7 @@ __all__ = [
     "make_abstract_mesh",
     "make_mesh",
     "parse_mesh",
+    "read_loras",
     "reshard",
     "resolve_units",
     "restore",

@@ -135,6 +135,17 @@ class Only:
         return self.source.read(name, index)
 
 
+class Joined:
+    """The arrays of several sources, all of other names."""
+
+    def __init__(self, *sources: Source):
+        self._source = {name: source for source in sources for name in source.arrays}
+        self.arrays = {name: source.arrays[name] for name, source in self._source.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._source[name].read(name, index)
+
+
 class Renamed:
     """The arrays of a source by other names.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.cli.console import BROKEN, make_console, progress_of
-from jfsdp.cli.transfer import Convert, Export, Globs, Import
+from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.options import Count, Number, optional
 from jfsdp.trainer.spelling import check_numbers
 
@@ -168,6 +168,8 @@ CHECKPOINT_COMMANDS = {
     "reshard": Convert,
     "export": Export,
     "import": Import,
+    "merge": Merge,
+    "unmerge": Unmerge,
     "prune": Prune,
 }
 

@@ -196,6 +196,52 @@ class Import(_ModelOptions):
         return 0
 
 
+_Adapter = Annotated[str, tyro.conf.arg(metavar="ADAPTER", help="A directory of PEFT's.")]
+_Base = Annotated[str, tyro.conf.arg(metavar="BASE", help="A directory of safetensors of Hugging Face.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """Add an adapter of PEFT's to the weights that it was trained for, piece by piece, and write them as TARGET.
+
+    Sums are in float32, and the result has the dtype of the weights. Files beside the weights are copied. Exit status:
+    0; 2 for a wrong path, an adapter of another base, or values that are not finite.
+    """
+
+    base: tyro.conf.Positional[_Base]
+    adapter: tyro.conf.Positional[_Adapter]
+    target: tyro.conf.Positional[_Target]
+    max_shard_gb: Real = 5.0
+    """GB that a file has at most; more are listed in an index."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        return _merge(self, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unmerge(Merge):
+    """Take an adapter of PEFT's out of weights that it was added to; in low precision up to rounding. No DoRA.
+
+    Exit status: as merge.
+    """
+
+    def run(self) -> int:
+        return _merge(self, -1)
+
+
+def _merge(options: Merge, sign: int) -> int:
+    from jfsdp.checkpoint.foreign.peft import merge_peft
+
+    check_numbers(options, max_shard_gb=1e-6)
+    most = int(options.max_shard_gb * 1e9)
+    written = merge_peft(options.base, options.adapter, options.target, sign=sign, max_shard_bytes=most)
+    found = {"from": options.base, "to": str(written.directory), "files": list(written.files)}
+    _say(options.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+    return 0
+
+
 def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
     """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
     from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config

@@ -320,3 +320,8 @@ def _pad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
 def pad_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
     """Bring a leaf of logical shape into its stored shape; the padding is zeros. Moves no data between devices."""
     return _pad(value, leaf, 0)
+
+
+def stored_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
+    """Bring a leaf as the model makes it into its shape and dtype at rest. Moves no data between devices."""
+    return pad_leaf(value, leaf).astype(leaf.dtype)

@@ -14,18 +14,25 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jfsdp.arguments import check_call, checked
 from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
-from jfsdp.layout.precision import MixedPrecisionPolicy, is_inexact, item_bytes, sum_dtype
+from jfsdp.layout.precision import (
+    MixedPrecisionPolicy,
+    float_dtype_name,
+    is_float,
+    is_inexact,
+    item_bytes,
+    sum_dtype,
+)
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
-from jfsdp.layout.select import Selector, select_leaves
+from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import Split, Strategy, get_strategy
 from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Cut, Layout, Leaf, Stage
 from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]
 Placements = Mapping[Any, Any]  # to a name or number of a strategy, a `Strategy`, or a PartitionSpec
-Selectors = Selector | Sequence[Selector] | None
 STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest leaves that are split
 
 
@@ -41,7 +48,11 @@ class LeafRules:
       placements: by selector, another strategy for some leaves, the PartitionSpec of their `param` stage, or "ignored".
         What is kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
       axis_rules, cuts: which dims are cut over axis `tensor`; see `jfsdp.layout.cuts.find_cuts`.
-    Selectors are path globs, classes of variables and predicates; see `select_leaves`.
+      adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
+        but for `also`.
+      frozen_dtype: dtype at rest of floating leaves that are not trained; None: as the model makes them.
+    Selectors are path globs, classes of variables and predicates; see `select_leaves`. They choose among the model's
+    own leaves; parts of adapters are placed as `Adapter` says.
     """
 
     shard_dim: ShardDim | None = None
@@ -50,6 +61,9 @@ class LeafRules:
     placements: Placements | None = None
     axis_rules: AxisRules | None = None
     cuts: Cuts | None = None
+    adapters: Mapping[str, Adapter] | None = None
+    also: Selectors = None
+    frozen_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +127,22 @@ def build_layout(
     if rules.shard_dim is not None:
         check_call("shard_dim", rules.shard_dim, "path", "shape")
     owners = {path: unit for unit in units.values() for path in unit.leaves}
-    stacked = {path: owners[path].stacked for path in leaves}
-    cuts = find_cuts(
-        leaves, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts
-    )
-    choices = _choose(leaves, strategy, rules, types or {}, sizes, cuts)
+    adapters = (rules.adapters or {}).values()
+    parts = {adapter.name(part): (adapter, part) for adapter in adapters for part in adapter.parts}
+    own = {path: leaf for path, leaf in leaves.items() if path not in parts}
+    stacked = {path: owners[path].stacked for path in own}
+    cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
+    choices = _choose(own, strategy, rules, types or {}, sizes, cuts)
+    for path, (adapter, part) in parts.items():
+        placed = get_strategy(adapter.placement)
+        choices[path] = _Choice(placed, None, None, "an adapter's part", adapter.cuts(part, cuts[adapter.path]))
     build = functools.partial(
-        _build_leaf, sizes=sizes, min_size=min_size, shard_dim=rules.shard_dim, offload=offload or OffloadPolicy()
+        _build_leaf,
+        sizes=sizes,
+        min_size=min_size,
+        shard_dim=rules.shard_dim,
+        offload=offload or OffloadPolicy(),
+        frozen_dtype=float_dtype_name("frozen_dtype", rules.frozen_dtype),
     )
     table = tuple(
         build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
@@ -146,6 +169,9 @@ def _choose(
     cuts: Mapping[str, tuple[Cut, ...]],
 ) -> dict[str, _Choice]:
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
+    if rules.adapters:
+        also = select_leaves("lora also", rules.also, leaves, types)
+        frozen = {path: "lora" for path in leaves if path not in also} | frozen
     ignored = select_leaves("ignored", rules.ignored, leaves, types)
     placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}
     for selector, placement in (rules.placements or {}).items():
@@ -229,9 +255,12 @@ def _build_leaf(
     min_size: int,
     shard_dim: ShardDim | None,
     offload: OffloadPolicy,
+    frozen_dtype: str | None,
 ) -> Leaf:
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
     trainable = is_inexact(dtype) and choice.frozen is None
+    if frozen_dtype and choice.frozen and is_float(dtype) and not choice.is_ignored:
+        dtype = frozen_dtype
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
     stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)

@@ -11,11 +11,12 @@ from jfsdp.arguments import ask
 from jfsdp.layout.units import describe, matches_glob
 
 Selector = str | type | Callable[[str, jax.ShapeDtypeStruct], bool]
+Selectors = Selector | Sequence[Selector] | None
 
 
 def select_leaves(
     what: str,
-    selectors: Selector | Sequence[Selector] | None,
+    selectors: Selectors,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     types: Mapping[str, type],
 ) -> dict[str, str]:

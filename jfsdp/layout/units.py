@@ -17,7 +17,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic
 
 from jfsdp.arguments import Count, Size, ask, checked
@@ -155,6 +155,12 @@ def resolve_units(
         own = tuple((leaf, shared[leaf]) for leaf in leaves if leaf in shared)
         resolved[path] = UnitInfo(path, by_path[path].cls.__name__, given or guess, leaves, own, guess > 0)
     return resolved
+
+
+def with_leaves_beside(unit: UnitInfo, added: Iterable[str]) -> UnitInfo:
+    """Return a unit with the leaves among `added` that are named after one of its own: `kernel.lora_a`."""
+    beside = [name for name in added if name.rpartition(".")[0] in unit.leaves]
+    return dataclasses.replace(unit, leaves=(*unit.leaves, *beside))
 
 
 def _as_unit(unit: Any) -> Unit:

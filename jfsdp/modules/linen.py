@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from flax.core.scope import DenyList, in_filter
 from flax.errors import ScopeParamNotFoundError
 
 from jfsdp.arguments import checked
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, local_rules, struct_of
@@ -59,6 +62,7 @@ class LinenModel:
 
     def __init__(self, module: linen.Module, example_inputs: Any, variables: Mapping[str, Any] | None = None):
         self.module = module
+        self.adapters: Mapping[str, Adapter] = {}
         self._args, self._kwargs = _example(example_inputs)
         classes: dict[str, type] = {}
         callers: dict[str, list[str]] = {}
@@ -80,7 +84,7 @@ class LinenModel:
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
         self.dim_names = {name: names for name, names in self._dim_names.items() if name in self.params and names}
-        self.tree = ParamTree(jax.tree.unflatten(self._tree, list(self.params)))
+        self.tree = ParamTree(self.named({name: name for name in self.params}))
         self.modules = list_modules(classes, list(self.params), callers)
 
     def _init_abstract(self, example_inputs: Any) -> dict[str, Any]:
@@ -169,7 +173,24 @@ class LinenModel:
         """Return the collections of the module, as `module.init` returns them, around arrays."""
         names = [name for name in self.state if name not in (RNG_KEY, RNG_COUNT)]
         collections = jax.tree.unflatten(self._state_tree, [state[name] for name in names])
-        return {PARAMS: jax.tree.unflatten(self._tree, [params[name] for name in self.params]), **collections}
+        return {PARAMS: self.named(params), **collections}
+
+    def named(self, values: Mapping[str, Any]) -> Any:
+        """Return the collection of parameters around anything by name."""
+        return jax.tree.unflatten(self._tree, [values[name] for name in self.params])
+
+    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> LinenModel:
+        """Return the model with more parameters; see `FlaxModel.with_params`."""
+        tree = jax.tree.map_with_path(lambda path, name: (path, name), self.named({name: name for name in self.params}))
+        places = {name: path for path, name in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))}
+        params = self.named(self.params)
+        for name, leaf in extra.items():
+            beside = name.rpartition(".")[0]
+            *outer, last = (key.key for key in places[beside])
+            functools.reduce(operator.getitem, outer, params)[f"{last}{name.removeprefix(beside)}"] = leaf
+        other = copy.copy(self)
+        other._tree, other.params = jax.tree.structure(params), _named(params)
+        return other
 
     def _collect(self, model: BoundModel) -> Arrays:
         key, count = model._rngs

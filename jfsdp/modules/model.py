@@ -19,6 +19,7 @@ import optax
 from flax import linen
 from jax.sharding import AxisType
 
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import ModuleInfo, UnitInfo
 
 Arrays = dict[str, jax.Array]
@@ -41,8 +42,8 @@ class ParamTree:
         for path, name in jax.tree_util.tree_leaves_with_path(named):
             self._name_of[path] = name
             # An optimizer may also keep arrays bare where the tree has them in a Param.
-            if isinstance(path[-1], jax.tree_util.GetAttrKey):
-                self._name_of.setdefault(path[:-1], name)
+            bare = tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
+            self._name_of.setdefault(bare, name)
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """Return the tree of values by name, with `optax.MaskedNode()` where there is none."""
@@ -115,6 +116,7 @@ class FlaxModel(Protocol):
       tree: the tree in which users, and their optimizers, see the parameters.
       modules: all modules, the root first.
       instance: the weights given with the model, in a form of its own; None if `create` makes them.
+      adapters: the low-rank adapters of parameters, by the parameter's name.
     """
 
     params: dict[str, jax.ShapeDtypeStruct]
@@ -124,6 +126,7 @@ class FlaxModel(Protocol):
     tree: ParamTree
     modules: list[ModuleInfo]
     instance: Any
+    adapters: Mapping[str, Adapter]
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name: first ones, made inside `jit`, or those of the `instance`."""
@@ -147,6 +150,18 @@ class FlaxModel(Protocol):
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
         """Return the user's own model around arrays: an `nnx.Module`, or the variables of a Linen module."""
+        ...
+
+    def named(self, values: Mapping[str, Any]) -> Any:
+        """Return the tree in which users see the parameters, around anything by name."""
+        ...
+
+    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
+        """Return the model with more parameters, which its own code does not read and its transforms carry along.
+
+        Args:
+          extra: by name, each that of a parameter of the model and one more word: `q_proj.kernel.lora_a`.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from flax import nnx
 
 from jfsdp.arguments import check_call
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import ROOT, ModuleInfo, list_modules
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, not_gathered, struct_of
 from jfsdp.modules.nnx_unit import hook_root, hook_unit
@@ -26,6 +28,7 @@ class NNXModel:
     def __init__(self, source: Any):
         self.instance = source if isinstance(source, nnx.Module) else None
         self.factory = source
+        self.adapters: Mapping[str, Adapter] = {}
         split = _abstract(source) if self.instance is None else nnx.split(self.instance, nnx.Param, ...)
         self.graphdef, params, state = split
         self._params, self._state = nnx.to_flat_state(params), nnx.to_flat_state(state)
@@ -33,7 +36,7 @@ class NNXModel:
         self.state = {name: struct_of(value) for name, value in _arrays(self._state).items()}
         self.types = _types(self._params)
         self.dim_names = _dim_names(self._params)
-        self.tree = ParamTree(nnx.from_flat_state(_with_arrays(self._params, {name: name for name in self.params})))
+        self.tree = ParamTree(self.named({name: name for name in self.params}))
         model = self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state)
         self.modules = _modules(model, list(self.params))
 
@@ -56,6 +59,34 @@ class NNXModel:
         """Build the model around arrays."""
         flat = [_with_arrays(self._params, params), _with_arrays(self._state, state)]
         return nnx.merge(self.graphdef, *(nnx.from_flat_state(part) for part in flat))
+
+    def named(self, values: Mapping[str, Any]) -> nnx.State:
+        """Return the state of `nnx.Param` around anything by name."""
+        return nnx.from_flat_state(_with_arrays(self._params, values))
+
+    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> NNXModel:
+        """Return the model with more parameters; see `FlaxModel.with_params`."""
+        model = self.plain(self.params, self.state)
+        nodes = {join_path(path): node for path, node in nnx.iter_graph(model)}
+        owners = {name: path for path, _ in self._params for name in [join_path(path)]}
+        for name, leaf in extra.items():
+            beside = name.rpartition(".")[0]
+            if beside not in owners:
+                raise ValueError(
+                    f"{beside}: is one of several arrays of a variable; an adapter takes a variable of one"
+                )
+            module, key = nodes[join_path(owners[beside][:-1])], owners[beside][-1]
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"{beside}: is in a list; an adapter takes a parameter that is an attribute of a module"
+                )
+            setattr(module, f"{key}{name.removeprefix(beside)}", nnx.Param(leaf))
+        other = copy.copy(self)
+        other.graphdef, params, _ = nnx.split(model, nnx.Param, ...)
+        other._params = nnx.to_flat_state(params)
+        other.params = {name: struct_of(value) for name, value in _arrays(other._params).items()}
+        other.types = _types(other._params)
+        return other
 
     def _bind(self, params: Mapping[str, Any], state: Mapping[str, Any], hooks: Hooks) -> nnx.Module:
         """Build the model around arrays, with the units hooked and their parameters guarded."""

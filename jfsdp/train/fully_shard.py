@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -14,6 +14,7 @@ from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.cuts import AxisRules, Cuts
+from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
@@ -29,8 +30,9 @@ from jfsdp.layout.mesh import (
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import Strategy, get_strategy
-from jfsdp.layout.units import resolve_units
+from jfsdp.layout.units import resolve_units, with_leaves_beside
 from jfsdp.modules.adapt import as_model
+from jfsdp.modules.adapted import AdaptedModel
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale
@@ -54,10 +56,12 @@ def fully_shard(
     min_size: int | None = None,
     shard_dim: ShardDim | None = None,
     frozen: Selectors = None,
+    frozen_dtype: Any = None,
     ignored: Selectors = None,
     placements: Placements | None = None,
     axis_rules: AxisRules | None = None,
     cuts: Cuts | None = None,
+    lora: LoRA | Sequence[LoRA] | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     loss_scale: LossScale | None = None,
 ) -> ShardedModel:
@@ -83,6 +87,8 @@ def fully_shard(
       shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
+      frozen_dtype: dtype at rest of floating leaves that are not trained, such as "bfloat16"; None: as the model makes
+        them.
       ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
       placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
         "ignored".
@@ -91,6 +97,7 @@ def fully_shard(
         storage and in compute; what is left of it is split by the strategy.
       cuts: the same by selector (as in `frozen`): `{"**.o_proj.kernel": (0, "tensor")}`, the dim without layer dims,
         or None for what metadata is not to cut.
+      lora: train low-rank adapters of some matrices, and freeze the rest: a `LoRA`, or a list for different ones.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root); globs that match one unit must not contradict each other.
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
@@ -119,6 +126,10 @@ def fully_shard(
     mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
     shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
     resolved = resolve_units(units, flax_model.modules, shapes)
+    if lora is not None:
+        stacked = {leaf: unit.stacked for unit in resolved.values() for leaf in unit.leaves}
+        flax_model = AdaptedModel(flax_model, find_adapters(lora, flax_model.params, stacked, flax_model.types))
+        resolved = {name: with_leaves_beside(unit, flax_model.added) for name, unit in resolved.items()}
     policies = resolve_policies(
         resolved,
         strategy=strategy,
@@ -136,7 +147,9 @@ def fully_shard(
         strategy=strategy,
         mp_policy=mp_policy,
         min_size=min_size,
-        rules=LeafRules(shard_dim, frozen, ignored, placements, axis_rules, cuts),
+        rules=LeafRules(
+            shard_dim, frozen, ignored, placements, axis_rules, cuts, flax_model.adapters, also(lora), frozen_dtype
+        ),
         types=flax_model.types,
         names=flax_model.dim_names,
         offload=offload_policy,

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import Seed, check_call, checked
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import pad_leaf
+from jfsdp.engine.engine import stored_leaf
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
+from jfsdp.modules.adapted import create_adapters
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands, check_state
@@ -89,12 +90,14 @@ class ShardedModel:
         Memory:  the state; no second copy of the parameters, but under flat storage.
 
         Args:
-          params: by name, every leaf.
+          params: by name, every leaf; parts of adapters may be left out, all or none, and are made as `init` does.
           seed: of the rest of the model's state (rng keys).
 
         Raises:
           ValueError: naming the first parameter that is missing, unknown, or of another shape or dtype.
         """
+        if (added := self.adapter_shapes()) and not params.keys() & added.keys():
+            params = {**params, **self._first_adapters(params, seed)}
         arrays = params, self.leaf_shapes()
         there, wanted = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in arrays)
         for path in sorted({**there, **wanted}):
@@ -151,10 +154,37 @@ class ShardedModel:
         """Return the leaves as they are stored one by one: shape, dtype and sharding."""
         return {leaf.path: self.layout.abstract(self.mesh, leaf, "param") for leaf in self.layout.leaves}
 
+    def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return those of `leaf_shapes` that are parts of low-rank adapters."""
+        names = {one.name(part) for one in self.model.adapters.values() for part in one.parts}
+        return {name: shape for name, shape in self.leaf_shapes().items() if name in names}
+
+    def adapter_arrays(self, state: TrainState) -> dict[str, np.ndarray]:
+        """Return the parts of the low-rank adapters of a state, whole, on the host.
+
+        Cost:    one all-gather of each that is split. With several processes each calls it.
+        """
+        check_state(state, self.layout, self.loss_scale)
+        leaves = by_leaf(state).params
+        shapes = {name: self.layout.by_path[name].shape for name in self.adapter_shapes()}
+        return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
+
+    def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
+        """Make the adapters of parameters that are on the devices, as `init` makes them."""
+        shapes, adapters = self.adapter_shapes(), self.model.adapters
+        adapted = {path: params[path] for path in adapters if path in params}
+
+        def make(adapted: dict[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
+            logical = {path: x[tuple(map(slice, adapters[path].shape))] for path, x in adapted.items()}
+            made = create_adapters(adapters, logical, seed)
+            return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items()}
+
+        return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
+
     def _place(self, path: str, value: jax.Array) -> jax.Array:
         """Send each device its part of a leaf of the given instance."""
         leaf = self.layout.by_path[path]
-        return jax.device_put(pad_leaf(value, leaf), self.layout.sharding(self.mesh, leaf, "param"))
+        return jax.device_put(stored_leaf(value, leaf), self.layout.sharding(self.mesh, leaf, "param"))
 
     def lower_init(self, tx: optax.GradientTransformation) -> Any:
         """Lower `init` of a model given as a factory; the devices of a deviceless topology will do."""
@@ -165,7 +195,7 @@ class ShardedModel:
         def make(seed: Any) -> TrainState:
             with model_mesh(self.mesh):
                 params, model_state = self.model.create(seed)
-            stored = {path: pad_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
+            stored = {path: stored_leaf(value, self.layout.by_path[path]) for path, value in params.items()}
             return states.make_state(self._optimizer(tx), stored, model_state, self.loss_scale)
 
         return jax.jit(make, out_shardings=self._shardings(tx), compiler_options=init_options(self.mesh))

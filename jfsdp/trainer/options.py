@@ -117,6 +117,11 @@ class ShardingOptions:
     frozen: Globs = ()
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
+    frozen_dtype: Dtype = None
+    """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
+    lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = ()
+    """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
+    Also rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different targets."""
 
     accumulate: Count = 1
     """Microbatches per step; must divide --batch-per-device."""
@@ -184,6 +189,8 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "storage": options.storage,
         "min_size": options.min_size,
         "frozen": split_commas(options.frozen) or None,
+        "frozen_dtype": word_or_none(options.frozen_dtype),
+        "lora": [parse_lora(text) for text in options.lora] or None,
     }
 
 
@@ -269,6 +276,8 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
         **{name: word_or_none(getattr(options, name)) for name in dtypes},
         "accumulate": options.accumulate,
         "frozen": sorted(set(split_commas(options.frozen))) or None,
+        "lora": sorted(options.lora) or None,
+        "frozen_dtype": word_or_none(options.frozen_dtype),
         "ema": options.ema,
     }
 
@@ -335,6 +344,45 @@ def word_or_none(text: str | None) -> str | None:
 def split_commas(texts: Sequence[str]) -> list[str]:
     """Read `a,b c` as three words."""
     return [word for text in texts for word in text.split(",") if word]
+
+
+def parse_lora(text: str) -> Any:
+    """Read KEY=VALUE,...: the fields of a `LoRA`; what has no `=` is one more value of the key before.
+
+    Raises:
+      ValueError: for a key that is none, and a value that is not the key's.
+    """
+    from jfsdp.layout.lora import LoRA
+
+    kinds = {"rank": int, "alpha": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
+    found: dict[str, list[str]] = {}
+    for word in split_commas([text]):
+        key, equals, value = word.partition("=")
+        if equals:
+            found[key] = [value]
+        elif found:
+            found[next(reversed(found))].append(word)
+        else:
+            raise ValueError(f"--lora {text!r}: {word!r} is not KEY=VALUE; the keys are {', '.join(kinds)}")
+    fields: dict[str, Any] = {}
+    for key, values in found.items():
+        if key not in kinds:
+            raise ValueError(f"--lora {text!r}: there is no {key!r}; the keys are {', '.join(kinds)}")
+        fields[key] = values if kinds[key] is list else _lora_value(text, key, values, kinds[key])
+    if "targets" not in fields:
+        raise ValueError(
+            f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
+        )
+    return LoRA(**fields)
+
+
+def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
+    try:
+        (value,) = values
+        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError):
+        what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ValueError(f"--lora {text!r}: {key}={','.join(values)} is not {what}") from None
 
 
 def parse_offload(texts: Sequence[str]) -> list[str]:

@@ -19,8 +19,7 @@ from jfsdp.checkpoint.disk.errors import check_space, readable_errors
 from jfsdp.checkpoint.disk.files import sync_directory, write_json
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes, chunks
-from jfsdp.checkpoint.foreign.pretrained import CONFIG
-from jfsdp.checkpoint.foreign.safetensors import CODES, DTYPES, INDEX, WEIGHTS
+from jfsdp.checkpoint.foreign.safetensors import CODES, CONFIG, DTYPES, INDEX, WEIGHTS
 from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -100,12 +99,18 @@ def write_safetensors(
     directory: Any,
     *,
     config: Mapping[str, Any] | None = None,
+    texts: Mapping[str, Any] | None = None,
+    weights: str = WEIGHTS,
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     piece_bytes: int = PIECE_BYTES,
     allow_nonfinite: bool = False,
 ) -> Written:
     """Write all arrays of a source under its own names; otherwise as `export_safetensors`, which see.
+
+    Args:
+      texts: more files, by name: what they say as JSON, or the path of a file to copy.
+      weights: the file of the arrays, where one is enough.
 
     Raises:
       ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range or is not finite.
@@ -114,7 +119,7 @@ def write_safetensors(
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
         raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
-    shards, counted = _plan_shards(source.arrays, dtype, max_shard_bytes), Counted(source)
+    shards, counted = _plan_shards(source.arrays, dtype, max_shard_bytes, weights), Counted(source)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     check_space(directory, sum(shard.data_bytes for shard in shards))
     with readable_errors(directory):
@@ -124,6 +129,8 @@ def write_safetensors(
                 _write_shard(counted, temporary / shard.file, shard, piece_bytes)
             refuse_nonfinite(directory, counted.lines(), allow=allow_nonfinite)
             _write_texts(temporary, shards, config)
+            for name, text in (texts or {}).items():
+                shutil.copy(text, temporary / name) if isinstance(text, Path) else write_json(temporary / name, text)
             sync_directory(temporary)
             temporary.rename(directory)
         finally:
@@ -158,7 +165,7 @@ def _target(array: Any, dtype: Any) -> np.dtype:
         raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
 
 
-def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int) -> list[_Shard]:
+def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str) -> list[_Shard]:
     """Fill files in the order of the arrays, each up to the limit."""
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype={dtype!r} is not floating; choose float32, bfloat16 or float16")
@@ -177,7 +184,8 @@ def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int) -> list[_Shar
         groups[-1][name] = target
         filled += size
     shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    return [_Shard(_file_name(place, len(groups)), _aligned(group), shapes) for place, group in enumerate(groups)]
+    files = [weights if len(groups) == 1 else _file_name(place, len(groups)) for place in range(len(groups))]
+    return [_Shard(file, _aligned(group), shapes) for file, group in zip(files, groups, strict=True)]
 
 
 def _dtype_names() -> str:
@@ -185,7 +193,7 @@ def _dtype_names() -> str:
 
 
 def _file_name(place: int, count: int) -> str:
-    return WEIGHTS if count == 1 else f"model-{place + 1:05d}-of-{count:05d}.safetensors"
+    return f"model-{place + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _aligned(group: Mapping[str, np.dtype]) -> dict[str, np.dtype]:

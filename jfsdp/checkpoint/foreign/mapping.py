@@ -127,7 +127,7 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
       ValueError: if leaves have no rule (lists them), a rule has another number of dims, two leaves have one name, or
         the layers make more than `MOST_ARRAYS` of them.
     """
-    forms = [form for rule in names.rules for form in _forms(rule)]
+    forms = [form for rule in names.rules for form in forms_of(rule)]
     found: dict[str, Piece] = {}
     orphans, num_arrays = [], 0
     for leaf, array in leaves.items():
@@ -153,7 +153,7 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class Form:
     """A rule with some of its numbers as leading dims."""
 
     ours: re.Pattern[str]
@@ -162,7 +162,8 @@ class _Form:
     dims: str
 
 
-def _forms(rule: Sequence[str]) -> Iterator[_Form]:
+def forms_of(rule: Sequence[str]) -> Iterator[Form]:
+    """Yield a rule with none, some, or all of its numbers as leading dims."""
     ours, theirs, dims = (*rule, "")[:3]
     numbers, always = _NUMBER.findall(ours), [n for n in _NUMBER.findall(theirs) if n not in _NUMBER.findall(ours)]
     for count in range(len(numbers) + 1):
@@ -174,10 +175,10 @@ def _forms(rule: Sequence[str]) -> Iterator[_Form]:
                 f"(?P<{part}>\\d+)" if place % 2 else re.escape(part) for place, part in enumerate(_NUMBER.split(kept))
             )
             leading = [n for n in dict.fromkeys(_NUMBER.findall(theirs)) if n in (*stacked, *always)]
-            yield _Form(re.compile(pattern), theirs, tuple(leading), dims)
+            yield Form(re.compile(pattern), theirs, tuple(leading), dims)
 
 
-def _pieces(leaf: str, shape: tuple[int, ...], form: _Form, numbers: Mapping[str, str]) -> Iterator[tuple[str, Piece]]:
+def _pieces(leaf: str, shape: tuple[int, ...], form: Form, numbers: Mapping[str, str]) -> Iterator[tuple[str, Piece]]:
     stacked, rest = shape[: len(form.stacked)], shape[len(form.stacked) :]
     dims = parse_dims(form.dims) if form.dims else same_dims(len(rest))
     if len(stacked) < len(form.stacked) or len(dims.ours) != len(rest):
@@ -246,21 +247,24 @@ class Exported:
       source: arrays under our names, without `params.`.
       names: the mapping, or a dict of its fields.
 
+    Attributes:
+      pieces: what each array is of ours, by their names.
+
     Raises:
       ValueError: if leaves have no rule; lists them.
     """
 
     def __init__(self, source: Source, names: Names):
         self._source = source
-        self._pieces = bind(as_name_map(names), source.arrays)
+        self.pieces = bind(as_name_map(names), source.arrays)
         self.arrays = {
             theirs: jax.ShapeDtypeStruct(piece.their_shape, source.arrays[piece.leaf].dtype)
-            for theirs, piece in self._pieces.items()
+            for theirs, piece in self.pieces.items()
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one of their arrays."""
-        piece = self._pieces[name]
+        piece = self.pieces[name]
         ours = piece.dims.our_index(piece.shape, index)
         block = self._source.read(piece.leaf, (*(slice(place, place + 1) for place in piece.at), *ours))
         return piece.dims.to_theirs(block.reshape(block.shape[len(piece.at) :]), piece.shape, index)

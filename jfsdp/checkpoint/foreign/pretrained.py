@@ -19,15 +19,15 @@ from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
-from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.foreign.peft import adapter_source, open_peft
+from jfsdp.checkpoint.foreign.safetensors import CONFIG, SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.source import Recast, Renamed, Source, Unprefixed
+from jfsdp.checkpoint.source import Joined, Recast, Renamed, Source, Unprefixed
 from jfsdp.compat import warn
 from jfsdp.layout.report import list_differences
 
-CONFIG = "config.json"
 # What no model computes with, and an export is to say again.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LENGTH = "max_position_embeddings"
@@ -90,6 +90,7 @@ def load_pretrained(
     seed: Seed = 0,
     one_replica: bool = False,
     allow_nonfinite: bool = False,
+    adapter: PathLike | None = None,
 ) -> Any:
     """Make the first state of a run around weights from elsewhere: each process reads what its devices hold.
 
@@ -108,13 +109,19 @@ def load_pretrained(
       seed: of the rest of the model's state (rng keys).
       one_replica: see `restore`.
       allow_nonfinite: begin from NaN and infinite values too, and warn.
+      adapter: a directory of PEFT's, for a model whose `lora` is what `jfsdp.read_loras` says of it. None: a model's
+        adapters begin as `init` makes them.
 
     Raises:
       ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
     """
     if not hasattr(model, "leaf_shapes"):
         raise ValueError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
-    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
+    adapters, added = model.model.adapters, model.adapter_shapes()
+    every = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
+    leaves = {name: leaf for name, leaf in every.items() if name not in added}
+    if adapter is not None and not adapters:
+        raise ValueError(f"{adapter}: is an adapter, and the model has none; fully_shard(lora=jfsdp.read_loras(...))")
 
     def open_source() -> tuple[Source, Callable[[], None]]:
         if is_ours(path):
@@ -127,7 +134,11 @@ def load_pretrained(
 
     source, check = in_all(open_source)
     check()
-    stored = [one_array(path, leaves[path], shape) for path, shape in model.leaf_shapes().items()]
+    if adapter is not None:
+        assert names is not None
+        source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters)))
+        leaves = every
+    stored = [one_array(path, leaves[path], shape) for path, shape in model.leaf_shapes().items() if path in leaves]
     counted = Counted(source)
     cast = Recast(counted, {name: leaf.dtype for name, leaf in leaves.items()})
     arrays = place(stored, cast, one_replica=one_replica)
@@ -135,7 +146,7 @@ def load_pretrained(
     refuse_nonfinite(path, lines, allow=allow_nonfinite)
     if lines:
         warn(f"{path}: {'; '.join(lines)}")
-    return model.init_from(tx, dict(zip(leaves, arrays, strict=True)), seed)
+    return model.init_from(tx, dict(zip((path for path in every if path in leaves), arrays, strict=True)), seed)
 
 
 def is_ours(path: Any) -> bool:

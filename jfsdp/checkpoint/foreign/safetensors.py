@@ -18,7 +18,7 @@ import numpy as np
 from jfsdp.checkpoint.disk.files import inside
 from jfsdp.checkpoint.source import Index
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 # By the code that headers use.
 DTYPES: dict[str, np.dtype] = {

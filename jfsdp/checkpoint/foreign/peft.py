@@ -1,0 +1,458 @@
+"""Low-rank adapters in the format of Hugging Face's PEFT: read, written, merged into weights and taken out of them.
+
+[Note: PEFT's format]
+`adapter_config.json` says rank, alpha and targets; `adapter_model.safetensors` has, for a weight `X.weight` of the
+base, `base_model.model.X.lora_A.weight` [rank, in], `...lora_B.weight` [out, rank] and, with DoRA,
+`...lora_magnitude_vector` [out]. Source: peft 0.21, `tuners/lora`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.arguments import PathLike, checked
+from jfsdp.checkpoint.foreign.dims import parse_dims, same_dims
+from jfsdp.checkpoint.foreign.export import Written, write_safetensors
+from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, Names, Shapes, as_name_map, bind, forms_of
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import Index, Source, read_whole
+from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+_PARTS = {A: ".lora_A.weight", B: ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
+# Options of PEFT that change nothing of what an adapter computes, or that are read here; any other must be off.
+_KNOWN = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_alpha",
+    "lora_dropout",
+    "loftq_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+}
+_OFF = (None, False, "none", [], {})
+_PLAIN_INIT = (True, False, "gaussian", None)  # others change the base's weights
+_KEPT = ("base_model_name_or_path", "task_type", "revision")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter as PEFT writes it.
+
+    Attributes:
+      options: its configuration.
+      source: its arrays, under PEFT's names.
+    """
+
+    path: Path
+    options: Mapping[str, Any]
+    source: Source
+
+    def weights(self) -> list[str]:
+        """Return the weights of the base that it adapts, under their own names, in order."""
+        end = _PARTS[A]
+        return [self._base(name, end) for name in self.source.arrays if name.endswith(end)]
+
+    def _base(self, name: str, end: str) -> str:
+        return name.removeprefix(_PREFIX).removesuffix(end) + _WEIGHT
+
+    def part(self, weight: str, part: str) -> str:
+        """Return its name of one part of the adapter of a weight."""
+        return _PREFIX + weight.removesuffix(_WEIGHT) + _PARTS[part]
+
+    def rank(self, weight: str) -> int:
+        return int(self.source.arrays[self.part(weight, A)].shape[0])
+
+    def alpha(self, weight: str) -> float:
+        """Return the alpha of a weight: that of the first pattern that fits its module's name, as PEFT reads them."""
+        module = weight.removesuffix(_WEIGHT)
+        for pattern, alpha in (self.options.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return float(alpha)
+        return float(self.options["lora_alpha"])
+
+    @property
+    def is_rslora(self) -> bool:
+        return bool(self.options.get("use_rslora"))
+
+    @property
+    def is_dora(self) -> bool:
+        return bool(self.options.get("use_dora"))
+
+    def scale(self, weight: str) -> float:
+        rank = self.rank(weight)
+        return self.alpha(weight) / (math.sqrt(rank) if self.is_rslora else rank)
+
+
+def open_peft(path: Any) -> PeftAdapter:
+    """Open an adapter of PEFT's. Reads headers, and no weights.
+
+    Raises:
+      ValueError: if files are missing or damaged, or it is of a kind, or has an option, that jfsdp lacks; by name.
+    """
+    directory = Path(path).expanduser()
+    file = directory / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{directory}: has no {CONFIG}, so it is no adapter of PEFT's; give the directory that has it")
+    try:
+        options = json.loads(file.read_text())
+        float(options["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: is no configuration of a LoRA ({error}); fetch it again") from error
+    if options.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type {options.get('peft_type')!r} is not available; LORA is")
+    for name, value in options.items():
+        if name == "init_lora_weights" and value in _PLAIN_INIT:
+            continue
+        if name not in _KNOWN and value not in _OFF:
+            raise ValueError(
+                f"{file}: option {name}={value!r} is not available here; only adapters without it are read"
+            )
+    adapter = PeftAdapter(directory, options, SafetensorsSource(directory / WEIGHTS))
+    _check_arrays(adapter)
+    return adapter
+
+
+def _check_arrays(adapter: PeftAdapter) -> None:
+    """Refuse arrays that no weight's adapter has, and adapters that lack some."""
+    parts = [A, B, MAGNITUDE] if adapter.is_dora else [A, B]
+    wanted = {adapter.part(weight, part) for weight in adapter.weights() for part in parts}
+    for name in sorted(wanted ^ set(adapter.source.arrays)):
+        what = "is missing" if name in wanted else "is an array that jfsdp does not know"
+        raise ValueError(f"{adapter.path}: {name} {what}; the configuration says use_dora={adapter.is_dora}")
+    if not wanted:
+        raise ValueError(f"{adapter.path}: {WEIGHTS} has no {_PARTS[A]} of any weight; is it another kind of adapter?")
+
+
+def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
+    """Return the LoRAs of a model that an adapter of PEFT's stands for: for `fully_shard(lora=)`.
+
+    Args:
+      names: of the base's arrays, such as a job's field `pretrained`.
+      leaves: the model's own parameters by name, logical.
+
+    Raises:
+      ValueError: if it adapts what the model has not, or only some layers of a stack.
+    """
+    pieces = bind(as_name_map(names), leaves)
+    found: dict[str, set[tuple[int, float]]] = {}
+    there: collections.Counter[str] = collections.Counter()
+    for weight in adapter.weights():
+        if weight not in pieces:
+            raise ValueError(
+                f"{adapter.path}: adapts {weight}, which is no weight of this model; it is an adapter of another base "
+                f"({adapter.options.get('base_model_name_or_path') or 'unnamed'})"
+            )
+        leaf = pieces[weight].leaf
+        found.setdefault(leaf, set()).add((adapter.rank(weight), adapter.alpha(weight)))
+        there[leaf] += 1
+    wanted = collections.Counter(piece.leaf for piece in pieces.values())
+    for leaf, kinds in found.items():
+        if there[leaf] < wanted[leaf] or len(kinds) > 1:
+            what = "differs from layer to layer" if len(kinds) > 1 else f"has {there[leaf]} of {wanted[leaf]} layers"
+            raise ValueError(
+                f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
+                "apart (--model-config stacked=false)"
+            )
+    groups: dict[tuple[int, float], list[str]] = {}
+    for leaf, kinds in found.items():
+        groups.setdefault(next(iter(kinds)), []).append(leaf)
+    return [
+        LoRA(targets=targets, rank=rank, alpha=alpha, rslora=adapter.is_rslora, dora=adapter.is_dora)
+        for (rank, alpha), targets in groups.items()
+    ]
+
+
+def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
+    """Return PEFT's names of the parts of a model's adapters, from the names of its weights.
+
+    Raises:
+      ValueError: for an adapted leaf without a rule, or whose other array has dims of input and output merged.
+    """
+    names, rules, left = as_name_map(names), [], dict(adapters)
+    for rule in names.rules:
+        ours, theirs, text = (*rule, "")[:3]
+        fitting = [path for path in left if any(form.ours.fullmatch(path) for form in forms_of(rule))]
+        if not fitting:
+            continue
+        one = left[fitting[0]]
+        for path in fitting:
+            del left[path]
+        dims = parse_dims(text) if text else same_dims(len(one.shape) - one.stacked)
+        ins, outs = dims.ours[: one.num_in], dims.ours[one.num_in :]
+        groups = {frozenset(group) for group in dims.theirs}
+        if not theirs.endswith(_WEIGHT) or groups != {frozenset(ins), frozenset(outs)}:
+            raise ValueError(f"{one.path}: PEFT has no adapter of an array like {theirs!r} ({text or 'as it is'})")
+        merged_in, merged_out = (next(g for g in dims.theirs if set(g) == set(kind)) for kind in (ins, outs))
+        base = _PREFIX + theirs.removesuffix(_WEIGHT)
+        left_in, left_out = " ".join(ins), " ".join(outs)
+        rules += [
+            (f"{ours}.{A}", base + _PARTS[A], f"{left_in} rank -> rank ({' '.join(merged_in)})"),
+            (f"{ours}.{B}", base + _PARTS[B], f"rank {left_out} -> ({' '.join(merged_out)}) rank"),
+            (f"{ours}.{MAGNITUDE}", base + _PARTS[MAGNITUDE], f"{left_out} -> ({' '.join(merged_out)})"),
+        ]
+    if left:
+        raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(left)}")
+    return NameMap(rules)
+
+
+def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Adapter]) -> Imported:
+    """Open an adapter's arrays under our names, after every check of names and shapes.
+
+    Args:
+      adapters: of the model, by leaf.
+
+    Raises:
+      ValueError: if arrays are left over on either side, or have another shape; lists them.
+    """
+    shapes = {
+        one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), np.float32)
+        for one in adapters.values()
+        for part in one.parts
+    }
+    return Imported(adapter.source, adapter_map(names, adapters), shapes, where=adapter.path)
+
+
+def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, base: str | None = None) -> Written:
+    """Write the adapters of a state as a directory that PEFT loads. It appears whole or not at all.
+
+    Cost:    one all-gather of each adapter that is split. With several processes each calls it, and the first writes.
+    Memory:  the adapters whole on every device, one after another, and on the host.
+
+    Args:
+      model: what `fully_shard(lora=)` returned.
+      directory: must not exist yet.
+      names: of the base's arrays, such as a job's field `pretrained`.
+      base: what to write for `base_model_name_or_path`: a name of Hugging Face, or a directory.
+
+    Raises:
+      ValueError: for a model without adapters, and as `write_peft`.
+    """
+    if not getattr(getattr(model, "model", None), "adapters", None):
+        raise ValueError("export_peft: the model has no adapters; give what jfsdp.fully_shard(lora=...) returned")
+    arrays = model.adapter_arrays(state)
+    return write_peft(_Arrays(arrays), directory, names, model.model.adapters, base=base)
+
+
+class _Arrays:
+    """Arrays in memory as a source."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._values = arrays
+        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._values[name][index].copy()
+
+
+def write_peft(
+    source: Source,
+    directory: Any,
+    names: Names,
+    adapters: Mapping[str, Adapter],
+    *,
+    base: str | None = None,
+    dtype: Any = None,
+    kept: Mapping[str, Any] | None = None,
+) -> Written:
+    """Write adapters from any source; otherwise as `export_peft`.
+
+    Args:
+      source: parts of adapters under our names, without `params.`.
+      directory: must not exist yet.
+      names: of the base's arrays, such as a job's field `pretrained`.
+      base: what to write for `base_model_name_or_path`.
+      dtype: of the arrays in the file; None: as they are.
+      kept: an earlier configuration, of which base, task and revision are kept.
+
+    Raises:
+      ValueError: as `adapter_map` and `export_safetensors`.
+    """
+    exported = Exported(source, adapter_map(names, adapters))
+    config = _config(exported, names, adapters) | {name: kept[name] for name in _KEPT if kept and name in kept}
+    if base is not None:
+        config["base_model_name_or_path"] = base
+    most = sys.maxsize  # PEFT reads one file
+    return write_safetensors(
+        exported, directory, texts={CONFIG: config}, weights=WEIGHTS, dtype=dtype, max_shard_bytes=most
+    )
+
+
+def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+    """Return what `adapter_config.json` says of adapters."""
+    modules: dict[str, Adapter] = {}
+    for theirs, piece in exported.pieces.items():
+        modules[theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]] = adapters[piece.leaf.rpartition(".")[0]]
+    ones = list(modules.values())
+    rank, alpha = (collections.Counter(values).most_common(1)[0][0] for values in zip(*_kinds(ones), strict=True))
+    if len({(one.rslora, one.has_magnitude) for one in ones}) > 1:
+        raise ValueError("PEFT has one use_rslora and one use_dora for an adapter, and these LoRAs differ in them")
+    rules = {path: rule for rule in as_name_map(names).rules for path in adapters if _fits(rule, path)}
+    plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] there too, as Conv1D of GPT-2 has it
+    if len(plain) > 1:
+        raise ValueError("PEFT has one fan_in_fan_out for an adapter, and of these weights some are transposed")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": ones[0].rslora,
+        "use_dora": ones[0].has_magnitude,
+        "fan_in_fan_out": plain == {True},
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": _targets(modules, names, adapters),
+        "rank_pattern": {module: one.rank for module, one in modules.items() if one.rank != rank},
+        "alpha_pattern": {module: one.alpha for module, one in modules.items() if one.alpha != alpha},
+    }
+
+
+def _kinds(ones: Sequence[Adapter]) -> list[tuple[int, float]]:
+    return [(one.rank, one.alpha) for one in ones]
+
+
+def _fits(rule: Sequence[str], path: str) -> bool:
+    return any(form.ours.fullmatch(path) for form in forms_of(rule))
+
+
+def _targets(modules: Mapping[str, Adapter], names: Names, adapters: Mapping[str, Adapter]) -> list[str]:
+    """Return the last words of the modules' names, where these choose no other module of a rule; else whole names."""
+    words = sorted({module.rpartition(".")[2] for module in modules})
+    others = [(*rule, "")[1] for rule in as_name_map(names).rules if not any(_fits(rule, path) for path in adapters)]
+    is_clear = not any(theirs.removesuffix(_WEIGHT).rpartition(".")[2] in words for theirs in others)
+    complete = {leaf for leaf, one in adapters.items() if one.stacked}
+    return words if is_clear and len(complete) == len(adapters) else sorted(modules)
+
+
+class Merged:
+    """Weights with an adapter added to them, or taken out of them: a source over two, under the base's names.
+
+    A slice of a weight reads that slice (with DoRA, whole columns) and its adapter. Sums are in float32, the result in
+    the dtype of the base.
+
+    Args:
+      base: weights under their own names.
+      sign: 1 adds, -1 takes out.
+
+    Raises:
+      ValueError: if the base lacks a weight that is adapted, or has it in another shape; to take DoRA out, which keeps
+        no norm of what was there.
+    """
+
+    def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
+        self._base, self._adapter, self._sign = base, adapter, sign
+        self.arrays = base.arrays
+        if sign < 0 and adapter.is_dora:
+            raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
+        self._is_transposed = bool(adapter.options.get("fan_in_fan_out"))
+        prefix = _missing_prefix(base, adapter)
+        self._weights = {prefix(weight): weight for weight in adapter.weights()}
+        for name, weight in self._weights.items():
+            a, b = (adapter.source.arrays[adapter.part(weight, part)].shape for part in (A, B))
+            shape = (a[1], b[0]) if self._is_transposed else (b[0], a[1])
+            if name not in base.arrays or tuple(base.arrays[name].shape) != shape:
+                there = list(base.arrays[name].shape) if name in base.arrays else "no array of that name"
+                raise ValueError(
+                    f"{adapter.path}: adapts {weight} {list(shape)}, and the base has {there}; it is an adapter of "
+                    f"another base ({adapter.options.get('base_model_name_or_path') or 'unnamed'})"
+                )
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one weight, merged."""
+        if name not in self._weights:
+            return self._base.read(name, index)
+        weight, dtype = self._weights[name], self._base.arrays[name].dtype
+        rows, columns = index[::-1] if self._is_transposed else index  # of [out, in]
+        a, b = (self._part(weight, part) for part in (A, B))
+        every = slice(0, a.shape[1]) if self._adapter.is_dora else columns
+        wanted = (every, rows) if self._is_transposed else (rows, every)
+        block = self._base.read(name, wanted).astype(np.float32)
+        block = block.T if self._is_transposed else block
+        block = block + self._sign * self._adapter.scale(weight) * (b[rows] @ a[:, every])
+        if self._adapter.is_dora:
+            gain = self._part(weight, MAGNITUDE)[rows] / np.linalg.norm(block, axis=1)
+            block = (block * gain[:, None])[:, columns]
+        return (block.T if self._is_transposed else block).astype(dtype)
+
+    def _part(self, weight: str, part: str) -> np.ndarray:
+        return read_whole(self._adapter.source, self._adapter.part(weight, part)).astype(np.float32)
+
+
+def _missing_prefix(base: Source, adapter: PeftAdapter) -> Any:
+    """Return how the base calls a weight: some checkpoints leave out the first word (`transformer.` of GPT-2)."""
+    first = adapter.weights()[0]
+    short = first.partition(".")[2]
+    is_short = first not in base.arrays and short in base.arrays
+    return lambda name: name.partition(".")[2] if is_short else name
+
+
+def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options: Any) -> Written:
+    """Write weights of Hugging Face's with an adapter added to them, or taken out of them, as another directory.
+
+    What else is beside the weights (configuration, tokenizer) is copied.
+
+    Memory:  as `export_safetensors`: pieces, whatever the size of the model.
+
+    Args:
+      base: a directory of safetensors.
+      adapter: a directory of PEFT's.
+      target: must not exist yet.
+      sign: 1 adds, -1 takes out; in low precision that gives back the weights up to rounding.
+      options: of `write_safetensors`.
+
+    Raises:
+      ValueError: as `open_peft`, `Merged` and `write_safetensors`.
+    """
+    directory = Path(base).expanduser()
+    merged = Merged(SafetensorsSource(directory), open_peft(adapter), sign=sign)
+    beside = directory if directory.is_dir() else directory.parent
+    texts = {file.name: file for file in sorted(beside.iterdir()) if file.is_file() and not _is_weights(file.name)}
+    return write_safetensors(merged, target, texts=texts, **options)
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth"))
+
+
+@checked
+def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
+    """Return the LoRAs that an adapter of PEFT's stands for: for `fully_shard(lora=)`, before `load_pretrained`.
+
+    Args:
+      path: a directory of PEFT's.
+      names: of the base's arrays, such as a job's field `pretrained`.
+      model: what `fully_shard` returned for the model without adapters, on any mesh; or its parameters by name.
+
+    Raises:
+      ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
+    """
+    leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
+    return loras_of(open_peft(path), names, leaves)

@@ -1,0 +1,325 @@
+"""Compute a unit's call with the low-rank adapters of its weights: `x @ W` as `x @ W + scale * (x @ A) @ B`.
+
+[Note: adapters in a trace]
+The user's code knows of no adapter, so the call is traced as it is and then run with each adapted weight standing for
+three arrays: W, A and B. What only moves or casts a weight does the same to all three (casts, transposes, reshapes,
+stated shardings, calls, scans, remats); a matrix product with it becomes two; anything else that reads it is refused by
+name, since there W alone would be a wrong number. So W gets no derivative at all: the product x^T @ d_y is never
+formed, as it would be of W + A @ B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.compat import Literal, core
+from jfsdp.engine.dataflow import scan_counts
+from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
+from jfsdp.modules.model import UnitRun
+
+# Dims of a weight: of the layers of a stack, those that take the input, those of the output.
+LAYER, IN, OUT = "layer", "in", "out"
+_Run = Callable[[Sequence[Any]], list[Any]]  # an equation on its inputs, arrays all
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "a", "b", "magnitude"],
+    meta_fields=["kinds", "adapter"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Adapted:
+    """A weight with its adapter.
+
+    Attributes:
+      weight: [*dims], of the kinds named.
+      a: its layer dims and dims of the input, in its order, and rank.
+      b: its layer dims, rank, and its dims of the output in its order.
+      magnitude: its layer dims and dims of the output; or None.
+    """
+
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+    magnitude: jax.Array | None
+    kinds: tuple[str, ...]
+    adapter: Adapter
+
+    def dims(self, *kinds: str) -> list[int]:
+        return [dim for dim, kind in enumerate(self.kinds) if kind in kinds]
+
+    def map(self, move: Callable[[jax.Array], jax.Array]) -> _Adapted:
+        return jax.tree.map(move, self)
+
+    def whole(self) -> jax.Array:
+        """Return W + scale * A @ B in float32."""
+        a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
+        product = jnp.tensordot(a, b, 1)
+        order = [*self.dims(IN), *self.dims(OUT)]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return self.weight.astype(jnp.float32) + self.adapter.scale * product.transpose(back)
+
+
+def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
+    """Return a unit's call that computes with the adapters of its own weights; see [Note: adapters in a trace].
+
+    Cost:    two matrix products of `rank` for each of an adapted weight; no communication.
+
+    Raises:
+      ValueError: when it is traced, for a use of an adapted weight that is no matrix product over the right dims.
+    """
+
+    def call(full: Any, rest: Any) -> Any:
+        own = {path: adapters[path] for path in full if path in adapters}
+        if not own:
+            return run(full, rest)
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
+        adapted = {path: _adapted(one, full) for path, one in own.items()}
+        values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
+        outs = [_weight(out) for out in _eval(closed.jaxpr, closed.consts, values)]
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return call
+
+
+def _adapted(one: Adapter, full: Mapping[str, jax.Array]) -> _Adapted:
+    weight = full[one.path]
+    layers = one.stacked - (len(one.shape) - weight.ndim)
+    kinds = (LAYER,) * layers + (IN,) * one.num_in + (OUT,) * (weight.ndim - layers - one.num_in)
+    magnitude = full[one.name(MAGNITUDE)] if one.has_magnitude else None
+    return _Adapted(weight, full[one.name(A)], full[one.name(B)], magnitude, kinds, one)
+
+
+def _is_adapted(value: Any) -> bool:
+    return isinstance(value, _Adapted)
+
+
+def _weight(value: Any) -> Any:
+    return value.weight if _is_adapted(value) else value
+
+
+def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Run a program on arrays and adapted weights."""
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        run = functools.partial(_eval_alone, jaxpr, eqn)
+        outs = _eval_adapted(eqn, inputs, run) if any(map(_is_adapted, inputs)) else run(inputs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _eval_alone(jaxpr: Any, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Run one equation as a program of its own: so its place in the source stays."""
+    given = {atom: x for atom, x in zip(eqn.invars, inputs, strict=True) if not isinstance(atom, Literal)}
+    alone = jaxpr.replace(constvars=[], invars=[*given], eqns=[eqn], outvars=eqn.outvars)
+    return core.eval_jaxpr(alone, (), *given.values())
+
+
+def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
+    """Run an equation of which some inputs are adapted weights."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return [_dot_general(eqn, inputs, run)]
+    if name in _RULES:
+        return _RULES[name](eqn, inputs)
+    one = next(x.adapter for x in inputs if _is_adapted(x))
+    raise ValueError(
+        f"{one.path}: has an adapter, and the model reads it by {name}: only a matrix "
+        "product can have one; leave this leaf out of the LoRA's targets"
+    )
+
+
+def _same(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """What changes no element: done to all three arrays."""
+    return [x.map(lambda part: eqn.primitive.bind(part, **eqn.params)) for x in inputs]
+
+
+def _barrier(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    return list(jax.lax.optimization_barrier(list(inputs)))
+
+
+def _cast(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    dtype = eqn.params["new_dtype"]
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return [_weight(inputs[0]).astype(dtype)]
+    return [inputs[0].map(lambda part: part.astype(dtype))]
+
+
+def _stated(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """A sharding that the model states holds for the weight; those of A and B follow from what they meet."""
+    (x,) = inputs
+    return [dataclasses.replace(x, weight=eqn.primitive.bind(x.weight, **eqn.params))]
+
+
+def _transpose(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    (x,), order = inputs, eqn.params["permutation"]
+
+    def move(part: jax.Array, *kinds: str) -> jax.Array:
+        """Reorder a part's dims, which are those of `kinds` in the order of the weight, and rank in its place."""
+        before = x.dims(*kinds)
+        after = [before.index(dim) for dim in order if dim in before]
+        if part.ndim == len(before):
+            return part.transpose(after)
+        rank = part.ndim - 1 if IN in kinds else len(x.dims(LAYER))
+        places = [at if at < rank else at + 1 for at in after]
+        return part.transpose([*places[:rank], rank, *places[rank:]])
+
+    layers = len(x.dims(LAYER))
+    if tuple(order[:layers]) != tuple(range(layers)):
+        _refuse(x, "transposes its layer dims")
+    kinds = tuple(x.kinds[dim] for dim in order)
+    magnitude = None if x.magnitude is None else move(x.magnitude, LAYER, OUT)
+    weight, a, b = x.weight.transpose(order), move(x.a, LAYER, IN), move(x.b, LAYER, OUT)
+    return [_Adapted(weight, a, b, magnitude, kinds, x.adapter)]
+
+
+def _reshape(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    (x,), new = inputs, tuple(eqn.params["new_sizes"])
+    kinds = _kinds_of(x.weight.shape, x.kinds, new)
+    if kinds is None or LAYER in (*x.kinds, *kinds):
+        _refuse(x, f"reshapes it from {list(x.weight.shape)} to {list(new)}, across its dims of input and output")
+    ins, outs = ([size for size, kind in zip(new, kinds, strict=True) if kind == which] for which in (IN, OUT))
+    magnitude = None if x.magnitude is None else x.magnitude.reshape(outs)
+    a, b = x.a.reshape(*ins, -1), x.b.reshape(-1, *outs)
+    return [_Adapted(x.weight.reshape(new), a, b, magnitude, kinds, x.adapter)]
+
+
+def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the kinds of the dims of a reshaped weight; None where dims of several kinds become one."""
+    found: list[str] = []
+    start, sizes = 0, list(new)
+    for kind, run in itertools.groupby(zip(kinds, old, strict=True), key=lambda pair: pair[0]):
+        wanted, have = math.prod(size for _, size in run), 1
+        while start < len(sizes) and (have < wanted or sizes[start] == 1):
+            have *= sizes[start]
+            found.append(kind)
+            start += 1
+        if have != wanted:
+            return None
+    return tuple(found) if start == len(sizes) else None
+
+
+def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
+    """Compute `x . W` and `x . A . B` over the dims of the input; over those of the output, `x . W^T` likewise."""
+    left, right = inputs
+    (contracting, batch), is_left = eqn.params["dimension_numbers"], _is_adapted(left)
+    if _is_adapted(left) and _is_adapted(right):
+        _refuse(left, "multiplies it by another adapted weight")
+    weight, x = (left, right) if is_left else (right, left)
+    of_weight, of_x = (contracting[0], contracting[1]) if is_left else (contracting[1], contracting[0])
+    over = {kind for kind in (IN, OUT) if sorted(of_weight) == weight.dims(kind)}
+    if not over or batch[0] or weight.dims(LAYER):
+        kinds = ", ".join(f"{size} ({kind})" for size, kind in zip(weight.weight.shape, weight.kinds, strict=True))
+        _refuse(weight, f"multiplies it over dims {tuple(of_weight)} of [{kinds}], which are neither all of its input")
+    is_forward = over == {IN}
+    if weight.magnitude is not None and not is_forward:
+        _refuse(weight, "multiplies it over the dims of its output, which DoRA does not define")
+    first, second = (weight.a, weight.b) if is_forward else (weight.b, weight.a)
+    # The parts have the contracted dims in the order of the weight, x in that of the product.
+    order = [dim for _, dim in sorted(zip(of_weight, of_x, strict=True))]
+    places = list(range(len(order))) if is_forward else list(range(1, len(order) + 1))
+    with jax.named_scope("adapter"):
+        precision = eqn.params["precision"]
+        inner = jax.lax.dot_general(x, first, ((order, places), ((), ())), precision=precision)
+        rank = 0 if is_forward else second.ndim - 1
+        low = jax.lax.dot_general(inner, second, (([inner.ndim - 1], [rank]), ((), ())), precision=precision)
+    free = len(weight.weight.shape) - len(of_weight)
+    if is_left:
+        low = jnp.moveaxis(low, range(low.ndim - free, low.ndim), range(free))
+    (plain,) = run([_weight(left), _weight(right)])
+    out = plain + (weight.adapter.scale * low).astype(plain.dtype)
+    if weight.magnitude is not None:
+        gain = _gain(weight).astype(plain.dtype)
+        out = out * (gain.reshape(*gain.shape, *[1] * (out.ndim - free)) if is_left else gain)
+    return out
+
+
+def _gain(x: _Adapted) -> jax.Array:
+    """Return DoRA's factor of each output: its magnitude over the norm of the column, which gets no derivative."""
+    norms = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(jnp.square(x.whole()), x.dims(IN))))
+    assert x.magnitude is not None
+    return x.magnitude.astype(jnp.float32) / norms
+
+
+def _call(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
+    return _eval(*_opened(inner), inputs)
+
+
+def _remat(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
+    run = jax.checkpoint(
+        lambda *values: body(values), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+    )
+    return run(*inputs)
+
+
+def _cond(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    index, *values = inputs
+    branches = [functools.partial(_eval, *_opened(branch)) for branch in eqn.params["branches"]]
+    return jax.lax.switch(index, [lambda *values, run=run: run(values) for run in branches], *values)
+
+
+def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    num_consts, num_carry = scan_counts(eqn)
+    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
+
+    def step(carry: Any, xs: Any) -> Any:
+        outs = body([*consts, *carry, *map(_without_layer, xs)])
+        return tuple(outs[:num_carry]), tuple(map(_with_layer, outs[num_carry:]))
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, tuple(carry), tuple(inputs[num_consts + num_carry :]), **options)
+    return [*carry, *ys]
+
+
+def _without_layer(x: Any) -> Any:
+    """Note that a scan has taken the first dim off the arrays of a weight."""
+    if not _is_adapted(x):
+        return x
+    if x.kinds[0] != LAYER:
+        _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
+    return dataclasses.replace(x, kinds=x.kinds[1:])
+
+
+def _with_layer(x: Any) -> Any:
+    return dataclasses.replace(x, kinds=(LAYER, *x.kinds)) if _is_adapted(x) else x
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def _refuse(x: _Adapted, what: str) -> NoReturn:
+    raise ValueError(
+        f"{x.adapter.path}: has an adapter, and the model {what}; say by targets={{{x.adapter.path!r}: n}} how many of "
+        f"its dims take the input (now {x.adapter.num_in}), or leave this leaf out of the LoRA's targets"
+    )
+
+
+_RULES: dict[str, Callable[[Any, Sequence[Any]], list[Any]]] = {
+    **dict.fromkeys(("copy", "copy_p", "name", "pvary", "pcast", "stop_gradient"), _same),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _call),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
+    "optimization_barrier": _barrier,
+    "convert_element_type": _cast,
+    "sharding_constraint": _stated,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "cond": _cond,
+    "scan": _scan,
+}

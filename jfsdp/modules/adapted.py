@@ -1,0 +1,113 @@
+"""A Flax model with low-rank adapters beside some of its parameters; the user's modules stay as they are.
+
+[Note: where adapters are]
+The parts of an adapter are parameters at the module that holds the matrix, named after it: `q_proj.kernel.lora_a`. The
+user's code never reads them, but scans, remats and units take them along as they take the matrix. Whoever runs a unit's
+call computes with them (`jfsdp.engine.low_rank`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
+from jfsdp.layout.units import ModuleInfo
+from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree
+
+
+class AdaptedModel:
+    """A model and adapters of it, as one model; see `jfsdp.modules.model.FlaxModel`.
+
+    In the tree that optimizers see, an adapted array is replaced by a dict of the parts of its adapter.
+
+    Args:
+      base: the user's model.
+      adapters: by the leaf that they adapt.
+    """
+
+    def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter]):
+        shapes = {
+            one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jnp.float32)
+            for path, one in adapters.items()
+            for part in one.parts
+        }
+        self.base, self.adapters, self._whole = base, adapters, base.with_params(shapes)
+        self.params, self.state, self.types = self._whole.params, base.state, self._whole.types
+        self.dim_names, self.instance = base.dim_names, base.instance
+        self.modules: list[ModuleInfo] = base.modules
+        views = {path: {part: one.name(part) for part in one.parts} for path, one in adapters.items()}
+        self.tree = ParamTree(base.named({name: views.get(name, name) for name in base.params}))
+
+    @property
+    def added(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The adapters' own parameters, by name."""
+        return {name: leaf for name, leaf in self.params.items() if name not in self.base.params}
+
+    def create(self, seed: Any) -> tuple[Arrays, Arrays]:
+        """Return parameters and other state by name; see `FlaxModel.create`."""
+        params, state = self.base.create(seed)
+        return {**params, **create_adapters(self.adapters, params, seed)}, state
+
+    def run(
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
+    ) -> tuple[Any, Arrays, Arrays]:
+        """Compute `fn(model, *inputs)` as the model without adapters does: with them computes who runs its units."""
+        return self._whole.run(fn, params, state, inputs, hooks)
+
+    def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+        """Return the user's own model, with each adapter added to its matrix."""
+        merged = {path: merge(params[path], one, params) for path, one in self.adapters.items()}
+        return self.base.plain({**params, **merged}, state)
+
+    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
+        """Refuse: a model is adapted once."""
+        raise ValueError(f"the model has adapters already; give all LoRAs at once: {', '.join(list(extra)[:4])}")
+
+    def named(self, values: Mapping[str, Any]) -> Any:
+        """Return the tree of the user's parameters around values by name."""
+        return self.base.named(values)
+
+
+def create_adapters(adapters: Mapping[str, Adapter], params: Mapping[str, jax.Array], seed: Any) -> Arrays:
+    """Return first parts of adapters by name, in float32; they change nothing of what a model computes.
+
+    Args:
+      params: by name, at least the leaves that are adapted, of logical shape.
+    """
+    found: Arrays = {}
+    for path, one in adapters.items():
+        key = jax.random.fold_in(jax.random.key(seed), np.uint32(zlib.crc32(path.encode())))
+        bound = 1 / np.sqrt(np.prod(one.shape[one.stacked : one.stacked + one.num_in]))
+        found[one.name(A)] = jax.random.uniform(key, one.part_shape(A), jnp.float32, -bound, bound)
+        found[one.name(B)] = jnp.zeros(one.part_shape(B), jnp.float32)
+        if one.has_magnitude:
+            found[one.name(MAGNITUDE)] = column_norms(params[path], one)
+    return found
+
+
+def column_norms(weight: jax.Array, adapter: Adapter) -> jax.Array:
+    """Return the norm of a matrix's columns, in float32: over the dims that take the input, for each output."""
+    dims = tuple(range(weight.ndim - len(adapter.shape) + adapter.stacked, weight.ndim))[: adapter.num_in]
+    return jnp.sqrt(jnp.sum(jnp.square(weight.astype(jnp.float32)), dims))
+
+
+def merge(weight: jax.Array, adapter: Adapter, parts: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the matrix that computes what a matrix with its adapter does, in the dtype of the matrix.
+
+    Layout:  layer dims, [in, out], [in, rank] and [rank, out] -> [in, out]
+    """
+    a, b = (parts[adapter.name(part)].astype(jnp.float32) for part in (A, B))
+    layers, ins = weight.ndim - len(adapter.shape) + adapter.stacked, adapter.num_in
+    flat_a, flat_b = a.reshape(*a.shape[:layers], -1, adapter.rank), b.reshape(*b.shape[: layers + 1], -1)
+    product = jnp.matmul(flat_a, flat_b, precision="highest").reshape(weight.shape)
+    whole = weight.astype(jnp.float32) + adapter.scale * product
+    if adapter.has_magnitude:
+        gain = parts[adapter.name(MAGNITUDE)].astype(jnp.float32) / column_norms(whole, adapter)
+        whole = whole * jnp.expand_dims(gain, tuple(range(layers, layers + ins)))
+    return whole.astype(weight.dtype)

@@ -1,0 +1,164 @@
+"""Low-rank adapters: every step equals that of one device on merged weights, and nothing frozen costs a derivative.
+
+The reference adds A @ B to the weight and lets JAX differentiate the sum: another form than that of jfsdp, which never
+makes the sum.
+"""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.train.storage import by_leaf
+from tests import reference
+from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
+from tests.engine.test_tensor import SplitBlock, SplitTower
+from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.pairwise import cover
+from tests.thin import thin
+
+STEPS = 5
+SOURCES = {
+    "stacked": (Tower, [Block]),
+    "listed": (lambda rngs: Tower(rngs, stacked=False), [Block]),
+    "linen": (linen_tower(True), [LinenBlock]),
+    "linen, listed": (linen_tower(False), [LinenBlock]),
+    "one unit": (Tower, [jfsdp.Unit("", stacked=0)]),
+    "split": (SplitTower, [SplitBlock]),
+}
+MESHES = {
+    "8": {"fsdp": 8},
+    "2x4": {"replica": 2, "fsdp": 4},
+    "1": {"fsdp": 1},
+}
+FORMS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+SCALES = {"lora": 5 / 3, "rslora": 5 / 3**0.5, "dora": 5 / 3}
+TARGETS = ["**.up.kernel", "**.down.kernel"]
+CUTS = {"**.up": (-1, "tensor"), "**.down": (0, "tensor")}
+pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
+
+
+def lora(form, **options):
+    return jfsdp.LoRA(**({"targets": TARGETS, "rank": 3, "alpha": 5.0} | FORMS[form] | options))
+
+
+def shard(model, mesh, form="lora", **options: Any):
+    source, units = SOURCES[model]
+    count = int(np.prod(list(mesh.values())))
+    given = {"units": units, "min_size": 20, "lora": lora(form)} | options
+    return jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**mesh, devices=jax.devices()[:count]), **given)
+
+
+def merged(adapters, params, scale):
+    """Return parameters with every adapter added to its matrix; a norm of DoRA gets no derivative."""
+
+    def one(path, weight):
+        parts = adapters.get(reference.dotted(path))
+        if parts is None:
+            return weight
+        whole = weight + scale * parts["lora_a"] @ parts["lora_b"]
+        if "lora_magnitude" in parts:
+            norms = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=-2, keepdims=True))
+            whole = whole * parts["lora_magnitude"][..., None, :] / norms
+        return whole
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def train_alone(source, adapters, scale, batches, tx=TX, accumulate=1):
+    """Return losses and adapters of one device's training on merged weights."""
+    model, opt_state, losses = reference.plain(source), tx.init(adapters), []
+
+    @jax.jit
+    def step(adapters, opt_state, batch):
+        def total(adapters):
+            sums = [0.0, 0.0]
+            for part in range(accumulate):
+                rows = jax.tree.map(operator.itemgetter(slice(part, None, accumulate)), batch)
+                loss, _ = model.loss(token_loss, merged(adapters, model.params, scale), model.state, rows)
+                sums = [sums[0] + loss.total, sums[1] + loss.weight]
+            return sums[0] / sums[1]
+
+        loss, grads = jax.value_and_grad(total)(adapters)
+        updates, opt_state = tx.update(grads, opt_state, adapters)
+        return optax.apply_updates(adapters, updates), opt_state, loss
+
+    for batch in batches:
+        adapters, opt_state, loss = step(adapters, opt_state, batch)
+        losses.append(float(loss))
+    return losses, adapters
+
+
+def parts_of(state):
+    """Return the adapters of a state as numpy, by the leaf that they adapt."""
+    state, found = by_leaf(state), {}
+    for name, value in state.params.items():
+        path, _, part = name.rpartition(".")
+        if part.startswith("lora_"):
+            found.setdefault(path, {})[part] = reference.logical(state, name, value)
+    return found
+
+
+def check(model, mesh, form, *, accumulate=1, **options: Any):
+    sharded = shard(model, mesh, form, **options)
+    state, batches = sharded.init(TX), make_batches(STEPS)
+    first = parts_of(state)
+    frozen = {name: np.asarray(x) for name, x in by_leaf(state).params.items() if ".lora_" not in name}
+    assert first
+    step, losses = sharded.train_step(token_loss, TX, accumulate=accumulate, check_loss=False), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    wanted, adapters = train_alone(SOURCES[model][0], first, SCALES[form], batches, accumulate=accumulate)
+    assert np.abs(np.array(losses) / wanted - 1).max() < LIMITS["loss"]
+    found = parts_of(state)
+    flat, right = ({f"{path}.{part}": x for path in of for part, x in of[path].items()} for of in (found, adapters))
+    error, leaf = reference.worst_leaf(flat, jax.tree.map(np.asarray, right), LEARNING_RATE * STEPS)
+    assert error < LIMITS["params"], leaf
+    for name, value in frozen.items():
+        np.testing.assert_array_equal(np.asarray(by_leaf(state).params[name]), value, err_msg=name)
+
+
+COLUMNS = {
+    "strategy": list(jfsdp.STRATEGIES),
+    "engine": ["xla", "manual"],
+    "mesh": list(MESHES),
+    "model": ["stacked", "listed", "linen", "linen, listed"],
+    "form": list(FORMS),
+    "accumulate": [1, 2],
+}
+ROWS = cover(COLUMNS)
+
+
+@pytest.mark.parametrize(tuple(COLUMNS), thin(ROWS, 4))
+def test_steps_equal_one_device_on_merged_weights(strategy, engine, mesh, model, form, accumulate):
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy == "hpz":
+        options = {"reshard_after_forward": 2 if MESHES[mesh]["fsdp"] > 1 else True}
+    check(model, MESHES[mesh], form, accumulate=accumulate, engine=engine, **options)
+
+
+CASES = {
+    "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}),
+    "cut, manual": ("split", {"fsdp": 2, "tensor": 4}, {"cuts": CUTS, "engine": "manual"}),
+    "no units": ("stacked", {"fsdp": 8}, {"units": [], "lora": lora("lora", targets={"**.up.kernel": 1, "head": 1})}),
+    "offloaded": ("listed", {"fsdp": 8}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
+    "no remat": ("stacked", {"fsdp": 8}, {"engine": "manual", "remat": "none"}),
+    "flat": ("stacked", {"fsdp": 8}, {"engine": "manual", "storage": "flat"}),
+    "prefetch 2": ("listed", {"fsdp": 8}, {"engine": "manual", "prefetch": 2}),
+    "split adapters": ("stacked", {"fsdp": 4}, {"lora": lora("lora", placement="full_shard")}),
+}
+
+
+@pytest.mark.parametrize("form", ["lora", "dora"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_setting_equals_one_device(case, form):
+    model, mesh, options = CASES[case]
+    if case == "no units":
+        pytest.skip("below")
+    check(model, mesh, form, **({"engine": "xla"} | options))
