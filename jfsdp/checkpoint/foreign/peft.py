@@ -131,9 +131,7 @@ def open_peft(path: Any) -> PeftAdapter:
         if name == "init_lora_weights" and value in _PLAIN_INIT:
             continue
         if name not in _KNOWN and value not in _OFF:
-            raise ValueError(
-                f"{file}: option {name}={value!r} is not available here; only adapters without it are read"
-            )
+            raise ValueError(f"{file}: option {name}={value!r} is not available here; others are read")
     adapter = PeftAdapter(directory, options, SafetensorsSource(directory / WEIGHTS))
     _check_arrays(adapter)
     return adapter
