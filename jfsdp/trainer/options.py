@@ -119,6 +119,9 @@ class ShardingOptions:
     They have no gradient and no optimizer state."""
     frozen_dtype: Dtype = None
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
+    quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = ()
+    """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
+    repeated."""
     lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = ()
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different targets."""
@@ -191,6 +194,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "frozen": split_commas(options.frozen) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "lora": [parse_lora(text) for text in options.lora] or None,
+        "quantized": parse_quantized(options.quantized) or None,
     }
 
 
@@ -277,6 +281,7 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
         "accumulate": options.accumulate,
         "frozen": sorted(set(split_commas(options.frozen))) or None,
         "lora": sorted(options.lora) or None,
+        "quantized": sorted(options.quantized) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "ema": options.ema,
     }
@@ -374,6 +379,21 @@ def parse_lora(text: str) -> Any:
             f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
         )
     return LoRA(**fields)
+
+
+def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
+    """Read GLOB=CODEC pairs.
+
+    Raises:
+      ValueError: if a pair has no `=`.
+    """
+    found = {}
+    for pair in pairs:
+        glob, equals, codec = pair.rpartition("=")
+        if not equals or not glob:
+            raise ValueError(f"--quantized {pair!r} is not GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
+        found[glob] = codec
+    return found
 
 
 def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
