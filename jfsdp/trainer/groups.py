@@ -17,7 +17,7 @@ GROUPS = {
     "precision": "param_dtype reduce_dtype output_dtype opt_state_dtype",
     "gradient accumulation": "accumulate reduce reshard_after_backward global_batch",
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema",
-    "frozen weights and adapters": "lora frozen frozen_dtype quantized",
+    "frozen weights and adapters": "lora init_adapter frozen frozen_dtype quantized",
     "data": "text_field extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows seed",
     "checkpoint": "checkpoint_every checkpoint_minutes snapshot_every keep keep_every keep_best fall_back restart_data",
     "evaluation and logging": "log_every eval_every eval_batches sample_tokens prompt temperature tracker profile",

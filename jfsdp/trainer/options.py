@@ -167,7 +167,14 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.train.fully_shard import fully_shard
 
     own = {"units": job.units, "axis_rules": job.axis_rules, "cuts": job.cuts}
-    return fully_shard(job.model, mesh=mesh, **own, **sharding_arguments(options))
+    arguments, adapter = sharding_arguments(options), getattr(options, "init_adapter", None)
+    if adapter is not None and arguments["lora"] is None:
+        from jfsdp.checkpoint.foreign.peft import read_loras
+        from jfsdp.layout.mesh import make_abstract_mesh
+
+        alone = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
+        arguments["lora"] = read_loras(adapter, job.pretrained, alone)
+    return fully_shard(job.model, mesh=mesh, **own, **arguments)
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:

@@ -65,6 +65,8 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
+    if config.init_adapter is not None and config.init_from is None:
+        raise ValueError(f"--init-adapter {config.init_adapter}: goes with --init-from, the weights that it adapts")
     if config.restart_data and config.resume == "auto":
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
