@@ -106,8 +106,9 @@ def start_save(
             f"checkpoint {path}: the arrays of `state` are gone, a train step took their memory for its result; save "
             "the state that it returned"
         )
-    base = None if frozen else frozen_digests(state)
-    state = state if frozen else without_frozen(state)
+    base = None
+    if not frozen:
+        state, base = without_frozen(state), frozen_digests(state)
     arrays = logical_arrays(state)
     check_dtypes(arrays)
     documents = _documents(state, arrays, extra, config, metrics, base)

@@ -260,7 +260,7 @@ class Unmerge(Merge):
 
 
 def _merge(options: Merge, sign: int) -> int:
-    from jfsdp.checkpoint.foreign.peft import merge_peft
+    from jfsdp.checkpoint.foreign.merged import merge_peft
 
     check_numbers(options, max_shard_gb=1e-6)
     most = int(options.max_shard_gb * 1e9)

@@ -18,7 +18,8 @@ from jfsdp.plan.search.pareto import plot_front
 from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.job import find_job
-from jfsdp.trainer.options import StepOptions, parse_xla
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import parse_xla
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
 

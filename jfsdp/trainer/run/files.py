@@ -40,12 +40,12 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
 
 def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
     """Open the checkpoints of a run with its policies."""
-    return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not has_adapters(config))
+    return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not leaves_out_base(config))
 
 
-def has_adapters(config: TrainConfig) -> bool:
-    """Tell whether a run trains adapters: then its checkpoints leave out the base."""
-    return bool(config.lora) or config.init_adapter is not None
+def leaves_out_base(config: TrainConfig) -> bool:
+    """Tell whether a run's checkpoints leave out the base: where it trains adapters. Flat buffers are saved whole."""
+    return (bool(config.lora) or config.init_adapter is not None) and config.storage != "flat"
 
 
 def find_job(config: TrainConfig) -> Job:
