@@ -64,6 +64,10 @@ class Codec:
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-1], shape[-1] // self.block)
 
+    def value_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the values of codes."""
+        return (*codes[:-1], codes[-1] * self.per_item)
+
     def encode(self, values: Any, xp: Any = jnp) -> tuple[Any, Any]:
         """Return codes and scales of floating values.
 
