@@ -16,7 +16,7 @@ from jfsdp.layout.codec import SCALES, Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import DATA_AXES, axis_sizes
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
@@ -243,6 +243,11 @@ def _own_strategy(
         )
     dim, entry = next(iter(split.items()), (None, ()))
     axes = entry if isinstance(entry, tuple) else (entry,)
+    if cutting := [axis for axis in axes if axis in MODEL_AXES]:
+        raise ValueError(
+            f"{path}: placements: {placement} names axis {cutting[0]!r}, which cuts leaves for all of their life; say "
+            f"cuts={{{path!r}: ({dim}, {cutting[0]!r})}}"
+        )
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(placement), axes, wider, wider)

@@ -19,6 +19,7 @@ from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
+    axis_sizes,
     crosses_hosts,
     group_mesh,
     make_mesh,
@@ -201,6 +202,7 @@ def _arrange(mesh: Mesh | AbstractMesh, strategy: Strategy, factor: int | None) 
 
 
 def _check_mesh(mesh: Any) -> None:
+    axis_sizes(mesh)
     for axis, size in mesh.shape.items():
         if axis not in (*DATA_AXES, *MODEL_AXES) and size > 1:
             raise ValueError(
