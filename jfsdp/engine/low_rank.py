@@ -202,14 +202,14 @@ def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> t
     found: list[str] = []
     start, sizes = 0, list(new)
     for kind, run in itertools.groupby(zip(kinds, old, strict=True), key=lambda pair: pair[0]):
-        wanted, have = math.prod(size for _, size in run), 1
-        while start < len(sizes) and (have < wanted or sizes[start] == 1):
+        wanted, have, first = math.prod(size for _, size in run), 1, start
+        while start < len(sizes) and (have < wanted or start == first):  # a 1 between two kinds is of the second
             have *= sizes[start]
             found.append(kind)
             start += 1
         if have != wanted:
             return None
-    return tuple(found) if start == len(sizes) else None
+    return (*found, *found[-1:] * (len(sizes) - start))  # the rest are 1s
 
 
 def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
