@@ -84,7 +84,10 @@ def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
         closed, shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
         adapted = {path: _adapted(one, full) for path, one in own.items()}
         values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
-        outs = [_weight(out) for out in _eval(closed.jaxpr, closed.consts, values)]
+        outs = _eval(closed.jaxpr, closed.consts, values)
+        for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):
+            _refuse(out, "hands it out of its unit's call")
+        outs = [_weight(out) for out in outs]
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return call
