@@ -157,7 +157,7 @@ def _barrier(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 def _cast(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
-        return [_weight(inputs[0]).astype(dtype)]
+        _refuse(inputs[0], f"casts it to {dtype}")
     return [inputs[0].map(lambda part: part.astype(dtype))]
 
 
