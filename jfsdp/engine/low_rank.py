@@ -280,6 +280,9 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     num_consts, num_carry = scan_counts(eqn)
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
+    for x in filter(_is_adapted, inputs[num_consts + num_carry :]):
+        if x.kinds[0] != LAYER:
+            _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
 
     def step(carry: Any, xs: Any) -> Any:
         outs = body([*consts, *carry, *map(_without_layer, xs)])
@@ -292,11 +295,7 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _without_layer(x: Any) -> Any:
     """Note that a scan has taken the first dim off the arrays of a weight."""
-    if not _is_adapted(x):
-        return x
-    if x.kinds[0] != LAYER:
-        _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
-    return dataclasses.replace(x, kinds=x.kinds[1:])
+    return dataclasses.replace(x, kinds=x.kinds[1:]) if _is_adapted(x) else x
 
 
 def _with_layer(x: Any) -> Any:
