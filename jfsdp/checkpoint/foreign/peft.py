@@ -24,7 +24,17 @@ import numpy as np
 from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.foreign.dims import parse_dims, same_dims
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, Names, Shapes, as_name_map, bind, forms_of
+from jfsdp.checkpoint.foreign.mapping import (
+    Exported,
+    Imported,
+    NameMap,
+    Names,
+    Piece,
+    Shapes,
+    as_name_map,
+    bind,
+    forms_of,
+)
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
@@ -181,13 +191,19 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
                 f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
                 "apart (--model-config stacked=false)"
             )
-    groups: dict[tuple[int, float], list[str]] = {}
+    ins = {piece.leaf: _num_in(piece) for piece in pieces.values() if piece.leaf in found}
+    groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, kinds in found.items():
-        groups.setdefault(next(iter(kinds)), []).append(leaf)
+        groups.setdefault(next(iter(kinds)), {})[leaf] = ins[leaf]
     return [
         LoRA(targets=targets, rank=rank, alpha=alpha, rslora=adapter.is_rslora, dora=adapter.is_dora)
         for (rank, alpha), targets in groups.items()
     ]
+
+
+def _num_in(piece: Piece) -> int:
+    """Return how many dims of our array, of which those of the input are the first, are the input of theirs."""
+    return next(len(group) for group in piece.dims.theirs if piece.dims.ours[0] in group)
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
