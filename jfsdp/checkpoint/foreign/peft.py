@@ -246,14 +246,23 @@ def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Ad
       adapters: of the model, by leaf.
 
     Raises:
-      ValueError: if arrays are left over on either side, or have another shape; lists them.
+      ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
     shapes = {
         one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), np.float32)
         for one in adapters.values()
         for part in one.parts
     }
-    return Imported(adapter.source, adapter_map(names, adapters), shapes, where=adapter.path)
+    rules = adapter_map(names, adapters)
+    found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
+    for weight in adapter.weights():
+        one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
+        if not math.isclose(scale, one.scale):
+            raise ValueError(
+                f"{one.path}: the scale of its adapter is {scale:g} in {adapter.path} and {one.scale:g} in the model; "
+                "give fully_shard the alpha of the adapter, as jfsdp.read_loras says it"
+            )
+    return found
 
 
 def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, base: str | None = None) -> Written:
