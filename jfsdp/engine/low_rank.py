@@ -86,7 +86,10 @@ def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
         closed, shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
         adapted = {path: _adapted(one, full) for path, one in own.items()}
         values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
-        outs = [_weight(out) for out in _eval(closed.jaxpr, closed.consts, values)]
+        outs = _eval(closed.jaxpr, closed.consts, values)
+        for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):
+            _refuse(out, "hands it out of its unit's call")
+        outs = [_weight(out) for out in outs]
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return call
@@ -164,7 +167,7 @@ def _barrier(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 def _cast(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
-        return [_weight(inputs[0]).astype(dtype)]
+        _refuse(inputs[0], f"casts it to {dtype}")
     return [inputs[0].map(lambda part: part.astype(dtype))]
 
 
@@ -212,14 +215,14 @@ def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> t
     found: list[str] = []
     start, sizes = 0, list(new)
     for kind, run in itertools.groupby(zip(kinds, old, strict=True), key=lambda pair: pair[0]):
-        wanted, have = math.prod(size for _, size in run), 1
-        while start < len(sizes) and (have < wanted or sizes[start] == 1):
+        wanted, have, first = math.prod(size for _, size in run), 1, start
+        while start < len(sizes) and (have < wanted or start == first):  # a 1 between two kinds is of the second
             have *= sizes[start]
             found.append(kind)
             start += 1
         if have != wanted:
             return None
-    return tuple(found) if start == len(sizes) else None
+    return (*found, *found[-1:] * (len(sizes) - start))  # the rest are 1s
 
 
 def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
@@ -287,6 +290,9 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     num_consts, num_carry = scan_counts(eqn)
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
+    for x in filter(_is_adapted, inputs[num_consts + num_carry :]):
+        if x.kinds[0] != LAYER:
+            _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
 
     def step(carry: Any, xs: Any) -> Any:
         outs = body([*consts, *carry, *map(_without_layer, xs)])
@@ -299,11 +305,7 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _without_layer(x: Any) -> Any:
     """Note that a scan has taken the first dim off the arrays of a weight."""
-    if not _is_adapted(x):
-        return x
-    if x.kinds[0] != LAYER:
-        _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
-    return dataclasses.replace(x, kinds=x.kinds[1:])
+    return dataclasses.replace(x, kinds=x.kinds[1:]) if _is_adapted(x) else x
 
 
 def _with_layer(x: Any) -> Any:

@@ -24,7 +24,17 @@ import numpy as np
 from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.foreign.dims import parse_dims, same_dims
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, Names, Shapes, as_name_map, bind, forms_of
+from jfsdp.checkpoint.foreign.mapping import (
+    Exported,
+    Imported,
+    NameMap,
+    Names,
+    Piece,
+    Shapes,
+    as_name_map,
+    bind,
+    forms_of,
+)
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
@@ -38,8 +48,11 @@ _KNOWN = {
     "auto_mapping",
     "base_model_name_or_path",
     "ensure_weight_tying",
+    "exclude_modules",
     "fan_in_fan_out",
     "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
     "lora_alpha",
     "lora_dropout",
     "loftq_config",
@@ -178,13 +191,19 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
                 f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
                 "apart (--model-config stacked=false)"
             )
-    groups: dict[tuple[int, float], list[str]] = {}
+    ins = {piece.leaf: _num_in(piece) for piece in pieces.values() if piece.leaf in found}
+    groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, kinds in found.items():
-        groups.setdefault(next(iter(kinds)), []).append(leaf)
+        groups.setdefault(next(iter(kinds)), {})[leaf] = ins[leaf]
     return [
         LoRA(targets=targets, rank=rank, alpha=alpha, rslora=adapter.is_rslora, dora=adapter.is_dora)
         for (rank, alpha), targets in groups.items()
     ]
+
+
+def _num_in(piece: Piece) -> int:
+    """Return how many dims of our array, of which those of the input are the first, are the input of theirs."""
+    return next(len(group) for group in piece.dims.theirs if piece.dims.ours[0] in group)
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
@@ -227,14 +246,23 @@ def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Ad
       adapters: of the model, by leaf.
 
     Raises:
-      ValueError: if arrays are left over on either side, or have another shape; lists them.
+      ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
     shapes = {
         one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), np.float32)
         for one in adapters.values()
         for part in one.parts
     }
-    return Imported(adapter.source, adapter_map(names, adapters), shapes, where=adapter.path)
+    rules = adapter_map(names, adapters)
+    found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
+    for weight in adapter.weights():
+        one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
+        if not math.isclose(scale, one.scale):
+            raise ValueError(
+                f"{one.path}: the scale of its adapter is {scale:g} in {adapter.path} and {one.scale:g} in the model; "
+                "give fully_shard the alpha of the adapter, as jfsdp.read_loras says it"
+            )
+    return found
 
 
 def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, base: str | None = None) -> Written:

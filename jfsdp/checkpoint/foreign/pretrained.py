@@ -140,7 +140,6 @@ def load_pretrained(
     source, check = in_all(open_source)
     check()
     if adapter is not None:
-        assert names is not None
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters)))
     stored = [one_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
     counted = Counted(source)

@@ -1,0 +1,481 @@
+"""Adapters in PEFT's format: written and read, merged into weights and taken out of them, against numpy."""
+
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.checkpoint.foreign.export import write_safetensors
+from jfsdp.checkpoint.foreign.mapping import Exported
+from jfsdp.checkpoint.foreign.peft import (
+    CONFIG,
+    WEIGHTS,
+    Merged,
+    adapter_map,
+    adapter_source,
+    loras_of,
+    merge_peft,
+    open_peft,
+    read_loras,
+    write_peft,
+)
+from jfsdp.checkpoint.foreign.pretrained import load_pretrained
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import read_whole
+from jfsdp.cli import main
+from jfsdp.layout.lora import MAGNITUDE, A, B, find_adapters
+from jfsdp.modules.adapt import as_model
+from jfsdp.modules.adapted import merge
+from jfsdp.train.storage import by_leaf
+from jfsdp.trainer.job import load_job, parse_config
+from tests.checkpoint.arrays import Arrays
+
+SIZES = ("dim=16", "num_layers=2", "num_heads=2", "vocab_size=37")
+LLAMA, GPT2 = ("llama-tiny", (*SIZES, "num_kv_heads=1", "ffn_dim=24")), ("gpt2-tiny", (*SIZES, "num_positions=24"))
+MODELS = {
+    "llama": (*LLAMA, True),
+    "llama, listed": (*LLAMA, False),
+    "gpt2": (*GPT2, True),
+    "gpt2, listed": (*GPT2, False),
+}
+TARGETS = {
+    "llama-tiny": ["**.q_proj.kernel", "**.mlp.down_proj.kernel"],
+    "gpt2-tiny": ["**.c_attn.kernel", "**.c_fc.kernel"],
+}
+FORMS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+QUERY = {"llama": "model.layers.{}.self_attn.q_proj", "gpt2": "transformer.h.{}.attn.c_attn"}
+
+
+class Adapted:
+    """A job with adapters of random values."""
+
+    def __init__(self, name, *loras, seed=0, **options):
+        model, fields, stacked = MODELS[name]
+        self.job = load_job(model, None).with_config(**parse_config((*fields, f"stacked={stacked}")))
+        self.names = self.job.pretrained
+        self.leaves = as_model(self.job.model).params
+        self.loras = loras or [jfsdp.LoRA(**({"targets": TARGETS[model], "rank": 3, "alpha": 5.0} | options))]
+        self.adapters = self.find(self.loras)
+        rng = np.random.default_rng(seed)
+        shapes = {one.name(part): one.part_shape(part) for one in self.adapters.values() for part in one.parts}
+        self.parts = {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+
+    def find(self, loras):
+        stacked = {path: int(self.job.config.stacked and path.startswith(("layers.", "h."))) for path in self.leaves}
+        return find_adapters(loras, self.leaves, stacked, {})
+
+    def write(self, directory, **options):
+        write_peft(Arrays(self.parts), directory, self.names, self.adapters, **options)
+        return directory
+
+    def base(self, dtype="float32"):
+        """Return weights of the model under the names of Hugging Face."""
+        rng = np.random.default_rng(1)
+        ours = {path: rng.normal(size=leaf.shape).astype(jnp.dtype(dtype)) for path, leaf in self.leaves.items()}
+        exported = Exported(Arrays(ours), self.names)
+        return {name: read_whole(exported, name) for name in exported.arrays}
+
+
+def change(directory, **options):
+    """Change what the configuration says; None takes an option away."""
+    file = directory / CONFIG
+    found = json.loads(file.read_text()) | options
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+
+def rewrite(directory, arrays):
+    """Replace the arrays of an adapter."""
+    (directory / WEIGHTS).unlink()
+    write_safetensors(Arrays(arrays), directory / "new", weights=WEIGHTS, allow_nonfinite=True)
+    (directory / "new" / WEIGHTS).rename(directory / WEIGHTS)
+    (directory / "new").rmdir()
+
+
+def arrays_of(source):
+    return {name: read_whole(source, name) for name in source.arrays}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (found[name].dtype, found[name].tobytes()) == (value.dtype, value.tobytes()), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_read_as_it_was(name, form, tmp_path):
+    given = Adapted(name, **FORMS[form])
+    adapter = open_peft(given.write(tmp_path / "adapter", base="some/base"))
+    loras = loras_of(adapter, given.names, given.leaves)
+    assert given.find(loras) == given.adapters
+    assert_same(arrays_of(adapter_source(adapter, given.names, given.adapters)), given.parts)
+    assert (adapter.options["base_model_name_or_path"], adapter.options["peft_type"]) == ("some/base", "LORA")
+    assert [file.name for file in sorted((tmp_path / "adapter").iterdir())] == [CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_arrays_have_the_names_and_shapes_of_peft(name, tmp_path):
+    given, kind = Adapted(name, dora=True), name.partition(",")[0]
+    adapter = open_peft(given.write(tmp_path / "adapter"))
+    theirs = f"base_model.model.{QUERY[kind].format(1)}"
+    ours = {"llama": "layers{}.attn.q_proj.kernel", "gpt2": "h{}.attn.c_attn.kernel"}[kind]
+    is_listed = not given.job.config.stacked
+    path = ours.format({"llama": ".1", "gpt2": "_1"}[kind] if is_listed else "")
+    a, b, norms = (given.parts[f"{path}.{part}"][() if is_listed else 1] for part in (A, B, MAGNITUDE))
+    found = {end: read_whole(adapter.source, f"{theirs}.{end}") for end in ("lora_A.weight", "lora_B.weight")}
+    np.testing.assert_array_equal(found["lora_A.weight"], a.T)
+    np.testing.assert_array_equal(found["lora_B.weight"], b.T)
+    np.testing.assert_array_equal(read_whole(adapter.source, f"{theirs}.lora_magnitude_vector"), norms)
+    assert adapter.options["fan_in_fan_out"] == (kind == "gpt2")
+
+
+def test_ranks_and_alphas_of_single_leaves_are_patterns(tmp_path):
+    q, k, v = (
+        jfsdp.LoRA(targets=f"**.{name}_proj.kernel", rank=r, alpha=a)
+        for name, r, a in [("q", 2, 4), ("k", 2, 6), ("v", 4, 6)]
+    )
+    given = Adapted("llama", q, k, v)
+    adapter = open_peft(given.write(tmp_path / "adapter"))
+    assert adapter.options["r"] == 2 and set(adapter.options["rank_pattern"].values()) == {4}
+    assert given.find(loras_of(adapter, given.names, given.leaves)) == given.adapters
+    scales = {weight.split(".")[-2]: adapter.scale(weight) for weight in adapter.weights()}
+    assert scales == {"q_proj": 2, "k_proj": 3, "v_proj": 1.5}
+
+
+def test_a_pattern_of_alpha_is_a_regular_expression_of_the_modules_name(tmp_path):
+    given = Adapted("llama")
+    path = given.write(tmp_path / "adapter")
+    change(path, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 7, "down_proj": 9, "proj": 11, "q_pro": 13})
+    adapter = open_peft(path)
+    assert {weight.split(".", 2)[2]: adapter.alpha(weight) for weight in adapter.weights()} == {
+        "0.self_attn.q_proj.weight": 5,
+        "1.self_attn.q_proj.weight": 7,
+        "0.mlp.down_proj.weight": 9,
+        "1.mlp.down_proj.weight": 9,
+    }
+    with pytest.raises(ValueError, match=r"layers\.attn\.q_proj\.kernel: .*differs from layer to layer"):
+        loras_of(adapter, given.names, given.leaves)
+    listed = Adapted("llama, listed")
+    alphas = {path: one.alpha for path, one in listed.find(read_loras(path, listed.names, listed.leaves)).items()}
+    assert alphas["layers.0.attn.q_proj.kernel"] == 5 and alphas["layers.1.attn.q_proj.kernel"] == 7
+
+
+WORDS = {
+    "whole stacks": ("llama", "**.attn.q_proj.kernel", ["q_proj"]),
+    "a word of others too": ("gpt2", "**.attn.c_proj.kernel", [f"transformer.h.{i}.attn.c_proj" for i in range(2)]),
+    "every module of a word": ("gpt2", "**.c_proj.kernel", ["c_proj"]),
+    "one layer": ("llama, listed", "layers.1.attn.q_proj.kernel", ["model.layers.1.self_attn.q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_target_modules_choose_what_is_adapted_and_nothing_else(case, tmp_path):
+    name, targets, words = WORDS[case]
+    path = Adapted(name, targets=targets).write(tmp_path / "adapter")
+    assert json.loads((path / CONFIG).read_text())["target_modules"] == words
+
+
+def test_arrays_of_heads_are_matrices_there(tmp_path):
+    leaves = {"query": jax.ShapeDtypeStruct((6, 2, 4), "float32"), "out": jax.ShapeDtypeStruct((2, 4, 6), "float32")}
+    names = {"rules": [("query", "q.weight", "d h k -> (h k) d"), ("out", "o.weight", "h k d -> d (h k)")]}
+    lora = jfsdp.LoRA(targets={"query": 1, "out": 2}, rank=3, dora=True)
+    adapters = find_adapters(lora, leaves, dict.fromkeys(leaves, 0), {})
+    rng = np.random.default_rng(0)
+    shapes = {one.name(part): one.part_shape(part) for one in adapters.values() for part in one.parts}
+    parts: dict[str, Any] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in leaves.items()}
+    write_peft(Arrays(parts), tmp_path / "adapter", names, adapters)
+    adapter = open_peft(tmp_path / "adapter")
+    assert_same(arrays_of(adapter_source(adapter, names, adapters)), parts)
+    found = find_adapters(loras_of(adapter, names, leaves), leaves, dict.fromkeys(leaves, 0), {})
+    assert {path: one.num_in for path, one in found.items()} == {"query": 1, "out": 2}
+    merged = arrays_of(Merged(Exported(Arrays(weights), names), adapter))
+    ours = {path: merge(jnp.asarray(weights[path]), one, parts) for path, one in adapters.items()}
+    np.testing.assert_allclose(merged["q.weight"], ours["query"].reshape(6, 8).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(merged["o.weight"], ours["out"].reshape(8, 6).T, rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3' is not available"),
+    "no alpha": ({"lora_alpha": None}, "is no configuration of a LoRA"),
+    "no number": ({"lora_alpha": "many"}, "is no configuration of a LoRA"),
+    "unknown": ({"use_qalora": True}, "option use_qalora=True is not available"),
+    "other first values": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not"),
+    "biases": ({"bias": "all"}, "bias='all' is not"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not"),
+    "norms": ({"use_dora": True}, "lora_magnitude_vector is missing"),
+}
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A Llama's adapter, and its directory."""
+    given = Adapted("llama")
+    return given, given.write(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_are_not_available_are_refused_by_name(case, given):
+    options, message = OPTIONS[case]
+    change(given[1], **options)
+    with pytest.raises(ValueError, match=message):
+        open_peft(given[1])
+
+
+def test_options_that_are_off_or_only_choose_modules_are_read(given):
+    off = {"use_qalora": False, "bias": "none", "lora_bias": False, "megatron_config": None, "eva_config": {}}
+    chooses = {"exclude_modules": ["lm_head"], "layers_to_transform": [0, 1], "layers_pattern": "layers"}
+    change(given[1], init_lora_weights="gaussian", loftq_config={}, **off, **chooses)
+    assert open_peft(given[1]).rank("model.layers.0.self_attn.q_proj.weight") == 3
+
+
+def test_what_is_no_adapter_is_refused_by_path(given, tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: has no {CONFIG}"):
+        open_peft(tmp_path)
+    (given[1] / CONFIG).write_text("{")
+    with pytest.raises(ValueError, match="is no configuration"):
+        open_peft(given[1])
+
+
+def test_missing_and_unknown_arrays_are_refused_by_name(given):
+    arrays = arrays_of(open_peft(given[1]).source)
+    name = f"base_model.model.{QUERY['llama'].format(0)}.lora_B.weight"
+    rewrite(given[1], {other: value for other, value in arrays.items() if other != name})
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        open_peft(given[1])
+    rewrite(given[1], arrays | {"base_model.model.lm_head.weight": arrays[name]})
+    with pytest.raises(ValueError, match=r"lm_head\.weight is an array that jfsdp does not know"):
+        open_peft(given[1])
+    rewrite(given[1], {})
+    with pytest.raises(ValueError, match="is it another kind of adapter"):
+        open_peft(given[1])
+
+
+def test_an_adapter_of_another_base_is_refused(given):
+    adapted, path = given
+    change(path, base_model_name_or_path="their/base")
+    adapter, leaves = open_peft(path), dict(adapted.leaves)
+    gpt2 = Adapted("gpt2")
+    with pytest.raises(ValueError, match=r"q_proj\.weight, which is no weight of this model.*their/base"):
+        loras_of(adapter, gpt2.names, gpt2.leaves)
+    longer = {name: jax.ShapeDtypeStruct((3, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+    with pytest.raises(ValueError, match=r"q_proj\.kernel: .* has 2 of 3 layers, .*stacked=false"):
+        loras_of(adapter, adapted.names, longer)
+    other = Adapted("llama", rank=2)
+    with pytest.raises(ValueError, match=r"lora_A\.weight .*has \[3, 16\], the model takes \[2, 16\]"):
+        adapter_source(adapter, adapted.names, other.adapters)
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: .*lora_magnitude_vector"):
+        adapter_source(adapter, adapted.names, Adapted("llama", dora=True).adapters)
+    with pytest.raises(ValueError, match=r"q_proj\.kernel: .*scale"):
+        adapter_source(adapter, adapted.names, Adapted("llama", alpha=6.0).adapters)
+
+
+def test_layers_of_a_list_may_differ(tmp_path):
+    loras = [jfsdp.LoRA(targets=f"layers.{i}.attn.q_proj.kernel", rank=2 + i, alpha=4.0) for i in range(2)]
+    given = Adapted("llama, listed", *loras)
+    adapter = open_peft(given.write(tmp_path / "adapter"))
+    assert given.find(loras_of(adapter, given.names, given.leaves)) == given.adapters
+    stacked = Adapted("llama")
+    with pytest.raises(ValueError, match=r"layers\.attn\.q_proj\.kernel: .*differs from layer to layer"):
+        loras_of(adapter, stacked.names, stacked.leaves)
+
+
+def test_what_peft_cannot_say_is_not_written(tmp_path):
+    mixed = Adapted("llama", *(jfsdp.LoRA(targets=f"**.{n}_proj.kernel", rank=2, dora=n == "q") for n in "qk"))
+    with pytest.raises(ValueError, match="one use_rslora and one use_dora"):
+        mixed.write(tmp_path / "adapter")
+    given = Adapted("llama")
+    with pytest.raises(ValueError, match=r"no rule says .*: layers\.attn\.q_proj\.kernel"):
+        adapter_map(
+            {"rules": [("**.other", "other.weight")]},
+            {"layers.attn.q_proj.kernel": next(iter(given.adapters.values()))},
+        )
+    with pytest.raises(ValueError, match="PEFT has no adapter of an array like"):
+        adapter_map(
+            {"rules": [("layers.{i}.attn.q_proj.kernel", "q.{i}.weight", "in out -> (in out)")]}, given.adapters
+        )
+    assert not list(tmp_path.iterdir())
+    given.write(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="exists already"):
+        given.write(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, tmp_path):
+    given = Adapted(name, dora=True)
+    base = given.base("bfloat16")
+    write_safetensors(Arrays(base), tmp_path / "base")
+    path = given.write(tmp_path / "adapter", base="some/base")
+    options: dict[str, Any] = {"mesh": jfsdp.make_mesh(), "units": given.job.units, "min_size": 8}
+    plain = jfsdp.fully_shard(given.job.model, **options)
+    loras = read_loras(path, given.names, plain)
+    model = jfsdp.fully_shard(given.job.model, lora=loras, frozen_dtype="bfloat16", **options)
+    state = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names, adapter=path)
+    exported = Exported(Arrays({path: np.asarray(by_leaf(state).params[path]) for path in given.leaves}), given.names)
+    assert_same(arrays_of(exported), base)
+    assert_same({path: np.asarray(by_leaf(state).params[path]) for path in given.parts}, given.parts)
+    jfsdp.export_peft(model, state, tmp_path / "again", given.names, base="some/base")
+    assert_same(arrays_of(open_peft(tmp_path / "again").source), arrays_of(open_peft(path).source))
+    assert (tmp_path / "again" / CONFIG).read_text() == (path / CONFIG).read_text()
+
+    fresh = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names)
+    assert not any(np.asarray(x).any() for path, x in by_leaf(fresh).params.items() if path.endswith(B))
+    with pytest.raises(ValueError, match="is an adapter, and the model has none"):
+        load_pretrained(tmp_path / "base", plain, optax.sgd(1.0), given.names, adapter=path)
+    with pytest.raises(ValueError, match="the model has no adapters"):
+        jfsdp.export_peft(plain, state, tmp_path / "none", given.names)
+    jfsdp.save(tmp_path / "ours", plain.init(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="mapping of names"):
+        load_pretrained(tmp_path / "ours", model, optax.sgd(1.0), adapter=path)
+
+
+def sums(given, base, form, sign=1):
+    """Return every weight with its adapter, in float32; their weights are [out, in], but those of GPT-2."""
+    named = Exported(Arrays(given.parts), adapter_map(given.names, given.adapters))
+    parts = arrays_of(named)
+    scale = 5 / (math.sqrt(3) if form == "rslora" else 3)
+    is_gpt2 = "transformer.wte.weight" in base
+    found = {}
+    for name, value in base.items():
+        a, b, norms = (
+            parts.get(f"base_model.model.{name.removesuffix('.weight')}.{end}")
+            for end in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+        )
+        if a is None or b is None:
+            continue
+        whole = value.astype(np.float32)
+        whole = (whole.T if is_gpt2 else whole) + sign * scale * b @ a
+        if norms is not None:
+            whole = norms[:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+        found[name] = whole.T if is_gpt2 else whole
+    return found
+
+
+ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_merged_weights_are_the_sums_and_all_else_is_as_it_was(name, form, dtype, tmp_path):
+    given = Adapted(name, **FORMS[form])
+    base = given.base(dtype)
+    merged = Merged(Arrays(base), open_peft(given.write(tmp_path / "adapter")))
+    found, wanted = arrays_of(merged), sums(given, base, form)
+    assert len(wanted) == 4
+    assert_same(
+        {path: x for path, x in found.items() if path not in wanted},
+        {path: x for path, x in base.items() if path not in wanted},
+    )
+    for path, value in wanted.items():
+        assert found[path].dtype == base[path].dtype
+        np.testing.assert_allclose(found[path].astype(np.float32), value, rtol=ROUNDING[dtype], atol=1e-5, err_msg=path)
+    for path in wanted:
+        rows, columns = base[path].shape
+        for index in [(slice(2, 7), slice(0, columns)), (slice(0, rows), slice(3, 5)), (slice(1, 4), slice(5, 9))]:
+            part = merged.read(path, index).astype(np.float32)
+            np.testing.assert_allclose(part, found[path][index].astype(np.float32), rtol=ROUNDING[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merged_weights_are_what_the_model_computes_with(form, tmp_path):
+    given = Adapted("llama", **FORMS[form])
+    base = given.base()
+    merged = arrays_of(Merged(Arrays(base), open_peft(given.write(tmp_path / "adapter"))))
+    for path, one in given.adapters.items():
+        kind = "self_attn.q_proj" if "q_proj" in path else "mlp.down_proj"
+        names = [f"model.layers.{i}.{kind}.weight" for i in range(2)]
+        weight = jnp.stack([base[name].T for name in names])
+        ours = merge(weight, one, {name: jnp.asarray(x) for name, x in given.parts.items()})
+        np.testing.assert_allclose(ours, np.stack([merged[name].T for name in names]), rtol=1e-5, atol=1e-5)
+
+
+def write_base(given, directory, dtype="float32", **options):
+    """Write weights with what stands beside them in a directory of Hugging Face."""
+    write_safetensors(Arrays(given.base(dtype)), directory, texts={"config.json": {"a": 1}}, **options)
+    (directory / "tokenizer.model").write_bytes(b"\x00\xff")
+    (directory / "pytorch_model.bin").write_bytes(b"old")
+    return directory
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_merged_directory_has_the_other_files_and_is_unmerged_again(name, tmp_path):
+    given = Adapted(name)
+    base, adapter = write_base(given, tmp_path / "base", max_shard_bytes=4000), given.write(tmp_path / "adapter")
+    written = merge_peft(base, adapter, tmp_path / "merged", max_shard_bytes=9000, piece_bytes=256)
+    assert len(written.files) > 2
+    beside = {file.name for file in (tmp_path / "merged").iterdir()} - set(written.files)
+    assert beside == {"config.json", "tokenizer.model", "model.safetensors.index.json"}
+    assert (tmp_path / "merged" / "tokenizer.model").read_bytes() == b"\x00\xff"
+    found = arrays_of(SafetensorsSource(tmp_path / "merged"))
+    assert_same(found, arrays_of(Merged(Arrays(given.base()), open_peft(adapter))))
+    merge_peft(tmp_path / "merged", adapter, tmp_path / "back", sign=-1)
+    back, before = arrays_of(SafetensorsSource(tmp_path / "back")), given.base()
+    assert back.keys() == before.keys()
+    assert max(np.abs(back[path] - value).max() for path, value in before.items()) < 3e-6
+
+
+def test_a_base_may_leave_out_the_first_word_of_its_names(tmp_path):
+    given = Adapted("gpt2")
+    base = {name.removeprefix("transformer."): x for name, x in given.base().items()}
+    found = arrays_of(Merged(Arrays(base), open_peft(given.write(tmp_path / "adapter"))))
+    for name, value in sums(given, given.base(), "lora").items():
+        np.testing.assert_allclose(found[name.removeprefix("transformer.")], value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_is_not_taken_out_of_weights(tmp_path):
+    given = Adapted("llama", dora=True)
+    with pytest.raises(ValueError, match="is a DoRA"):
+        merge_peft(write_base(given, tmp_path / "base"), given.write(tmp_path / "adapter"), tmp_path / "out", sign=-1)
+
+
+def test_nothing_is_left_of_a_merge_that_fails(given, tmp_path):
+    adapted, path = given
+    base = write_base(adapted, tmp_path / "base")
+    other = {name: x[..., :8] for name, x in adapted.base().items()}
+    write_safetensors(Arrays(other), tmp_path / "narrow")
+    write_safetensors(Arrays({name: x for name, x in other.items() if ".1." not in name}), tmp_path / "short")
+    arrays = arrays_of(open_peft(path).source)
+    before = set(tmp_path.iterdir())
+    for wrong in ("narrow", "short"):
+        with pytest.raises(ValueError, match=r"adapts model\.layers\..*and the base has .*another base"):
+            merge_peft(tmp_path / wrong, path, tmp_path / "out")
+    rewrite(path, {name: np.where(np.arange(x.size).reshape(x.shape) == 5, np.nan, x) for name, x in arrays.items()})
+    with pytest.raises(ValueError, match="not finite"):
+        merge_peft(base, path, tmp_path / "out")
+    with pytest.raises(ValueError, match="exists already"):
+        merge_peft(base, path, base)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_the_command_merges_and_unmerges(given, tmp_path, capsys):
+    adapted, path = given
+    base = write_base(adapted, tmp_path / "base")
+
+    def call(*args):
+        status = main(["checkpoint", *map(str, args)])
+        return status, *capsys.readouterr()
+
+    status, out, _ = call("merge", base, path, tmp_path / "merged", "--json")
+    assert (status, json.loads(out)["to"]) == (0, str(tmp_path / "merged"))
+    assert_same(
+        arrays_of(SafetensorsSource(tmp_path / "merged")), arrays_of(Merged(SafetensorsSource(base), open_peft(path)))
+    )
+    assert call("unmerge", tmp_path / "merged", path, tmp_path / "back", "--max-shard-gb", "1e-5")[0] == 0
+    back = SafetensorsSource(tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists()
+    assert max(np.abs(read_whole(back, name) - x).max() for name, x in adapted.base().items()) < 3e-6
+    for args, message in [
+        (("merge", base, tmp_path, tmp_path / "out"), f"has no {CONFIG}"),
+        (("merge", path, path, tmp_path / "out"), "no safetensors weights of a usual name"),
+        (("merge", base, path, tmp_path / "merged"), "exists already"),
+        (("unmerge", base, path, tmp_path / "out", "--max-shard-gb", "0"), "--max-shard-gb 0"),
+    ]:
+        status, out, err = call(*args)
+        assert (status, out) == (2, "") and message in err and "Traceback" not in err
