@@ -23,12 +23,13 @@ def find_argument(op_name: str, leaves: Container[str]) -> tuple[str, str]:
     """Return the field of the state that an argument of a step is, and the leaf that it speaks of, or "".
 
     `state.opt_state[0].mu['layers']['up']['kernel'].value` is ("opt_state", "layers.up.kernel"): the longest of the
-    names that the last keys spell. What is no part of the state has field "".
+    names that the last keys spell. What is no part of the state has field "". Of an adapter, NNX has the parts inside
+    the Param of its matrix: `['kernel'].value['lora_a']`.
     """
     found = _FIELD.match(op_name.replace("\\'", "'"))
     if found is None:
         return "", ""
-    keys = ["".join(key) for key in _KEY.findall(found[2])]
+    keys = ["".join(key) for key in _KEY.findall(found[2].replace(".value[", "["))]
     spelled = (".".join(keys[start:end]) for end in range(len(keys), 0, -1) for start in range(end))
     return found[1], next((name for name in spelled if name in leaves), "")
 
