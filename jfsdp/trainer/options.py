@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfsdp.trainer.parse import (
+    parse_factors,
     parse_lora,
     parse_offload,
     parse_quantized,
@@ -145,6 +146,10 @@ class ShardingOptions:
     ema: Annotated[float | None, optional(float, "DECAY")] = None
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
+    rate_scale: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = ()
+    """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
+    holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions(ShardingOptions):
@@ -261,6 +266,7 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
 
     from jfsdp.train.update.ema import track_ema
     from jfsdp.train.update.low_precision import low_precision_state
+    from jfsdp.train.update.rates import scale_rates
 
     tx, dtype, decay = job.optimizer(learning_rate), word_or_none(options.opt_state_dtype), options.ema
     if dtype not in (None, "bfloat16"):
@@ -268,6 +274,8 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"--ema {decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
     tx = tx if dtype is None else low_precision_state(tx, dtype)
+    if options.rate_scale:
+        tx = optax.chain(tx, scale_rates(parse_factors(options.rate_scale)))
     return tx if decay is None else optax.chain(tx, track_ema(decay))
 
 
@@ -282,6 +290,7 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
         "quantized": sorted(options.quantized) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "ema": options.ema,
+        "rate_scale": list(options.rate_scale) or None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,24 @@ def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
         if not equals or not glob:
             raise ValueError(f"--quantized {pair!r} is not GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
         found[glob] = codec
+    return found
+
+
+def parse_factors(pairs: Sequence[str]) -> dict[str, float]:
+    """Read GLOB=X pairs.
+
+    Raises:
+      ValueError: if a pair has no `=`, or X is no number from 0 on.
+    """
+    found = {}
+    for pair in pairs:
+        glob, _, text = pair.rpartition("=")
+        try:
+            found[glob] = float(text)
+        except ValueError:
+            found[glob] = math.nan
+        if not glob or not 0 <= found[glob] < math.inf:
+            raise ValueError(f"--rate-scale {pair!r} is not GLOB=X with a number X from 0 on, such as embed=0.1")
     return found
 
 

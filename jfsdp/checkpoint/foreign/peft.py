@@ -37,6 +37,7 @@ from jfsdp.checkpoint.foreign.mapping import (
 )
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source
+from jfsdp.compat import warn
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -391,4 +392,7 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
       ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
     """
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
-    return loras_of(open_peft(path), names, leaves)
+    adapter = open_peft(path)
+    if adapter.options.get("lora_dropout"):
+        warn(f"{path}: lora_dropout={adapter.options['lora_dropout']} is not applied: jfsdp trains without it")
+    return loras_of(adapter, names, leaves)

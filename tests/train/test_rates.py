@@ -1,0 +1,56 @@
+"""Learning rates by parameter: one device's steps with the same factors, in the script's words too."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.train.update.rates import scale_rates
+from jfsdp.trainer.parse import parse_factors
+from tests import reference
+from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+
+FACTORS = {"embed": 0.1, "blocks.**": 2.0, "**.down.kernel": 0.0}
+
+
+def factor(name):
+    return (
+        0.0 if name.endswith("down.kernel") else 2.0 if name.startswith("blocks") else 0.1 if "embed" in name else 1.0
+    )
+
+
+@pytest.mark.parametrize(("source", "unit"), [(Tower, Block), (linen_tower(), LinenBlock)])
+def test_updates_are_multiplied_by_the_last_glob_that_fits(source, unit):
+    tx, batches = optax.chain(optax.sgd(0.1), scale_rates(FACTORS)), make_batches(1)
+    model = jfsdp.fully_shard(source, units=[unit], min_size=20)
+    state = model.init(tx)
+    before = {name: np.asarray(jfsdp.full(state, name)) for name in state.params}
+    state, _ = model.train_step(token_loss, tx, check_loss=False)(state, batches[0])
+    plain = reference.train(source, token_loss, optax.sgd(0.1), batches).params
+    for name, first in before.items():
+        wanted = first + factor(name) * (plain[name] - first)
+        np.testing.assert_allclose(np.asarray(jfsdp.full(state, name)), wanted, atol=1e-6, err_msg=name)
+
+
+def test_parts_of_adapters_have_names_too():
+    tx = optax.chain(optax.sgd(0.1), scale_rates({"**.lora_a": 0.0}))
+    model = jfsdp.fully_shard(Tower, units=[Block], lora=jfsdp.LoRA("**.up.kernel", rank=2))
+    state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
+    first = jax.device_get(state.params)
+    for batch in make_batches(2):
+        state, _ = step(state, batch)
+    np.testing.assert_array_equal(state.params["blocks.up.kernel.lora_a"], first["blocks.up.kernel.lora_a"])
+    assert np.abs(state.params["blocks.up.kernel.lora_b"]).max() > 0
+
+
+def test_a_glob_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"rate_scale \*\*\.nothing matches no parameter|rate_scale"):
+        jfsdp.fully_shard(Tower, units=[Block]).abstract_state(scale_rates({"**.nothing": 0.5}))
+
+
+@pytest.mark.parametrize("text", ["embed", "=1", "embed=x", "embed=-1", "embed=nan"])
+def test_what_is_no_factor_is_refused(text):
+    with pytest.raises(ValueError, match="is not GLOB=X"):
+        parse_factors([text])
+    assert parse_factors(["a=1", "b=0.5"]) == {"a": 1.0, "b": 0.5}
