@@ -39,7 +39,7 @@ from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 _INIT_STD = 0.02
 
@@ -75,12 +75,12 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         config = self.config
         parts = QKV(config, name="c_attn")(x)
-        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in parts)
+        query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
         if config.attention_dropout and not deterministic:  # not `by_heads`, where all devices would draw one mask
             attended = self._attend_with_dropout(query, key, value, documents)
         else:
             attended = by_heads(partial(attend, choice=config.attention), query, key, value, documents=documents)
-        attended = checkpoint_name(over_tensor(attended, 2), "attended").reshape(x.shape)
+        attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(x.shape)
         return _dense(config.dim, _residual_init(config), "c_proj")(attended)
 
     def _attend_with_dropout(

@@ -37,7 +37,7 @@ from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -141,10 +141,10 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rope(query, rope), apply_rope(key, rope)
-        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in (query, key, value))
+        query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in (query, key, value))
         kernel = partial(attend, choice=config.attention, window=config.local_window_size)
         attended = by_heads(kernel, query, key, value, documents=documents)
-        return self.o_proj(checkpoint_name(over_tensor(attended, 2), "attended").reshape(batch, seq_len, -1))
+        return self.o_proj(checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(batch, seq_len, -1))
 
 
 class MLP(nnx.Module):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 AXIS = "tensor"
+HEADS = "of queries, keys and values, their heads,"
 
 
 def make_cuts(columns: Iterable[str], rows: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -67,10 +68,13 @@ def _stated(is_split: bool, x: jax.Array) -> jax.Array:
 _stated.defvjp(lambda is_split, x: (_stated(is_split, x), None), lambda is_split, _, d_x: (_stated(not is_split, d_x),))
 
 
-def over_tensor(x: jax.Array, dim: int) -> jax.Array:
+def over_tensor(x: jax.Array, dim: int, what: str = "of a value") -> jax.Array:
     """State that `dim` is split over axis `tensor`, and leave all other dims to the compiler.
 
     Layout:  [.. D ..] -> [.. D/tensor ..]; as it is where the mesh in context lacks the axis, or has it in size 1.
+
+    Args:
+      what: that dim is, for messages.
 
     Raises:
       ValueError: if the axis does not divide the dim.
@@ -80,8 +84,8 @@ def over_tensor(x: jax.Array, dim: int) -> jax.Array:
         return x
     if x.shape[dim] % size:
         raise ValueError(
-            f"dim {dim} (size {x.shape[dim]}) of a value cannot be split over mesh axis {AXIS!r} (size {size}); take a "
-            "size that divides it"
+            f"dim {dim} (size {x.shape[dim]}) {what} cannot be split over mesh axis {AXIS!r} (size {size}); give that "
+            "axis a size that divides it"
         )
     entries = [AXIS if place == dim % x.ndim else PartitionSpec.UNCONSTRAINED for place in range(x.ndim)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
@@ -99,8 +103,8 @@ def fused_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int
     Memory:  the whole kernel.
     """
     heads = (num_heads, kernel.shape[-1] // (3 * num_heads))
-    kernel = over_tensor(kernel.reshape(-1, 3, *heads), 2)
-    qkv = jnp.einsum("btd,dcha->btcha", x, kernel) + over_tensor(bias.reshape(3, *heads), 1)
+    kernel = over_tensor(kernel.reshape(-1, 3, *heads), 2, HEADS)
+    qkv = jnp.einsum("btd,dcha->btcha", x, kernel) + over_tensor(bias.reshape(3, *heads), 1, HEADS)
     return [part.reshape(*x.shape[:-1], *heads) for part in jnp.split(qkv, 3, axis=2)]
 
 

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .losses import LossSums, classification_loss, image_batch
 from .optimizers import NORMS_AND_BIASES, decay_mask
-from .over_tensor import by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
 from .vit_config import PRESETS, ViTConfig, flops_per_image
 
 _kernel_init = nnx.initializers.truncated_normal(0.02)
@@ -109,10 +109,10 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         assert self.qkv.bias is not None
         parts = fused_heads(x, self.qkv.kernel[...], self.qkv.bias[...], self.config.num_heads)
-        query, key, value = (checkpoint_name(over_tensor(part, 2), "qkv") for part in parts)
+        query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
         kernel = partial(attend, choice=self.config.attention, is_causal=False)
         attended = by_heads(kernel, query, key, value, documents=None)
-        return self.out(checkpoint_name(over_tensor(attended, 2), "attended").reshape(x.shape))
+        return self.out(checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(x.shape))
 
 
 class MLP(nnx.Module):

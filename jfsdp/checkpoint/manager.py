@@ -39,6 +39,7 @@ class Checkpointer:
       keep_every: keep, beside these, every step that is a multiple of this.
       keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`, or a `KeepBest`.
       every_steps, every_minutes: when `is_due` says that it is time to save; 0: never.
+      frozen: False leaves out the leaves that are not trained, as `save` does.
 
     Raises:
       OSError: if the directory cannot be made or written to.
@@ -54,7 +55,9 @@ class Checkpointer:
         keep_best: KeepBest | str | None = None,
         every_steps: int = 0,
         every_minutes: float = 0,
+        frozen: bool = True,
     ):
+        self._frozen = frozen
         best = parse_best(keep_best) if isinstance(keep_best, str) else keep_best
         self._period = Period(every_steps, every_minutes)
         self._keep = Keep(last=keep, every=keep_every, best=best)
@@ -125,6 +128,7 @@ class Checkpointer:
             extra=extra,
             config=config,
             metrics=metrics,
+            frozen=self._frozen,
             on_commit=self._prune_or_warn,
         )
         self._needed = bytes_of(state)

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfsdp.layout.codec import Codec, coded_shapes, scales_of
+
 Index = tuple[slice, ...]
 _T = TypeVar("_T")
 
@@ -207,6 +209,32 @@ class Recast:
             cast = block.astype(self._dtypes[name], copy=False)
         check_range(name, block, cast)
         return cast
+
+
+class Encoded:
+    """The arrays of a source, some of them as codes, with their scales beside them; each of the two reads the values.
+
+    Args:
+      codecs: by the name of the array of values.
+    """
+
+    def __init__(self, source: Source, codecs: Mapping[str, Codec]):
+        self._source, self._codecs = source, codecs
+        self._scales = {scales_of(name): name for name in codecs}
+        self.arrays = {**source.arrays, **coded_shapes(codecs, source.arrays)}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        values = self._scales.get(name, name)
+        if values not in self._codecs:
+            return self._source.read(name, index)
+        codec = self._codecs[values]
+        *rest, last = index
+        step = codec.per_item if name == values else codec.block  # values for each item of what is asked for
+        start = last.start * step // codec.block * codec.block
+        stop = -(-last.stop * step // codec.block) * codec.block
+        codes, scales = codec.encode(self._source.read(values, (*rest, slice(start, stop))), np)
+        found, skipped = (codes, last.start - start // step) if name == values else (scales, 0)
+        return found[..., skipped : skipped + last.stop - last.start]
 
 
 def check_range(name: str, block: np.ndarray, cast: np.ndarray) -> None:

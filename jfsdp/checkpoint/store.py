@@ -19,6 +19,7 @@ from jfsdp.checkpoint.disk.lock import InUseError, Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Only, Source
@@ -29,7 +30,7 @@ from jfsdp.train.state import TrainState, with_work
 
 
 @checked
-def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = None) -> None:
+def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = None, frozen: bool = True) -> None:
     """Write one checkpoint and wait until it is complete. It appears at `path` whole or not at all.
 
     Layout:  each process writes what it owns, each part once; names and logical shapes carry no mesh, no strategy and
@@ -40,6 +41,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
       path: a directory that does not exist yet; a step directory of a run has the same form.
       extra: anything `json` writes, of this process; returned by `read_manifest`, in a list by process.
       config: anything `json` writes; stands beside the arrays, to read.
+      frozen: False leaves out the leaves that are not trained; see [Note: the base of a checkpoint] in frozen.py.
 
     Raises:
       ValueError: if `path` exists: nothing saved is ever overwritten.
@@ -51,7 +53,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
     writer, held = Writer(), []
     try:
         only_first(lambda: _check_free(path))
-        start_save(writer, path, state, extra=extra, config=config, claim=lambda: take(path, held))
+        start_save(writer, path, state, extra=extra, config=config, frozen=frozen, claim=lambda: take(path, held))
         with readable_errors(path, bytes_of(state)):
             wait_for(writer)
     finally:
@@ -84,6 +86,7 @@ def start_save(
     extra: Any = None,
     config: Any = None,
     metrics: Mapping[str, float] | None = None,
+    frozen: bool = True,
     on_commit: Callable[[], Any] = lambda: None,
     claim: Callable[[], None] = lambda: None,
 ) -> None:
@@ -103,9 +106,12 @@ def start_save(
             f"checkpoint {path}: the arrays of `state` are gone, a train step took their memory for its result; save "
             "the state that it returned"
         )
+    base = None
+    if not frozen:
+        state, base = without_frozen(state), frozen_digests(state)
     arrays = logical_arrays(state)
     check_dtypes(arrays)
-    documents = _documents(state, arrays, extra, config, metrics)
+    documents = _documents(state, arrays, extra, config, metrics, base)
     partial, needed = path.with_name(path.name + UNFINISHED), sum(map(num_bytes, arrays.values()))
 
     def prepare() -> None:
@@ -144,7 +150,12 @@ def bytes_of(state: TrainState) -> int:
 
 
 def _documents(
-    state: TrainState, arrays: Mapping[str, Logical], extra: Any, config: Any, metrics: Mapping[str, float] | None
+    state: TrainState,
+    arrays: Mapping[str, Logical],
+    extra: Any,
+    config: Any,
+    metrics: Mapping[str, float] | None,
+    base: Mapping[str, int] | None,
 ) -> dict[str, Any]:
     """Return what stands beside the arrays of a state, by file."""
 
@@ -169,6 +180,7 @@ def _documents(
         step=int(state.step),
         metrics=numbers,
         num_processes=jax.process_count(),
+        base=base,
     )
     return {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config, EXTRA: extras}
 
@@ -193,8 +205,8 @@ def restore(
 
     Args:
       path: what `save` wrote, or one step of a run.
-      like: a state, or `model.abstract_state(tx)`; its arrays are not read, but for those that `only` and `skip` leave
-        as they are, which it must then hold.
+      like: a state, or `model.abstract_state(tx)`; its arrays are not read, but for those that `only` and `skip`, or a
+        checkpoint without frozen leaves, leave as they are, which it must then hold.
       only, skip: read arrays whose names match these globs, or a name above them, and no others: `only="params"` drops
         the optimizer's state of the checkpoint, `skip="params.lm_head"` leaves a new head new.
       one_replica: where several devices hold the same block (hybrid strategies, ddp), the first of them alone reads
@@ -202,7 +214,7 @@ def restore(
 
     Raises:
       ValueError: if there is no checkpoint, files are damaged (names them), or names, shapes or dtypes differ (lists
-        them).
+        them); if it has no frozen leaves, and those of `like` are others than it was trained on.
     """
     mesh: Any = getattr(like.step.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -210,6 +222,8 @@ def restore(
     if (only is not None or skip is not None) and not isinstance(like.step, jax.Array):
         raise ValueError(f"checkpoint {path}: only= and skip= leave arrays as they are; pass a live state as `like`")
     source, view, wanted = in_all(lambda: _open(path, like, only, skip))
+    if base := source.manifest.get("base"):
+        check_base(path, base, like)
     source.check({name for want in wanted for name in view.sources(want)})
     return fill(like, view, wanted, one_replica=one_replica)
 
@@ -218,8 +232,10 @@ def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[Checkpoint
     """Open a checkpoint, and see that it is of the state that is asked for; return it also under that one's names."""
     source, asked = CheckpointSource(path), logical_arrays(like)
     wanted = choose(asked, only, skip)
+    base = {f"params.{name}" for name in source.manifest.get("base", ())}
+    wanted = [name for name in wanted if name not in base]
     view = OtherLayers(source, {name: asked[name] for name in wanted})
-    check_matches(source, view, like, wanted, only is None and skip is None)
+    check_matches(source, view, like, wanted, only is None and skip is None and not base)
     return source, view, wanted
 
 

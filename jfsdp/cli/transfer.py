@@ -92,6 +92,7 @@ class _ModelOptions:
 class Export(_ModelOptions):
     """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
 
+    Of a run that trained adapters (--lora): the adapters alone, in the form of PEFT; `merge` adds them to the weights.
     Of a run the newest step is taken; the model is the one that the run says it is. A tokenizer is not written: copy
     its files to TARGET. Exit status: 0; 2 for a wrong path or option, or values that are not finite; 4 for
     a damaged checkpoint.
@@ -124,6 +125,8 @@ class Export(_ModelOptions):
         path = find_checkpoint(self.path)
         stored = CheckpointSource(path).manifest["config"] or {}
         job = _find_job(self, stored)
+        if "adapters" in stored:
+            return self._export_adapters(path, job, stored)
         config = stored.get("pretrained")
         if config is None and as_name_map(job.pretrained).to_config is not None:
             config = config_json(job.pretrained, job.config, self.max_length or job.seq_len)
@@ -144,6 +147,31 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
+        found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
+        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+        return 0
+
+    def _export_adapters(self, path: Path, job: Job, stored: dict[str, Any]) -> int:
+        """Write the adapters of a run for PEFT; the base is what the run began with."""
+        from jfsdp.checkpoint.disk.reader import CheckpointSource
+        from jfsdp.checkpoint.foreign.peft import write_peft
+        from jfsdp.checkpoint.source import Renamed
+        from jfsdp.layout.lora import Adapter
+
+        if self.ema or self.max_length is not None:
+            raise ValueError(f"{path}: is of a run that trained adapters; leave out --ema and --max-length")
+        adapters = {one["path"]: Adapter.from_dict(one) for one in stored["adapters"]}
+        names = [one.name(part) for one in adapters.values() for part in one.parts]
+        source = CheckpointSource(path)
+        source.check([f"params.{name}" for name in names])
+        written = write_peft(
+            Renamed(source, {name: f"params.{name}" for name in names}),
+            Path(self.target).expanduser(),
+            job.pretrained,
+            adapters,
+            base=stored.get("config", {}).get("init_from"),
+            dtype=self.dtype,
+        )
         found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
         _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
         return 0
@@ -232,7 +260,7 @@ class Unmerge(Merge):
 
 
 def _merge(options: Merge, sign: int) -> int:
-    from jfsdp.checkpoint.foreign.peft import merge_peft
+    from jfsdp.checkpoint.foreign.merged import merge_peft
 
     check_numbers(options, max_shard_gb=1e-6)
     most = int(options.max_shard_gb * 1e9)

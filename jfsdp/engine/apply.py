@@ -10,7 +10,7 @@ import jax
 from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
-from jfsdp.engine.low_rank import with_adapters
+from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
@@ -126,7 +126,7 @@ class ShardedApply:
 
     def _trace(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Traced, list[Any]]:
         """Trace a unit's call; refuse one that writes parameters."""
-        run = with_adapters(run, self.model.adapters)
+        run = decoded(with_adapters(run, self.model.adapters), self.model.codecs)
         traced, flat = trace_unit(run, self.engine.full_shapes(shards), self.engine.cast_inputs(name, rest))
         if traced.written:
             raise ValueError(

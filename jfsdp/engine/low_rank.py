@@ -22,7 +22,9 @@ import jax.numpy as jnp
 
 from jfsdp.compat import Literal, core
 from jfsdp.engine.dataflow import scan_counts
+from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
+from jfsdp.modules.adapted import decode_all
 from jfsdp.modules.model import UnitRun
 
 # Dims of a weight: of the layers of a stack, those that take the input, those of the output.
@@ -91,6 +93,14 @@ def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return call
+
+
+def decoded(run: UnitRun, codecs: Mapping[str, Codec]) -> UnitRun:
+    """Return a unit's call on the values of its weights, where codes are gathered.
+
+    Memory:  the values of the unit's weights, while they are used.
+    """
+    return (lambda full, rest: run(decode_all(codecs, full), rest)) if codecs else run
 
 
 def _adapted(one: Adapter, full: Mapping[str, jax.Array]) -> _Adapted:

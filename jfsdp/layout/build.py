@@ -12,10 +12,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfsdp.arguments import check_call, checked
+from jfsdp.layout.codec import SCALES, Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import DATA_AXES, axis_sizes
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
@@ -50,6 +51,7 @@ class LeafRules:
       axis_rules, cuts: which dims are cut over axis `tensor`; see `jfsdp.layout.cuts.find_cuts`.
       adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
         but for `also`.
+      codecs: by leaf, how it is coded; its scales are a leaf too, sharded and cut as its codes are.
       frozen_dtype: dtype at rest of floating leaves that are not trained; None: as the model makes them.
     Selectors are path globs, classes of variables and predicates; see `select_leaves`. They choose among the model's
     own leaves; parts of adapters are placed as `Adapter` says.
@@ -62,6 +64,7 @@ class LeafRules:
     axis_rules: AxisRules | None = None
     cuts: Cuts | None = None
     adapters: Mapping[str, Adapter] | None = None
+    codecs: Mapping[str, Codec] | None = None
     also: Selectors = None
     frozen_dtype: Any = None
 
@@ -129,13 +132,18 @@ def build_layout(
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     adapters = (rules.adapters or {}).values()
     parts = {adapter.name(part): (adapter, part) for adapter in adapters for part in adapter.parts}
-    own = {path: leaf for path, leaf in leaves.items() if path not in parts}
+    codecs = rules.codecs or {}
+    own = {path: leaf for path, leaf in leaves.items() if path not in parts and path not in map(scales_of, codecs)}
     stacked = {path: owners[path].stacked for path in own}
     cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
     choices = _choose(own, strategy, rules, types or {}, sizes, cuts)
     for path, (adapter, part) in parts.items():
         placed = get_strategy(adapter.placement)
         choices[path] = _Choice(placed, None, None, "an adapter's part", adapter.cuts(part, cuts[adapter.path]))
+    for path in codecs:
+        if choices[path].frozen is None:
+            raise ValueError(f"{path}: is quantized, and codes are not trained; freeze it (frozen=, or lora=)")
+        choices[scales_of(path)] = dataclasses.replace(choices[path], dim=None, frozen="quantized")
     build = functools.partial(
         _build_leaf,
         sizes=sizes,
@@ -147,6 +155,7 @@ def build_layout(
     table = tuple(
         build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
     )
+    table = tuple(_coded(leaf, codecs) for leaf in table)
     layout = Layout(
         leaves=table,
         units=tuple(units.values()),
@@ -158,6 +167,16 @@ def build_layout(
     )
     _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
     return in_buffers(layout) if storage == FLAT else layout
+
+
+def _coded(leaf: Leaf, codecs: Mapping[str, Codec]) -> Leaf:
+    """Say of a leaf how many values its elements hold, and in which code."""
+    beside, _, word = leaf.path.rpartition(".")
+    if leaf.path in codecs:
+        codec = codecs[leaf.path]
+        reason = f"{leaf.reason}; in {codec.name}, blocks of {codec.block}"
+        return dataclasses.replace(leaf, per_item=codec.per_item, reason=reason)
+    return dataclasses.replace(leaf, per_item=0) if word == SCALES and beside in codecs else leaf
 
 
 def _choose(
@@ -229,6 +248,11 @@ def _own_strategy(
         )
     dim, entry = next(iter(split.items()), (None, ()))
     axes = entry if isinstance(entry, tuple) else (entry,)
+    if cutting := [axis for axis in axes if axis in MODEL_AXES]:
+        raise ValueError(
+            f"{path}: placements: {placement} names axis {cutting[0]!r}, which cuts leaves for all of their life; say "
+            f"cuts={{{path!r}: ({dim}, {cutting[0]!r})}}"
+        )
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(placement), axes, wider, wider)

@@ -90,6 +90,15 @@ class Adapter:
         middle = self.stacked + self.num_in
         return sizes[: self.stacked], sizes[self.stacked : middle], sizes[middle:]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data that `json` writes, but for where its parts are."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "placement"}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Adapter:
+        """Undo `to_dict`."""
+        return Adapter(**{**data, "shape": tuple(data["shape"])})
+
     def cuts(self, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
         """Return the cuts of a part: those of the leaf in the dims that the part shares with it."""
         middle = self.stacked + self.num_in

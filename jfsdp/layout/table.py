@@ -65,6 +65,8 @@ class Cut:
 class Leaf:
     """One parameter: its logical shape, its owner, its split dim and padding with the reason, its stages and its cuts.
 
+    An element holds `per_item` of the model's values: several codes share one, and scales are none of them.
+
     Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
       `opt` (both None for a leaf that is not trained). What a stage splits is what the cuts leave of the leaf.
     """
@@ -80,6 +82,7 @@ class Leaf:
     reason: str
     stages: tuple[tuple[str, Stage | None], ...]
     cuts: tuple[Cut, ...] = ()
+    per_item: int = 1
     form: ClassVar[str] = PER_PARAMETER
 
     def stage(self, name: str) -> Stage:
@@ -404,5 +407,5 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
 
 
 def num_parameters(leaves: Sequence[Leaf]) -> int:
-    """Count the logical elements of leaves: no padding."""
-    return sum(math.prod(leaf.shape) for leaf in leaves)
+    """Count the values of leaves: no padding, no scales, and of codes that share an item each."""
+    return sum(math.prod(leaf.shape) * leaf.per_item for leaf in leaves)

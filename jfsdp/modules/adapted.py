@@ -16,29 +16,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfsdp.layout.codec import Codec, coded_shapes, scales_of
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
 from jfsdp.layout.units import ModuleInfo
 from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree
 
 
 class AdaptedModel:
-    """A model and adapters of it, as one model; see `jfsdp.modules.model.FlaxModel`.
+    """A model, adapters of it, and codes in the place of some of its weights, as one; see `FlaxModel`.
 
     In the tree that optimizers see, an adapted array is replaced by a dict of the parts of its adapter.
 
     Args:
       base: the user's model.
-      adapters: by the leaf that they adapt.
+      adapters, codecs: by the leaf that they are of.
     """
 
-    def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter]):
-        shapes = {
+    def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
+        parts = {
             one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jnp.float32)
-            for path, one in adapters.items()
+            for one in adapters.values()
             for part in one.parts
         }
-        self.base, self.adapters, self._whole = base, adapters, base.with_params(shapes)
-        self.params, self.state, self.types = self._whole.params, base.state, self._whole.types
+        coded = coded_shapes(codecs, base.params)
+        beside = parts | {name: leaf for name, leaf in coded.items() if name not in base.params}
+        self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(beside)
+        self.params, self.state, self.types = {**self._whole.params, **coded}, base.state, self._whole.types
         self.dim_names, self.instance = base.dim_names, base.instance
         self.modules: list[ModuleInfo] = base.modules
         views = {path: {part: one.name(part) for part in one.parts} for path, one in adapters.items()}
@@ -46,24 +49,28 @@ class AdaptedModel:
 
     @property
     def added(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The adapters' own parameters, by name."""
+        """What is beside the model's own parameters: parts of adapters, and scales."""
         return {name: leaf for name, leaf in self.params.items() if name not in self.base.params}
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; see `FlaxModel.create`."""
         params, state = self.base.create(seed)
-        return {**params, **create_adapters(self.adapters, params, seed)}, state
+        adapters = create_adapters(self.adapters, params, seed)
+        for path, codec in self.codecs.items():
+            params[path], params[scales_of(path)] = codec.encode(params[path])
+        return {**params, **adapters}, state
 
     def run(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
     ) -> tuple[Any, Arrays, Arrays]:
-        """Compute `fn(model, *inputs)` as the model without adapters does: with them computes who runs its units."""
+        """Compute `fn(model, *inputs)` as the model alone does: who runs its units decodes, and adds the adapters."""
         return self._whole.run(fn, params, state, inputs, hooks)
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-        """Return the user's own model, with each adapter added to its matrix."""
-        merged = {path: merge(params[path], one, params) for path, one in self.adapters.items()}
-        return self.base.plain({**params, **merged}, state)
+        """Return the user's own model, decoded, with each adapter added to its matrix."""
+        values = decode_all(self.codecs, params)
+        merged = {path: merge(values[path], one, values) for path, one in self.adapters.items()}
+        return self.base.plain({**values, **merged}, state)
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
         """Refuse: a model is adapted once."""
@@ -72,6 +79,14 @@ class AdaptedModel:
     def named(self, values: Mapping[str, Any]) -> Any:
         """Return the tree of the user's parameters around values by name."""
         return self.base.named(values)
+
+
+def decode_all(codecs: Mapping[str, Codec], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by name with the values of those that are coded in the place of their codes."""
+    found = dict(params)
+    for path in codecs.keys() & found.keys():
+        found[path] = codecs[path].decode(found[path], found[scales_of(path)])
+    return found
 
 
 def create_adapters(adapters: Mapping[str, Adapter], params: Mapping[str, jax.Array], seed: Any) -> Arrays:

@@ -19,6 +19,7 @@ from flax.core.scope import DenyList, in_filter
 from flax.errors import ScopeParamNotFoundError
 
 from jfsdp.arguments import checked
+from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
@@ -63,6 +64,7 @@ class LinenModel:
     def __init__(self, module: linen.Module, example_inputs: Any, variables: Mapping[str, Any] | None = None):
         self.module = module
         self.adapters: Mapping[str, Adapter] = {}
+        self.codecs: Mapping[str, Codec] = {}
         self._args, self._kwargs = _example(example_inputs)
         classes: dict[str, type] = {}
         callers: dict[str, list[str]] = {}

@@ -19,6 +19,7 @@ import optax
 from flax import linen
 from jax.sharding import AxisType
 
+from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import ModuleInfo, UnitInfo
 
@@ -116,7 +117,7 @@ class FlaxModel(Protocol):
       tree: the tree in which users, and their optimizers, see the parameters.
       modules: all modules, the root first.
       instance: the weights given with the model, in a form of its own; None if `create` makes them.
-      adapters: the low-rank adapters of parameters, by the parameter's name.
+      adapters, codecs: the low-rank adapters of parameters, and how some are coded, by the parameter's name.
     """
 
     params: dict[str, jax.ShapeDtypeStruct]
@@ -127,6 +128,7 @@ class FlaxModel(Protocol):
     modules: list[ModuleInfo]
     instance: Any
     adapters: Mapping[str, Adapter]
+    codecs: Mapping[str, Codec]
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name: first ones, made inside `jit`, or those of the `instance`."""

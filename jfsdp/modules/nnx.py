@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jfsdp.arguments import check_call
+from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.units import ROOT, ModuleInfo, list_modules
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, not_gathered, struct_of
@@ -29,6 +30,7 @@ class NNXModel:
         self.instance = source if isinstance(source, nnx.Module) else None
         self.factory = source
         self.adapters: Mapping[str, Adapter] = {}
+        self.codecs: Mapping[str, Codec] = {}
         split = _abstract(source) if self.instance is None else nnx.split(self.instance, nnx.Param, ...)
         self.graphdef, params, state = split
         self._params, self._state = nnx.to_flat_state(params), nnx.to_flat_state(state)

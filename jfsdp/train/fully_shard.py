@@ -13,11 +13,13 @@ from jfsdp.compat import warn
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.codec import Coded, find_codecs
 from jfsdp.layout.cuts import AxisRules, Cuts
 from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
+    axis_sizes,
     crosses_hosts,
     group_mesh,
     make_mesh,
@@ -62,6 +64,7 @@ def fully_shard(
     axis_rules: AxisRules | None = None,
     cuts: Cuts | None = None,
     lora: LoRA | Sequence[LoRA] | None = None,
+    quantized: Coded | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     loss_scale: LossScale | None = None,
 ) -> ShardedModel:
@@ -98,6 +101,8 @@ def fully_shard(
       cuts: the same by selector (as in `frozen`): `{"**.o_proj.kernel": (0, "tensor")}`, the dim without layer dims,
         or None for what metadata is not to cut.
       lora: train low-rank adapters of some matrices, and freeze the rest: a `LoRA`, or a list for different ones.
+      quantized: by selector, the codec in which frozen matrices are at rest and gathered: "nf4", "int4" or "int8", in
+        blocks of 64 with a bfloat16 scale each; decoded inside the unit.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root); globs that match one unit must not contradict each other.
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
@@ -126,9 +131,10 @@ def fully_shard(
     mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
     shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
     resolved = resolve_units(units, flax_model.modules, shapes)
-    if lora is not None:
+    if lora is not None or quantized is not None:
         stacked = {leaf: unit.stacked for unit in resolved.values() for leaf in unit.leaves}
-        flax_model = AdaptedModel(flax_model, find_adapters(lora, flax_model.params, stacked, flax_model.types))
+        given = flax_model.params, stacked, flax_model.types
+        flax_model = AdaptedModel(flax_model, find_adapters(lora, *given), find_codecs(quantized or {}, *given))
         resolved = {name: with_leaves_beside(unit, flax_model.added) for name, unit in resolved.items()}
     policies = resolve_policies(
         resolved,
@@ -148,7 +154,16 @@ def fully_shard(
         mp_policy=mp_policy,
         min_size=min_size,
         rules=LeafRules(
-            shard_dim, frozen, ignored, placements, axis_rules, cuts, flax_model.adapters, also(lora), frozen_dtype
+            shard_dim=shard_dim,
+            frozen=frozen,
+            ignored=ignored,
+            placements=placements,
+            axis_rules=axis_rules,
+            cuts=cuts,
+            adapters=flax_model.adapters,
+            codecs=flax_model.codecs,
+            also=also(lora),
+            frozen_dtype=frozen_dtype,
         ),
         types=flax_model.types,
         names=flax_model.dim_names,
@@ -187,6 +202,7 @@ def _arrange(mesh: Mesh | AbstractMesh, strategy: Strategy, factor: int | None) 
 
 
 def _check_mesh(mesh: Any) -> None:
+    axis_sizes(mesh)
     for axis, size in mesh.shape.items():
         if axis not in (*DATA_AXES, *MODEL_AXES) and size > 1:
             raise ValueError(

@@ -18,9 +18,10 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import stored_leaf
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.xla import XlaEngine
+from jfsdp.layout.codec import scales_of
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
-from jfsdp.modules.adapted import create_adapters
+from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
 from jfsdp.train.checks import check_lowers, check_stands, check_state
@@ -172,14 +173,18 @@ class ShardedModel:
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
         """Make the adapters of parameters that are on the devices, as `init` makes them."""
         shapes, adapters = self.adapter_shapes(), self.model.adapters
-        adapted = {path: params[path] for path in adapters if path in params}
+        wanted = {name for path in adapters for name in (path, scales_of(path))}
+        adapted = {path: value for path, value in params.items() if path in wanted}
 
         def make(adapted: dict[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
-            logical = {path: x[tuple(map(slice, adapters[path].shape))] for path, x in adapted.items()}
+            logical = decode_all(self.model.codecs, {path: self._cut(path, x) for path, x in adapted.items()})
             made = create_adapters(adapters, logical, seed)
             return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items()}
 
         return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
+
+    def _cut(self, path: str, value: jax.Array) -> jax.Array:
+        return value[tuple(map(slice, self.layout.by_path[path].shape))]
 
     def _place(self, path: str, value: jax.Array) -> jax.Array:
         """Send each device its part of a leaf of the given instance."""

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
+from jfsdp.trainer.parse import (
+    parse_lora,
+    parse_offload,
+    parse_quantized,
+    parse_remat,
+    parse_reshard,
+    parse_xla,
+    split_commas,
+    word_or_none,
+)
 from jfsdp.trainer.spelling import check_numbers, spell
 
 if TYPE_CHECKING:
@@ -59,8 +68,6 @@ Name = Annotated[str | None, optional(str, "NAME")]
 Location = Annotated[str | None, optional(str, "PATH")]
 File = Annotated[str | None, optional(str, "FILE")]
 Dtype = Annotated[str | None, optional(str, "DTYPE")]
-OFFLOADABLE = ("params", "grads", "opt_state")
-REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +126,9 @@ class ShardingOptions:
     They have no gradient and no optimizer state."""
     frozen_dtype: Dtype = None
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
+    quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = ()
+    """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
+    repeated."""
     lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = ()
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different targets."""
@@ -164,7 +174,14 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.train.fully_shard import fully_shard
 
     own = {"units": job.units, "axis_rules": job.axis_rules, "cuts": job.cuts}
-    return fully_shard(job.model, mesh=mesh, **own, **sharding_arguments(options))
+    arguments, adapter = sharding_arguments(options), getattr(options, "init_adapter", None)
+    if adapter is not None and arguments["lora"] is None:
+        from jfsdp.checkpoint.foreign.peft import read_loras
+        from jfsdp.layout.mesh import make_abstract_mesh
+
+        alone = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
+        arguments["lora"] = read_loras(adapter, job.pretrained, alone)
+    return fully_shard(job.model, mesh=mesh, **own, **arguments)
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
@@ -191,6 +208,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "frozen": split_commas(options.frozen) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "lora": [parse_lora(text) for text in options.lora] or None,
+        "quantized": parse_quantized(options.quantized) or None,
     }
 
 
@@ -233,22 +251,6 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     }
 
 
-def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
-
-    Raises:
-      ValueError: if a pair has no `=`.
-    """
-    words = {"true": True, "false": False, "none": None}
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise ValueError(f"--xla {pair!r} is not NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true")
-        found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
-    return found
-
-
 def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> optax.GradientTransformation:
     """Return the job's optimizer with moments and averages as the options say; averages stay in float32.
 
@@ -277,6 +279,7 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
         "accumulate": options.accumulate,
         "frozen": sorted(set(split_commas(options.frozen))) or None,
         "lora": sorted(options.lora) or None,
+        "quantized": sorted(options.quantized) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "ema": options.ema,
     }
@@ -334,106 +337,3 @@ def as_options(message: str, kind: Any = ShardingOptions) -> str:
     message = re.sub(r"compiler_options\['(\w+)'\]", r"--xla \1", message).replace("or None", "or none")
     value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
     return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", say, message)
-
-
-def word_or_none(text: str | None) -> str | None:
-    """Read `none` as None."""
-    return None if text is None or text.lower() == "none" else text
-
-
-def split_commas(texts: Sequence[str]) -> list[str]:
-    """Read `a,b c` as three words."""
-    return [word for text in texts for word in text.split(",") if word]
-
-
-def parse_lora(text: str) -> Any:
-    """Read KEY=VALUE,...: the fields of a `LoRA`; what has no `=` is one more value of the key before.
-
-    Raises:
-      ValueError: for a key that is none, and a value that is not the key's.
-    """
-    from jfsdp.layout.lora import LoRA
-
-    kinds = {"rank": int, "alpha": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
-    found: dict[str, list[str]] = {}
-    for word in split_commas([text]):
-        key, equals, value = word.partition("=")
-        if equals:
-            found[key] = [value]
-        elif found:
-            found[next(reversed(found))].append(word)
-        else:
-            raise ValueError(f"--lora {text!r}: {word!r} is not KEY=VALUE; the keys are {', '.join(kinds)}")
-    fields: dict[str, Any] = {}
-    for key, values in found.items():
-        if key not in kinds:
-            raise ValueError(f"--lora {text!r}: there is no {key!r}; the keys are {', '.join(kinds)}")
-        fields[key] = values if kinds[key] is list else _lora_value(text, key, values, kinds[key])
-    if "targets" not in fields:
-        raise ValueError(
-            f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
-        )
-    return LoRA(**fields)
-
-
-def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
-    try:
-        (value,) = values
-        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-    except (ValueError, KeyError):
-        what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-        raise ValueError(f"--lora {text!r}: {key}={','.join(values)} is not {what}") from None
-
-
-def parse_offload(texts: Sequence[str]) -> list[str]:
-    """Read what is to be offloaded.
-
-    Raises:
-      ValueError: for anything that cannot be.
-    """
-    words = split_commas(texts)
-    unknown = [word for word in words if word not in OFFLOADABLE]
-    if unknown:
-        raise ValueError(
-            f"--offload {unknown[0]!r} is unknown; use any of {', '.join(OFFLOADABLE)}, separated by commas "
-            "(activations: --remat offload:NAME)"
-        )
-    return words
-
-
-def parse_reshard(text: str) -> bool | int | None:
-    """Read none, true, false or a number of devices.
-
-    Raises:
-      ValueError: for anything else.
-    """
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false or a number of devices")
-    return int(text)
-
-
-def parse_remat(text: str) -> Any:
-    """Read none, full, dots, or names to save and to offload: `names:a,b+offload:c`.
-
-    Raises:
-      ValueError: for anything else.
-    """
-    from jfsdp.layout.policy import REMATS as PLAIN
-    from jfsdp.layout.policy import SaveNames
-
-    if text in PLAIN:
-        return text
-    fields: dict[str, tuple[str, ...]] = {}
-    for part in text.split("+"):
-        kind, _, names = part.partition(":")
-        field = {"names": "save", "offload": "offload"}.get(kind)
-        if field is None or field in fields or not split_commas([names]):
-            raise ValueError(f"--remat {text!r} is unknown; use {REMATS}")
-        fields[field] = tuple(split_commas([names]))
-    try:
-        return SaveNames(**fields)
-    except ValueError as error:
-        raise ValueError(f"--remat {text!r}: {error}") from error

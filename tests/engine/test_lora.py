@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jfsdp
+from jfsdp.layout.codec import CODECS
 from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
@@ -39,6 +40,7 @@ MESHES = {
 FORMS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
 SCALES = {"lora": 5 / 3, "rslora": 5 / 3**0.5, "dora": 5 / 3}
 TARGETS = ["**.up.kernel", "**.down.kernel"]
+NF4 = {"**.up.kernel": "nf4"}
 CUTS = {"**.up": (-1, "tensor"), "**.down": (0, "tensor")}
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
@@ -70,9 +72,20 @@ def merged(adapters, params, scale):
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def train_alone(source, adapters, scale, batches, tx=TX, accumulate=1):
+def rounded(params, quantized):
+    """Return parameters as their codes say them."""
+
+    def one(path, weight):
+        name = quantized.get(reference.dotted(path).rpartition(".")[0].rpartition(".")[2])
+        return CODECS[name].decode(*CODECS[name].encode(weight)).astype(weight.dtype) if name else weight
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def train_alone(source, adapters, scale, batches, tx=TX, accumulate=1, quantized=()):
     """Return losses and adapters of one device's training on merged weights."""
     model, opt_state, losses = reference.plain(source), tx.init(adapters), []
+    model.params = rounded(model.params, dict(quantized))
 
     @jax.jit
     def step(adapters, opt_state, batch):
@@ -105,6 +118,7 @@ def parts_of(state):
 
 
 def check(model, mesh, form, *, accumulate=1, **options: Any):
+    coded = [(glob.split(".")[1], codec) for glob, codec in options.get("quantized", {}).items()]
     sharded = shard(model, mesh, form, **options)
     state, batches = sharded.init(TX), make_batches(STEPS)
     first = parts_of(state)
@@ -114,7 +128,9 @@ def check(model, mesh, form, *, accumulate=1, **options: Any):
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    wanted, adapters = train_alone(SOURCES[model][0], first, SCALES[form], batches, accumulate=accumulate)
+    wanted, adapters = train_alone(
+        SOURCES[model][0], first, SCALES[form], batches, accumulate=accumulate, quantized=coded
+    )
     assert np.abs(np.array(losses) / wanted - 1).max() < LIMITS["loss"]
     found = parts_of(state)
     flat, right = ({f"{path}.{part}": x for path in of for part, x in of[path].items()} for of in (found, adapters))
@@ -146,7 +162,18 @@ def test_steps_equal_one_device_on_merged_weights(strategy, engine, mesh, model,
 CASES = {
     "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}),
     "cut, manual": ("split", {"fsdp": 2, "tensor": 4}, {"cuts": CUTS, "engine": "manual"}),
-    "no units": ("stacked", {"fsdp": 8}, {"units": [], "lora": lora("lora", targets={"**.up.kernel": 1, "head": 1})}),
+    "in 4 bits": ("stacked", {"fsdp": 8}, {"quantized": NF4}),
+    "in 4 bits, manual": (
+        "listed",
+        {"replica": 2, "fsdp": 2},
+        {"quantized": {"**.up.kernel": "int4"}, "engine": "manual"},
+    ),
+    "in 8 bits, Linen": ("linen", {"fsdp": 8}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}),
+    "in 4 bits, flat": (
+        "stacked",
+        {"fsdp": 8},
+        {"quantized": {"**.up.kernel": "nf4"}, "engine": "manual", "storage": "flat"},
+    ),
     "offloaded": ("listed", {"fsdp": 8}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
     "no remat": ("stacked", {"fsdp": 8}, {"engine": "manual", "remat": "none"}),
     "flat": ("stacked", {"fsdp": 8}, {"engine": "manual", "storage": "flat"}),
@@ -159,6 +186,4 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_setting_equals_one_device(case, form):
     model, mesh, options = CASES[case]
-    if case == "no units":
-        pytest.skip("below")
     check(model, mesh, form, **({"engine": "xla"} | options))

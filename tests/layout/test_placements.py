@@ -253,7 +253,7 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     "axis twice": ({"head": P(("fsdp", "fsdp"))}, "param=('fsdp', 'fsdp') is neither a jfsdp.Split nor a tuple"),
     "axes out of order": ({"head": P(("fsdp", "replica"))}, "each once, in the order ('replica', 'fsdp')"),
     "unknown axis": ({"head": P("data")}, "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
-    "model axis": ({"head": P(None, "tensor")}, "param=('tensor',) is neither"),
+    "model axis": ({"head": P(None, "tensor")}, "say cuts={'head': (1, 'tensor')}"),
     "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is neither a jfsdp.Split nor a tuple of data axes"),
     "unknown strategy": (
         {"head": "zero4"},

@@ -18,7 +18,8 @@ from jfsdp.plan.search.pareto import plot_front
 from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.job import find_job
-from jfsdp.trainer.options import StepOptions, parse_xla
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import parse_xla
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
 
@@ -286,7 +287,7 @@ def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():
     for size, heads in ((4, 2), (8, 4)):
         refused = found[f"fsdp=-1,tensor={size}"]
         assert refused.outcome is Outcome.IMPOSSIBLE
-        assert f"(size {heads}) of a value cannot be split over mesh axis 'tensor' (size {size})" in refused.reason
+        assert f"(size {heads}) of queries, keys and values, their heads, cannot be split" in refused.reason
     assert len(found) == len(result.tried) == 4 and result.is_complete
 
 

@@ -69,12 +69,18 @@ def part_of(name: str) -> str:
 
 
 def make_manifest(
-    arrays: Mapping[str, Mapping[str, Any]], *, step: int | None, metrics: Mapping[str, float], num_processes: int
+    arrays: Mapping[str, Mapping[str, Any]],
+    *,
+    step: int | None,
+    metrics: Mapping[str, float],
+    num_processes: int,
+    base: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Say what a checkpoint holds.
 
     Args:
       arrays: by name, its logical shape, dtype and `key_impl`.
+      base: by name, digests of the frozen leaves that are left out; None: none is.
     """
     import jax
 
@@ -86,6 +92,7 @@ def make_manifest(
         "versions": {"jax": jax.__version__, "orbax": importlib.metadata.version("orbax-checkpoint")},
         "num_processes": num_processes,
         "arrays": dict(arrays),
+        **({} if base is None else {"base": dict(base)}),
     }
 
 

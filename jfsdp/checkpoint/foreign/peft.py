@@ -36,7 +36,7 @@ from jfsdp.checkpoint.foreign.mapping import (
     forms_of,
 )
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import Index, Source, read_whole
+from jfsdp.checkpoint.source import Index, Source
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -376,96 +376,6 @@ def _targets(modules: Mapping[str, Adapter], names: Names, adapters: Mapping[str
     is_clear = not any(theirs.removesuffix(_WEIGHT).rpartition(".")[2] in words for theirs in others)
     complete = {leaf for leaf, one in adapters.items() if one.stacked}
     return words if is_clear and len(complete) == len(adapters) else sorted(modules)
-
-
-class Merged:
-    """Weights with an adapter added to them, or taken out of them: a source over two, under the base's names.
-
-    A slice of a weight reads that slice (with DoRA, whole columns) and its adapter. Sums are in float32, the result in
-    the dtype of the base.
-
-    Args:
-      base: weights under their own names.
-      sign: 1 adds, -1 takes out.
-
-    Raises:
-      ValueError: if the base lacks a weight that is adapted, or has it in another shape; to take DoRA out, which keeps
-        no norm of what was there.
-    """
-
-    def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
-        self._base, self._adapter, self._sign = base, adapter, sign
-        self.arrays = base.arrays
-        if sign < 0 and adapter.is_dora:
-            raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
-        self._is_transposed = bool(adapter.options.get("fan_in_fan_out"))
-        prefix = _missing_prefix(base, adapter)
-        self._weights = {prefix(weight): weight for weight in adapter.weights()}
-        for name, weight in self._weights.items():
-            a, b = (adapter.source.arrays[adapter.part(weight, part)].shape for part in (A, B))
-            shape = (a[1], b[0]) if self._is_transposed else (b[0], a[1])
-            if name not in base.arrays or tuple(base.arrays[name].shape) != shape:
-                there = list(base.arrays[name].shape) if name in base.arrays else "no array of that name"
-                raise ValueError(
-                    f"{adapter.path}: adapts {weight} {list(shape)}, and the base has {there}; it is an adapter of "
-                    f"another base ({adapter.options.get('base_model_name_or_path') or 'unnamed'})"
-                )
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of one weight, merged."""
-        if name not in self._weights:
-            return self._base.read(name, index)
-        weight, dtype = self._weights[name], self._base.arrays[name].dtype
-        rows, columns = index[::-1] if self._is_transposed else index  # of [out, in]
-        a, b = (self._part(weight, part) for part in (A, B))
-        every = slice(0, a.shape[1]) if self._adapter.is_dora else columns
-        wanted = (every, rows) if self._is_transposed else (rows, every)
-        block = self._base.read(name, wanted).astype(np.float32)
-        block = block.T if self._is_transposed else block
-        block = block + self._sign * self._adapter.scale(weight) * (b[rows] @ a[:, every])
-        if self._adapter.is_dora:
-            gain = self._part(weight, MAGNITUDE)[rows] / np.linalg.norm(block, axis=1)
-            block = (block * gain[:, None])[:, columns]
-        return (block.T if self._is_transposed else block).astype(dtype)
-
-    def _part(self, weight: str, part: str) -> np.ndarray:
-        return read_whole(self._adapter.source, self._adapter.part(weight, part)).astype(np.float32)
-
-
-def _missing_prefix(base: Source, adapter: PeftAdapter) -> Any:
-    """Return how the base calls a weight: some checkpoints leave out the first word (`transformer.` of GPT-2)."""
-    first = adapter.weights()[0]
-    short = first.partition(".")[2]
-    is_short = first not in base.arrays and short in base.arrays
-    return lambda name: name.partition(".")[2] if is_short else name
-
-
-def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options: Any) -> Written:
-    """Write weights of Hugging Face's with an adapter added to them, or taken out of them, as another directory.
-
-    What else is beside the weights (configuration, tokenizer) is copied.
-
-    Memory:  as `export_safetensors`: pieces, whatever the size of the model.
-
-    Args:
-      base: a directory of safetensors.
-      adapter: a directory of PEFT's.
-      target: must not exist yet.
-      sign: 1 adds, -1 takes out; in low precision that gives back the weights up to rounding.
-      options: of `write_safetensors`.
-
-    Raises:
-      ValueError: as `open_peft`, `Merged` and `write_safetensors`.
-    """
-    directory = Path(base).expanduser()
-    merged = Merged(SafetensorsSource(directory), open_peft(adapter), sign=sign)
-    beside = directory if directory.is_dir() else directory.parent
-    texts = {file.name: file for file in sorted(beside.iterdir()) if file.is_file() and not _is_weights(file.name)}
-    return write_safetensors(merged, target, texts=texts, **options)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth"))
 
 
 @checked

@@ -24,8 +24,9 @@ from jfsdp.checkpoint.foreign.safetensors import CONFIG, SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.source import Joined, Recast, Renamed, Source, Unprefixed
+from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source, Unprefixed
 from jfsdp.compat import warn
+from jfsdp.layout.codec import scales_of
 from jfsdp.layout.report import list_differences
 
 # What no model computes with, and an export is to say again.
@@ -119,7 +120,11 @@ def load_pretrained(
         raise ValueError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
     adapters, added = model.model.adapters, model.adapter_shapes()
     every = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
-    leaves = {name: leaf for name, leaf in every.items() if name not in added}
+    codecs = model.model.codecs
+    values = {name: jax.ShapeDtypeStruct(codecs[name].value_shape(every[name].shape), jnp.float32) for name in codecs}
+    beside = {*added, *map(scales_of, codecs)}
+    leaves = {name: values.get(name, leaf) for name, leaf in every.items() if name not in beside}
+    read = {name: leaf for name, leaf in every.items() if adapter is not None or name not in added}
     if adapter is not None and not adapters:
         raise ValueError(f"{adapter}: is an adapter, and the model has none; fully_shard(lora=jfsdp.read_loras(...))")
 
@@ -136,16 +141,15 @@ def load_pretrained(
     check()
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters)))
-        leaves = every
-    stored = [one_array(path, leaves[path], shape) for path, shape in model.leaf_shapes().items() if path in leaves]
+    stored = [one_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
     counted = Counted(source)
-    cast = Recast(counted, {name: leaf.dtype for name, leaf in leaves.items()})
-    arrays = place(stored, cast, one_replica=one_replica)
+    cast = Recast(counted, {name: leaf.dtype for name, leaf in read.items() if name not in codecs})
+    arrays = place(stored, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
     lines = sorted({line for found in gather_json(counted.lines()) for line in found})
     refuse_nonfinite(path, lines, allow=allow_nonfinite)
     if lines:
         warn(f"{path}: {'; '.join(lines)}")
-    return model.init_from(tx, dict(zip((path for path in every if path in leaves), arrays, strict=True)), seed)
+    return model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
 
 
 def is_ours(path: Any) -> bool:

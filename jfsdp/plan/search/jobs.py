@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
-from jfsdp.layout.table import Layout
+from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.memory.peak import RESERVE_BYTES
@@ -111,7 +111,7 @@ def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
     """
     heads = [leaf.path for leaf in layout.leaves if job.vocab_size in leaf.shape]
     return sum(
-        math.prod(leaf.shape)
+        num_parameters([leaf])
         for leaf in layout.leaves
         if leaf.trainable is trainable and len(leaf.shape) - leaf.stacked > 1
         if leaf.path.rpartition(".")[2] != "embedding" or heads == [leaf.path]

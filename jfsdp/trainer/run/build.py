@@ -14,6 +14,7 @@ from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer import options
 from jfsdp.trainer.job import Job, load_named
+from jfsdp.trainer.parse import parse_xla
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
 from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
@@ -65,6 +66,8 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
+    if config.init_adapter is not None and config.init_from is None:
+        raise ValueError(f"--init-adapter {config.init_adapter}: goes with --init-from, the weights that it adapts")
     if config.restart_data and config.resume == "auto":
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
@@ -72,7 +75,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     job = _as_begun(find_job(config), config, stored.get("decides", {}))
     row_items = check_source(config, job)
     if config.xla:
-        check_options({name: value for name, value in options.parse_xla(config.xla).items() if value is not None})
+        check_options({name: value for name, value in parse_xla(config.xla).items() if value is not None})
     tracker = None if config.tracker is None else load_named(config.tracker, "tracker")
     mesh = make_run_mesh(config, devices)
     config = with_global_batch(config, mesh)

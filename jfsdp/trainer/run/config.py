@@ -59,6 +59,8 @@ class TrainConfig(StepOptions):
     """Start from these weights: Hugging Face, PyTorch, or a checkpoint or run of jfsdp."""
     init_key: Name = None
     """Of a PyTorch checkpoint, the dict that holds the model, such as model."""
+    init_adapter: Location = None
+    """Start from this adapter of PEFT's, a directory, and train it further; --lora follows from it."""
 
     allow_nonfinite: bool = False
     """Start also from weights with NaN or infinite values."""

@@ -40,7 +40,12 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
 
 def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
     """Open the checkpoints of a run with its policies."""
-    return Checkpointer(run_dir / "checkpoints", **check_policies(config))
+    return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not leaves_out_base(config))
+
+
+def leaves_out_base(config: TrainConfig) -> bool:
+    """Tell whether a run's checkpoints leave out the base: where it trains adapters. Flat buffers are saved whole."""
+    return (bool(config.lora) or config.init_adapter is not None) and config.storage != "flat"
 
 
 def find_job(config: TrainConfig) -> Job:
@@ -56,7 +61,8 @@ def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainSta
     how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
     path = weights_path(config)
     assert path is not None
-    return load_pretrained(path, model, tx, job.pretrained, allow_nonfinite=config.allow_nonfinite, **how)
+    how |= {"allow_nonfinite": config.allow_nonfinite, "adapter": config.init_adapter}
+    return load_pretrained(path, model, tx, job.pretrained, **how)
 
 
 def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jfsdp.compat import warn
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
-from jfsdp.layout.table import num_parameters
+from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.options import ROUNDING
@@ -28,7 +28,7 @@ from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.display import Display, accuracy, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
-from jfsdp.trainer.run.files import describe_model, load_weights, open_checkpoints, stated_by_weights
+from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
@@ -139,7 +139,8 @@ class Run:
         if self.is_writer and (measured := source.measure()):
             say(measured)
         say(
-            f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters, {layout.strategy.name} on "
+            f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters{_trained(layout)}, "
+            f"{layout.strategy.name} on "
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
             f"{source.describe_batch(self.parts.global_batch)} per step"
         )
@@ -184,6 +185,8 @@ class Run:
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
         described["begun"] = self.begun
+        if adapters := self.parts.model.model.adapters:
+            described["adapters"] = [one.to_dict() for one in adapters.values()]
         theirs = describe_model(self.parts.job, self.parts.row_items, self.theirs)
         return described if theirs is None else described | {"pretrained": theirs}
 
@@ -196,16 +199,14 @@ class Run:
 
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
-        parts = self.parts
         found = self._restore_snapshot()
         if not self.first:
             if self.config.resume is not None:
                 self.display.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
-            if self.config.init_from is None:
-                return parts.model.init(parts.tx, self.config.seed)
-            self.display.say(f"starting from the weights of {self.config.init_from}")
-            return load_weights(self.config, parts.job, parts.model, parts.tx)
+            return self._first_state()
+        if found is None and leaves_out_base(self.config):
+            self.like = self._first_state()  # with the base, which the checkpoint has not
         state, extras = found or self._restore()
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
@@ -216,6 +217,12 @@ class Run:
         self.display.say(f"resumed after step {self.first}")
         self._say_changes(decides)
         return state
+
+    def _first_state(self) -> TrainState:
+        if self.config.init_from is None:
+            return self.parts.model.init(self.parts.tx, self.config.seed)
+        self.display.say(f"starting from the weights of {self.config.init_from}")
+        return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
@@ -378,3 +385,9 @@ class Run:
             (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
         harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts[0])
         self.display.say(f"sample (more in sample.txt):\n{harmless}")
+
+
+def _trained(layout: Layout) -> str:
+    """Say how many parameters are trained, where not all are."""
+    count = num_parameters([leaf for leaf in layout.leaves if leaf.trainable])
+    return "" if count == num_parameters(layout.leaves) else f" ({count:,} trained)"

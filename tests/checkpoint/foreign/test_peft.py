@@ -13,14 +13,13 @@ import pytest
 import jfsdp
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.foreign.mapping import Exported
+from jfsdp.checkpoint.foreign.merged import Merged, merge_peft
 from jfsdp.checkpoint.foreign.peft import (
     CONFIG,
     WEIGHTS,
-    Merged,
     adapter_map,
     adapter_source,
     loras_of,
-    merge_peft,
     open_peft,
     read_loras,
     write_peft,

@@ -1,0 +1,83 @@
+"""Checkpoints without what is not trained: which arrays they have, and of which base they are.
+
+[Note: the base of a checkpoint]
+A run that trains adapters need not write gigabytes of weights that never change. Its checkpoints hold what is trained,
+and a digest of every frozen leaf: whoever restores one gives a state that has the base, and another base is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.layout.table import PER_PARAMETER
+from jfsdp.train.state import TrainState
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+def without_frozen(state: TrainState) -> TrainState:
+    """Return a state without the leaves that are not trained. Moves no data.
+
+    Raises:
+      ValueError: for flat storage, where a digest would be that of one mesh.
+    """
+    if state.layout.storage != PER_PARAMETER:
+        raise ValueError(
+            f"frozen=False: storage {state.layout.storage!r} has no leaves of their own; save the state whole, or use "
+            "storage='per_parameter'"
+        )
+    is_trained = {leaf.path: leaf.trainable for leaf in state.layout.leaves}
+    params, work = ({name: x for name, x in of.items() if is_trained[name]} for of in (state.params, state.work))
+    return dataclasses.replace(state, params=params, work=work)
+
+
+def frozen_digests(state: TrainState) -> dict[str, int]:
+    """Return a number for each leaf that is not trained: of its logical bits, the same on every mesh.
+
+    Cost:    each device reads its part of these leaves once, and a number of each is summed over all devices.
+    Memory:  what is offloaded is copied to its device, a leaf at a time.
+    """
+    leaves = {leaf.path: leaf for leaf in state.layout.leaves if not leaf.trainable}
+    found = {name: _digest(state.params[name], leaf.shape) for name, leaf in leaves.items()}
+    return {name: int(number) for name, number in found.items()}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _digest(x: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely."""
+    x = jax.device_put(x, jax.memory.Space.Device)[tuple(map(slice, shape))]
+    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4):
+        words = x.astype(jnp.uint32)
+    else:
+        words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32)).astype(jnp.uint32)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):  # not flat: a split array would be gathered
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    mixed = (words ^ (place * jnp.uint32(2654435761) | 1)) * jnp.uint32(2246822519)
+    return jnp.sum((mixed ^ (mixed >> 15)) * (place * 2 + 1), dtype=jnp.uint32)
+
+
+def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
+    """Refuse to restore onto another base than a checkpoint was trained on, or onto none.
+
+    Raises:
+      ValueError: naming the first leaf that differs, and how many.
+    """
+    if not isinstance(like.step, jax.Array):
+        raise ValueError(
+            f"checkpoint {path}: holds what was trained alone, without the {len(base)} frozen leaves; restore with "
+            "like=a live state that has them, as jfsdp.load_pretrained or model.init returns it"
+        )
+    there = frozen_digests(like)
+    differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))
+    if differing:
+        raise ValueError(
+            f"checkpoint {path}: was trained on another base: {differing[0]} and {len(differing) - 1} more frozen "
+            "leaves have other values, or other dtypes or codes at rest; begin from the weights that it began from"
+        )

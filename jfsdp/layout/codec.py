@@ -1,0 +1,155 @@
+"""Codecs: frozen weights at rest, and gathered, in 8 or 4 bits, with a scale for each block.
+
+[Note: where codes are]
+A coded leaf has its codes in the place of its values and its scales beside it, as a leaf of its own: `kernel` and
+`kernel.scales`. Both are leaves like any other to layouts, gathers, theory, plans and checkpoints; whoever runs a
+unit's call decodes what was gathered. Blocks lie along the last dim in logical coordinates, so codes are the same bits
+on every mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.layout.select import select_leaves
+
+SCALES = "scales"
+
+# Quantiles of a normal distribution, with zero among them (QLoRA, arXiv 2305.14314, appendix E).
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_INT4 = tuple(level / 7 for level in range(-8, 8))  # -8 is never taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How a weight is coded, block by block of its last dim.
+
+    Attributes:
+      bits: of a code; two of 4 bits share a byte, the first in its low half.
+      block: elements that share a scale, which is the largest absolute value among them.
+      levels: what codes stand for, times the scale; (): code / 127.
+      scale_dtype: of the scales.
+    """
+
+    name: str
+    bits: int
+    block: int
+    levels: tuple[float, ...] = ()
+    scale_dtype: str = "bfloat16"
+
+    @property
+    def dtype(self) -> str:
+        """Of the codes at rest and in gathers."""
+        return "int8" if self.bits == 8 else "uint8"
+
+    @property
+    def per_item(self) -> int:
+        """How many codes share an item."""
+        return 8 // self.bits
+
+    def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // self.per_item)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // self.block)
+
+    def value_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the values of codes."""
+        return (*codes[:-1], codes[-1] * self.per_item)
+
+    def encode(self, values: Any, xp: Any = jnp) -> tuple[Any, Any]:
+        """Return codes and scales of floating values.
+
+        Layout:  [... F] -> [... F/per_item], [... F/block]
+
+        Args:
+          xp: jax.numpy, or numpy for values on the host; codes are the same.
+        """
+        blocks = values.astype(xp.float32).reshape(*values.shape[:-1], -1, self.block)
+        scales = xp.max(xp.abs(blocks), axis=-1).astype(jnp.dtype(self.scale_dtype))
+        wide = scales.astype(xp.float32)[..., None]
+        ratio = xp.where(wide == 0, 0, blocks / xp.where(wide == 0, 1, wide)).reshape(values.shape)
+        if not self.levels:
+            return xp.clip(xp.round(ratio * 127), -127, 127).astype(xp.int8), scales
+        levels = np.asarray(self.levels, np.float32)
+        places = xp.searchsorted(xp.asarray((levels[1:] + levels[:-1]) / 2), ratio).astype(xp.uint8)
+        pairs = places.reshape(*values.shape[:-1], -1, 2)
+        return pairs[..., 0] | (pairs[..., 1] << 4), scales
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return the values, in the dtype of the scales. Moves no data between devices.
+
+        Layout:  [... F/per_item], [... F/block] -> [... F]
+        """
+        if self.levels:
+            pairs = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+            ratio = jnp.asarray(self.levels, jnp.float32)[pairs]
+        else:
+            ratio = codes.astype(jnp.float32) / 127
+        blocks = ratio.reshape(*scales.shape, self.block) * scales.astype(jnp.float32)[..., None]
+        return blocks.reshape(*scales.shape[:-1], -1).astype(scales.dtype)
+
+
+CODECS = {codec.name: codec for codec in (Codec("nf4", 4, 64, _NF4), Codec("int4", 4, 64, _INT4), Codec("int8", 8, 64))}
+Coded = Mapping[Any, str]  # by selector, the name of a codec
+
+
+def scales_of(path: str) -> str:
+    """Return the name of the scales of a leaf."""
+    return f"{path}.{SCALES}"
+
+
+def find_codecs(
+    coded: Coded, leaves: Mapping[str, jax.ShapeDtypeStruct], stacked: Mapping[str, int], types: Mapping[str, type]
+) -> dict[str, Codec]:
+    """Return the codec of each leaf that is coded.
+
+    Raises:
+      ValueError: for an unknown codec, leaves that are no floating matrices, and a last dim that blocks do not divide.
+    """
+    found: dict[str, Codec] = {}
+    for selector, name in coded.items():
+        if name not in CODECS:
+            raise ValueError(f"quantized: codec {name!r} is unknown; the codecs are {', '.join(CODECS)}")
+        for path, words in select_leaves("quantized", selector, leaves, types).items():
+            codec, leaf = CODECS[name], leaves[path]
+            if found.get(path, codec) != codec:
+                raise ValueError(f"{path}: quantized {words} and another selector differ; make one of them narrower")
+            if not jnp.issubdtype(leaf.dtype, jnp.floating) or len(leaf.shape) - stacked[path] < 2:
+                raise ValueError(
+                    f"{path}: quantized {words} chooses it, and shape {tuple(leaf.shape)} ({leaf.dtype}) is that of no "
+                    "matrix; choose kernels, such as '**.kernel'"
+                )
+            if leaf.shape[-1] % codec.block:
+                raise ValueError(
+                    f"{path}: dim {len(leaf.shape) - 1} (size {leaf.shape[-1]}) is no multiple of {codec.block}, the "
+                    f"block of codec {name!r}; leave this leaf out of quantized"
+                )
+            found[path] = codec
+    return found
+
+
+def coded_shapes(codecs: Mapping[str, Codec], leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of codes and scales, by name."""
+    found = {}
+    for path, codec in codecs.items():
+        shape = tuple(leaves[path].shape)
+        found[path] = jax.ShapeDtypeStruct(codec.code_shape(shape), jnp.dtype(codec.dtype))
+        found[scales_of(path)] = jax.ShapeDtypeStruct(codec.scale_shape(shape), jnp.dtype(codec.scale_dtype))
+    return found
+
+
+def num_coded(codec: Codec | None, shape: tuple[int, ...]) -> int:
+    """Return how many values stand in an array of codes, or in one without a codec."""
+    return math.prod(shape) * (codec.per_item if codec else 1)

@@ -1,0 +1,143 @@
+"""Texts of options as values: what each takes, and what is said of any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+OFFLOADABLE = ("params", "grads", "opt_state")
+REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
+
+
+def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
+
+    Raises:
+      ValueError: if a pair has no `=`.
+    """
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--xla {pair!r} is not NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true")
+        found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
+    return found
+
+
+def word_or_none(text: str | None) -> str | None:
+    """Read `none` as None."""
+    return None if text is None or text.lower() == "none" else text
+
+
+def split_commas(texts: Sequence[str]) -> list[str]:
+    """Read `a,b c` as three words."""
+    return [word for text in texts for word in text.split(",") if word]
+
+
+def parse_lora(text: str) -> Any:
+    """Read KEY=VALUE,...: the fields of a `LoRA`; what has no `=` is one more value of the key before.
+
+    Raises:
+      ValueError: for a key that is none, and a value that is not the key's.
+    """
+    from jfsdp.layout.lora import LoRA
+
+    kinds = {"rank": int, "alpha": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
+    found: dict[str, list[str]] = {}
+    for word in split_commas([text]):
+        key, equals, value = word.partition("=")
+        if equals:
+            found[key] = [value]
+        elif found:
+            found[next(reversed(found))].append(word)
+        else:
+            raise ValueError(f"--lora {text!r}: {word!r} is not KEY=VALUE; the keys are {', '.join(kinds)}")
+    fields: dict[str, Any] = {}
+    for key, values in found.items():
+        if key not in kinds:
+            raise ValueError(f"--lora {text!r}: there is no {key!r}; the keys are {', '.join(kinds)}")
+        fields[key] = values if kinds[key] is list else _lora_value(text, key, values, kinds[key])
+    if "targets" not in fields:
+        raise ValueError(
+            f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
+        )
+    return LoRA(**fields)
+
+
+def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
+    """Read GLOB=CODEC pairs.
+
+    Raises:
+      ValueError: if a pair has no `=`.
+    """
+    found = {}
+    for pair in pairs:
+        glob, equals, codec = pair.rpartition("=")
+        if not equals or not glob:
+            raise ValueError(f"--quantized {pair!r} is not GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
+        found[glob] = codec
+    return found
+
+
+def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
+    try:
+        (value,) = values
+        return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError):
+        what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ValueError(f"--lora {text!r}: {key}={','.join(values)} is not {what}") from None
+
+
+def parse_offload(texts: Sequence[str]) -> list[str]:
+    """Read what is to be offloaded.
+
+    Raises:
+      ValueError: for anything that cannot be.
+    """
+    words = split_commas(texts)
+    unknown = [word for word in words if word not in OFFLOADABLE]
+    if unknown:
+        raise ValueError(
+            f"--offload {unknown[0]!r} is unknown; use any of {', '.join(OFFLOADABLE)}, separated by commas "
+            "(activations: --remat offload:NAME)"
+        )
+    return words
+
+
+def parse_reshard(text: str) -> bool | int | None:
+    """Read none, true, false or a number of devices.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false or a number of devices")
+    return int(text)
+
+
+def parse_remat(text: str) -> Any:
+    """Read none, full, dots, or names to save and to offload: `names:a,b+offload:c`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    from jfsdp.layout.policy import REMATS as PLAIN
+    from jfsdp.layout.policy import SaveNames
+
+    if text in PLAIN:
+        return text
+    fields: dict[str, tuple[str, ...]] = {}
+    for part in text.split("+"):
+        kind, _, names = part.partition(":")
+        field = {"names": "save", "offload": "offload"}.get(kind)
+        if field is None or field in fields or not split_commas([names]):
+            raise ValueError(f"--remat {text!r} is unknown; use {REMATS}")
+        fields[field] = tuple(split_commas([names]))
+    try:
+        return SaveNames(**fields)
+    except ValueError as error:
+        raise ValueError(f"--remat {text!r}: {error}") from error

@@ -1,0 +1,69 @@
+"""Weights of others read straight into codes: each device reads its part, and the bits are those of the whole."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.checkpoint.foreign.export import export_safetensors
+from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
+from jfsdp.checkpoint.source import Encoded, read_whole
+from jfsdp.layout.codec import CODECS
+
+TX = optax.adamw(1e-3)
+JOB = jfsdp.find_job("llama-tiny").with_config(dim=128, ffn_dim=192, num_layers=2, num_heads=4, num_kv_heads=2)
+QUANTIZED = {"**.attn.*_proj.kernel": "nf4", "**.up_proj.kernel": "int8"}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    root = tmp_path_factory.mktemp("coded")
+    model = jfsdp.fully_shard(JOB.model, units=JOB.units)
+    state = model.init(TX)
+    jfsdp.save(root / "c", state)
+    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
+    source = our_parameters(root / "c", leaves)
+    export_safetensors(source, root / "hf", JOB.pretrained, config=config_json(JOB.pretrained, JOB.config, 64))
+    return root / "hf", {name: np.asarray(jfsdp.full(state, name)) for name in leaves}
+
+
+@pytest.mark.parametrize("fsdp", [8, 3])
+def test_what_is_read_is_the_encoding_of_the_whole(weights, fsdp):
+    path, values = weights
+    mesh = jfsdp.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    options = {"mesh": mesh, "units": JOB.units, "min_size": 0}
+    lora = jfsdp.LoRA(["**.attn.*_proj.kernel"], rank=2, dora=True)
+    model = jfsdp.fully_shard(JOB.model, lora=lora, quantized=QUANTIZED, **options)
+    state = jfsdp.load_pretrained(path, model, TX, JOB.pretrained, config=JOB.config)
+    for name, codec in model.model.codecs.items():
+        codes, scales = CODECS[codec.name].encode(values[name], np)
+        np.testing.assert_array_equal(np.asarray(jfsdp.full(state, name)), codes, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(jfsdp.full(state, f"{name}.scales")), scales, err_msg=name)
+    assert len(model.model.codecs) == 5
+    name = "layers.attn.q_proj.kernel"
+    decoded = CODECS["nf4"].decode(*CODECS["nf4"].encode(values[name])).astype(np.float32)
+    norms = np.asarray(jfsdp.full(state, f"{name}.lora_magnitude"))
+    np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(decoded), axis=-2), rtol=1e-3)
+
+
+class Arrays:
+    def __init__(self, **arrays):
+        self.values = arrays
+        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+
+    def read(self, name, index):
+        return self.values[name][index]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_slice_of_codes_and_scales_is_that_of_the_whole(codec):
+    values = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
+    source = Encoded(Arrays(w=values, other=values), {"w": CODECS[codec]})
+    assert list(source.arrays) == ["w", "other", "w.scales"]
+    for name in source.arrays:
+        whole = read_whole(source, name)
+        size = whole.shape[1]
+        for start, stop in ((0, size), (1, size), (size // 2, size // 2 + 1), (size - 1, size)):
+            part = source.read(name, (slice(2, 4), slice(start, stop)))
+            np.testing.assert_array_equal(part, whole[2:4, start:stop])

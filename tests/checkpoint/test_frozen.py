@@ -1,0 +1,97 @@
+"""Checkpoints without the frozen leaves: what they hold, onto what they go, and what they refuse."""
+
+import dataclasses
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jfsdp
+from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.frozen import frozen_digests
+from jfsdp.train.state import TrainState
+from tests.models_small import Block, Tower, make_batches, token_loss
+
+TX = optax.adamw(1e-2)
+LORA = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4)
+
+
+def shard(fsdp=8, **options):
+    mesh = jfsdp.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    return jfsdp.fully_shard(Tower, mesh=mesh, units=[Block], **({"lora": LORA, "min_size": 20} | options))
+
+
+def trained(model, num=2):
+    state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False)
+    for batch in make_batches(num):
+        state, _ = step(state, batch)
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path, state = tmp_path_factory.mktemp("frozen") / "c", trained(shard())
+    jfsdp.save(path, state, frozen=False)
+    return path, state
+
+
+def same(one: TrainState, other: TrainState):
+    model = one.layout
+    for name, x in one.params.items():
+        cut = tuple(map(slice, model.by_path[name].shape))
+        np.testing.assert_array_equal(np.asarray(x)[cut], np.asarray(other.params[name])[cut], err_msg=name)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one.opt_state), jax.device_get(other.opt_state))
+
+
+def test_it_holds_what_is_trained_and_goes_onto_its_base_on_any_mesh(saved):
+    path, state = saved
+    arrays = CheckpointSource(path).arrays
+    params = {name for name in arrays if name.startswith("params.")}
+    assert params == {f"params.{leaf.path}" for leaf in state.layout.leaves if leaf.trainable}
+    for fsdp, strategy in ((8, "full_shard"), (3, "full_shard"), (2, "zero2")):
+        same(jfsdp.restore(path, shard(fsdp, strategy=strategy).init(TX)), state)
+
+
+def test_digests_are_those_of_every_mesh_and_change_with_any_value():
+    state, other = shard().init(TX), shard(3, strategy="ddp").init(TX)
+    assert frozen_digests(state) == frozen_digests(other)
+    kernel = state.params["head.kernel"]
+    swapped = kernel.at[0, 1].set(kernel[1, 0]).at[1, 0].set(kernel[0, 1])
+    changed = dataclasses.replace(state, params={**state.params, "head.kernel": swapped})
+    differing = {name for name, x in frozen_digests(changed).items() if x != frozen_digests(state)[name]}
+    assert differing == {"head.kernel"}
+
+
+def test_another_base_and_no_base_are_refused(saved):
+    path, _ = saved
+    with pytest.raises(ValueError, match=r"trained on another base: .* frozen leaves"):
+        jfsdp.restore(path, shard().init(TX, seed=1))
+    with pytest.raises(ValueError, match="another base"):
+        jfsdp.restore(path, shard(frozen_dtype="bfloat16").init(TX))
+    with pytest.raises(ValueError, match="like=a live state that has them"):
+        jfsdp.restore(path, shard().abstract_state(TX))
+
+
+def test_another_adapter_is_refused_by_the_names_of_its_leaves(saved):
+    path, _ = saved
+    with pytest.raises(ValueError, match=r"up\.kernel\.lora_a"):
+        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=2)).init(TX))
+    with pytest.raises(ValueError, match=r"head\.kernel\.lora_a"):
+        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel", "head.kernel"], rank=4)).init(TX))
+
+
+def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):
+    model, state = shard(), trained(shard())
+    with jfsdp.Checkpointer(tmp_path, frozen=False) as checkpoints:
+        checkpoints.save(2, state)
+        back, _ = checkpoints.restore(like=model.init(TX))
+    same(back, state)
+
+
+def test_flat_storage_is_saved_whole(tmp_path):
+    model = shard(engine="manual", storage="flat", min_size=0)
+    with pytest.raises(ValueError, match="storage 'flat' has no leaves of their own"), warnings.catch_warnings():
+        jfsdp.save(tmp_path / "c", model.init(TX), frozen=False)
+    assert not (tmp_path / "c").exists()
