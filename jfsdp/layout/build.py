@@ -190,6 +190,11 @@ def _choose(
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
     if rules.adapters:
         also = select_leaves("lora also", rules.also, leaves, types)
+        if both := [path for path in also if path in rules.adapters]:
+            raise ValueError(
+                f"{both[0]}: has an adapter, and lora also {also[both[0]]} trains it as it is; make one of them "
+                "narrower"
+            )
         frozen = {path: "lora" for path in leaves if path not in also} | frozen
     ignored = select_leaves("ignored", rules.ignored, leaves, types)
     placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}

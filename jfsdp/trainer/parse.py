@@ -46,20 +46,19 @@ def parse_lora(text: str) -> Any:
 
     kinds = {"rank": int, "alpha": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
     found: dict[str, list[str]] = {}
+    key = ""
     for word in split_commas([text]):
-        key, equals, value = word.partition("=")
-        if equals:
-            found[key] = [value]
-        elif found:
-            found[next(reversed(found))].append(word)
-        else:
+        first, equals, last = word.partition("=")
+        key, value = (first, last) if equals else (key, word)
+        if not key:
             raise ValueError(f"--lora {text!r}: {word!r} is not KEY=VALUE; the keys are {', '.join(kinds)}")
+        found.setdefault(key, []).extend([value] if value else [])
     fields: dict[str, Any] = {}
     for key, values in found.items():
         if key not in kinds:
             raise ValueError(f"--lora {text!r}: there is no {key!r}; the keys are {', '.join(kinds)}")
         fields[key] = values if kinds[key] is list else _lora_value(text, key, values, kinds[key])
-    if "targets" not in fields:
+    if not fields.get("targets"):
         raise ValueError(
             f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
         )

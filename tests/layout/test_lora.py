@@ -167,6 +167,11 @@ def test_other_options_that_cannot_be_are_refused(options):
         jfsdp.fully_shard(Tower, mesh=jfsdp.make_mesh(), units=[Block], lora=lora("**.up.kernel", **options))
 
 
+def test_a_leaf_with_an_adapter_is_not_trained_as_it_is_too():
+    with pytest.raises(ValueError, match=r"layers\.up: has an adapter, and lora also 'layers'"):
+        table(lora("layers.up", also="layers"))
+
+
 SOURCES = {"nnx": (Tower, [Block]), "linen": (linen_tower(), [LinenBlock])}
 
 

@@ -62,6 +62,7 @@ def test_both_commands_take_all_options():
         ({"offload": ("params,opt_state",)}, "offload_policy", jfsdp.OffloadPolicy(params=True, opt_state=True)),
         ({"offload": ("grads", "params")}, "offload_policy", jfsdp.OffloadPolicy(params=True, grads=True)),
         ({"frozen": ("embed,norm", "layers.*")}, "frozen", ["embed", "norm", "layers.*"]),
+        ({"frozen_dtype": "bfloat16"}, "frozen_dtype", "bfloat16"),
         ({"min_size": 0}, "min_size", 0),
         ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
         (
@@ -92,6 +93,48 @@ def test_an_option_becomes_its_argument(changes, name, value):
 def test_what_cannot_be_read_names_the_option_and_what_it_takes(changes, words):
     with pytest.raises(ValueError, match=words):
         arguments(**changes)
+
+
+LORAS = {
+    "targets=**.up.kernel": jfsdp.LoRA(targets=["**.up.kernel"]),
+    "rank=8,alpha=16,targets=**.q,**.v": jfsdp.LoRA(targets=["**.q", "**.v"], rank=8, alpha=16.0),
+    "targets=a,rslora=True,dora=false,also=norm,head": jfsdp.LoRA(targets=["a"], rslora=True, also=["norm", "head"]),
+    "alpha=1e-1,targets=a,rank=3,targets=b,c": jfsdp.LoRA(targets=["a", "b", "c"], rank=3, alpha=0.1),
+    "alpha=1e-1,targets=a,,b": jfsdp.LoRA(targets=["a", "b"], alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("text", LORAS)
+def test_a_text_of_keys_and_values_becomes_a_lora(text):
+    assert arguments(lora=(text,))["lora"] == [LORAS[text]]
+
+
+def test_several_loras_are_for_different_targets():
+    assert arguments(lora=tuple(LORAS))["lora"] == list(LORAS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no targets; name the matrices"),
+        ("rank=8", "--lora 'rank=8': has no targets"),
+        ("**.up.kernel", r"'\*\*\.up\.kernel' is not KEY=VALUE; the keys are rank, alpha"),
+        ("targets=a,r=8", "--lora 'targets=a,r=8': there is no 'r'; the keys are rank, alpha"),
+        ("targets=a,rank=8.5", "rank=8.5 is not a whole number"),
+        ("targets=a,rank=8,16", "rank=8,16 is not a whole number"),
+        ("targets=a,alpha=much", "alpha=much is not a number"),
+        ("targets=a,dora=1", "dora=1 is not true or false"),
+        ("targets=a,rank=", "rank= is not a whole number"),
+        ("targets=a,rank=0", "rank=0"),
+        ("targets=a,alpha=nan", "alpha="),
+        ("targets=", "has no targets"),
+        ("targets=a,rank=2,rank=3", "rank=2,3 is not a whole number"),
+        ("=a", "'=a' is not KEY=VALUE"),
+    ],
+)
+def test_a_lora_that_cannot_be_read_is_refused_by_key(text, words):
+    with pytest.raises(ValueError, match=words):
+        arguments(lora=(text,))
 
 
 def test_a_reduction_is_every_once_or_none():
@@ -131,6 +174,8 @@ def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, 
         {"reduce_dtype": "float32"},
         {"output_dtype": "float32"},
         {"frozen": ("embed",)},
+        {"frozen_dtype": "bfloat16"},
+        {"lora": ("targets=a",)},
         {"opt_state_dtype": "bfloat16"},
         {"ema": 0.9},
         {"accumulate": 2},
