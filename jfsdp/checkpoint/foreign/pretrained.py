@@ -27,6 +27,7 @@ from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source, Unprefixed
 from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
+from jfsdp.layout.lora import A
 from jfsdp.layout.report import list_differences
 
 # What no model computes with, and an export is to say again.
@@ -203,6 +204,11 @@ def _open_ours(
     lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
     if lines:
         remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
+        if any(name.endswith(f".{A}") for name in there):
+            remedy = (
+                "it holds adapters: restore it into a state of the model with them (--resume), or export them "
+                "(`jfsdp checkpoint export`), and begin from the base and that (--init-adapter)"
+            )
         raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
     return Unprefixed(view, "params."), functools.partial(source.check, list(inner.values()))
 
