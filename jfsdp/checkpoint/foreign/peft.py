@@ -266,6 +266,7 @@ def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Ad
     return found
 
 
+@checked
 def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, base: str | None = None) -> Written:
     """Write the adapters of a state as a directory that PEFT loads. It appears whole or not at all.
 
