@@ -100,7 +100,7 @@ def convert(
     chosen = list(view.arrays)
     view = Recast(view, choose_dtypes(view.arrays, casts))
     impls = {name: impl for name, impl in source.key_impls.items() if impl}
-    manifest = {key: source.manifest[key] for key in ("step", "metrics") if key in source.manifest}
+    manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
     how: dict[str, Any] = {"key_impls": impls, "num_shards": num_shards, "progress": progress}

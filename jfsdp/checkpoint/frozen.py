@@ -74,6 +74,11 @@ def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
             f"checkpoint {path}: holds what was trained alone, without the {len(base)} frozen leaves; restore with "
             "like=a live state that has them, as jfsdp.load_pretrained or model.init returns it"
         )
+    if like.layout.storage != PER_PARAMETER:
+        raise ValueError(
+            f"checkpoint {path}: leaves out {len(base)} frozen leaves, and storage {like.layout.storage!r} has none "
+            "of their own; restore it with storage='per_parameter'"
+        )
     there = frozen_digests(like)
     differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))
     if differing:

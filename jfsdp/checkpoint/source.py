@@ -232,9 +232,20 @@ class Encoded:
         step = codec.per_item if name == values else codec.block  # values for each item of what is asked for
         start = last.start * step // codec.block * codec.block
         stop = -(-last.stop * step // codec.block) * codec.block
-        codes, scales = codec.encode(self._source.read(values, (*rest, slice(start, stop))), np)
-        found, skipped = (codes, last.start - start // step) if name == values else (scales, 0)
-        return found[..., skipped : skipped + last.stop - last.start]
+        skipped = last.start - start // step
+        out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)
+        rows = tuple(part.stop - part.start for part in rest)
+        for piece in grid(rows, cell_of(rows, _ENCODING_BYTES * (stop - start), PIECE_BYTES)):
+            there = (
+                slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
+            )
+            block = self._source.read(values, (*there, slice(start, stop)))
+            found = codec.encode(block, np)[0] if name == values else codec.scales(block, np)
+            out[piece] = found[..., skipped : skipped + last.stop - last.start]
+        return out
+
+
+_ENCODING_BYTES = 24  # that numpy takes for a value while it is encoded
 
 
 def check_range(name: str, block: np.ndarray, cast: np.ndarray) -> None:

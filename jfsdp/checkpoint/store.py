@@ -234,8 +234,12 @@ def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[Checkpoint
     wanted = choose(asked, only, skip)
     base = {f"params.{name}" for name in source.manifest.get("base", ())}
     wanted = [name for name in wanted if name not in base]
+    if not wanted:
+        raise ValueError(
+            f"checkpoint {path}: holds no frozen leaves, and only= and skip= choose no others; widen one of them"
+        )
     view = OtherLayers(source, {name: asked[name] for name in wanted})
-    check_matches(source, view, like, wanted, only is None and skip is None and not base)
+    check_matches(source, view, like, wanted, only is None and skip is None)
     return source, view, wanted
 
 

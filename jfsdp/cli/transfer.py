@@ -154,7 +154,7 @@ class Export(_ModelOptions):
     def _export_adapters(self, path: Path, job: Job, stored: dict[str, Any]) -> int:
         """Write the adapters of a run for PEFT; the base is what the run began with."""
         from jfsdp.checkpoint.disk.reader import CheckpointSource
-        from jfsdp.checkpoint.foreign.peft import write_peft
+        from jfsdp.checkpoint.foreign.peft import check_adapters_alone, write_peft
         from jfsdp.checkpoint.source import Renamed
         from jfsdp.layout.lora import Adapter
 
@@ -163,6 +163,8 @@ class Export(_ModelOptions):
         adapters = {one["path"]: Adapter.from_dict(one) for one in stored["adapters"]}
         names = [one.name(part) for one in adapters.values() for part in one.parts]
         source = CheckpointSource(path)
+        leaves = (source.manifest["layout"] or {}).get("leaves", ())
+        check_adapters_alone((leaf["path"] for leaf in leaves if leaf["trainable"]), adapters)
         source.check([f"params.{name}" for name in names])
         written = write_peft(
             Renamed(source, {name: f"params.{name}" for name in names}),
@@ -171,6 +173,7 @@ class Export(_ModelOptions):
             adapters,
             base=stored.get("config", {}).get("init_from"),
             dtype=self.dtype,
+            allow_nonfinite=self.allow_nonfinite,
         )
         found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
         _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)

@@ -84,6 +84,7 @@ class _Choice:
         return self.strategy is _IGNORED
 
 
+_BY_CODEC = "quantized"
 _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
@@ -143,7 +144,7 @@ def build_layout(
     for path in codecs:
         if choices[path].frozen is None:
             raise ValueError(f"{path}: is quantized, and codes are not trained; freeze it (frozen=, or lora=)")
-        choices[scales_of(path)] = dataclasses.replace(choices[path], dim=None, frozen="quantized")
+        choices[scales_of(path)] = dataclasses.replace(choices[path], dim=None, frozen=_BY_CODEC)
     build = functools.partial(
         _build_leaf,
         sizes=sizes,
@@ -288,7 +289,7 @@ def _build_leaf(
 ) -> Leaf:
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
     trainable = is_inexact(dtype) and choice.frozen is None
-    if frozen_dtype and choice.frozen and is_float(dtype) and not choice.is_ignored:
+    if frozen_dtype and choice.frozen not in (None, _BY_CODEC) and is_float(dtype) and not choice.is_ignored:
         dtype = frozen_dtype
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)

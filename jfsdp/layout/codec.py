@@ -76,8 +76,7 @@ class Codec:
         Args:
           xp: jax.numpy, or numpy for values on the host; codes are the same.
         """
-        blocks = values.astype(xp.float32).reshape(*values.shape[:-1], -1, self.block)
-        scales = xp.max(xp.abs(blocks), axis=-1).astype(jnp.dtype(self.scale_dtype))
+        blocks, scales = self._blocks(values, xp), self.scales(values, xp)
         wide = scales.astype(xp.float32)[..., None]
         ratio = xp.where(wide == 0, 0, blocks / xp.where(wide == 0, 1, wide)).reshape(values.shape)
         if not self.levels:
@@ -86,6 +85,13 @@ class Codec:
         places = xp.searchsorted(xp.asarray((levels[1:] + levels[:-1]) / 2), ratio).astype(xp.uint8)
         pairs = places.reshape(*values.shape[:-1], -1, 2)
         return pairs[..., 0] | (pairs[..., 1] << 4), scales
+
+    def scales(self, values: Any, xp: Any = jnp) -> Any:
+        """Return the scales alone, as `encode`. Layout: [... F] -> [... F/block]."""
+        return xp.max(xp.abs(self._blocks(values, xp)), axis=-1).astype(jnp.dtype(self.scale_dtype))
+
+    def _blocks(self, values: Any, xp: Any) -> Any:
+        return values.astype(xp.float32).reshape(*values.shape[:-1], -1, self.block)
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the values, in the dtype of the scales. Moves no data between devices.

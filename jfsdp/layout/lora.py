@@ -94,6 +94,11 @@ class Adapter:
         """Return it as plain data that `json` writes, but for where its parts are."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "placement"}
 
+    def describe(self) -> str:
+        """Say in a line what decides what it computes."""
+        kind = f"{'rslora' * self.rslora} {'dora' * self.has_magnitude}".strip()
+        return f"{self.path}: rank {self.rank}, alpha {self.alpha:g} {kind}".strip()
+
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Adapter:
         """Undo `to_dict`."""
@@ -137,6 +142,8 @@ def find_adapters(
       ValueError: for targets that match nothing, that two LoRAs match, or that are no matrices; for a rank above a dim.
     """
     found: dict[str, Adapter] = {}
+    if loras is not None and not as_list(loras):
+        raise ValueError("lora=[] has no LoRA; leave it out, or give one")
     for lora in as_list(loras):
         for path, num_in in _targets(lora, leaves, types).items():
             if path in found:

@@ -54,10 +54,11 @@ class AdaptedModel:
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; see `FlaxModel.create`."""
-        params, state = self.base.create(seed)
-        adapters = create_adapters(self.adapters, params, seed)
+        made, state = self.base.create(seed)
+        params = dict(jax.lax.optimization_barrier(made))  # else XLA computes weights anew, in other bits, for norms
         for path, codec in self.codecs.items():
             params[path], params[scales_of(path)] = codec.encode(params[path])
+        adapters = create_adapters(self.adapters, decode_all(self.codecs, params), seed)
         return {**params, **adapters}, state
 
     def run(

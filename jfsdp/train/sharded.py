@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import Seed, check_call, checked
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import stored_leaf
+from jfsdp.engine.engine import stored_leaf, to_device
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
@@ -173,11 +173,14 @@ class ShardedModel:
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
         """Make the adapters of parameters that are on the devices, as `init` makes them."""
         shapes, adapters = self.adapter_shapes(), self.model.adapters
-        wanted = {name for path in adapters for name in (path, scales_of(path))}
+        normed = [path for path, one in adapters.items() if one.has_magnitude]
+        wanted = {name for path in normed for name in (path, scales_of(path))}
         adapted = {path: value for path, value in params.items() if path in wanted}
 
         def make(adapted: dict[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
-            logical = decode_all(self.model.codecs, {path: self._cut(path, x) for path, x in adapted.items()})
+            logical = decode_all(
+                self.model.codecs, {path: self._cut(path, to_device(x)) for path, x in adapted.items()}
+            )
             made = create_adapters(adapters, logical, seed)
             return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items()}
 

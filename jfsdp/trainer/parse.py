@@ -76,6 +76,8 @@ def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
         glob, equals, codec = pair.rpartition("=")
         if not equals or not glob:
             raise ValueError(f"--quantized {pair!r} is not GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
+        if found.get(glob, codec) != codec:
+            raise ValueError(f"--quantized {glob} is given {found[glob]} and {codec}; say one")
         found[glob] = codec
     return found
 

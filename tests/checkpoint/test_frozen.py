@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jfsdp
+from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import frozen_digests
 from jfsdp.train.state import TrainState
@@ -95,3 +96,28 @@ def test_flat_storage_is_saved_whole(tmp_path):
     with pytest.raises(ValueError, match="storage 'flat' has no leaves of their own"), warnings.catch_warnings():
         jfsdp.save(tmp_path / "c", model.init(TX), frozen=False)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantized": {"**.up.kernel": "nf4"}}])
+def test_first_weights_with_dora_are_those_of_every_mesh_and_its_adapters_change_nothing(options):
+    lora = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=2, dora=True)
+    states = [shard(fsdp, lora=lora, **options).init(TX) for fsdp in (1, 4)]
+    assert frozen_digests(states[0]) == frozen_digests(states[1])
+    tokens = make_batches(1)[0]["tokens"]
+    run = lambda model: np.asarray(model.forward(lambda module, ids: module(ids))(model.init(TX), tokens))  # noqa: E731
+    plain = run(shard(4, lora=None, frozen="**", **options))
+    np.testing.assert_allclose(run(shard(4, lora=lora, **options)), plain, atol=1e-4 * np.abs(plain).max())
+
+
+def test_a_model_that_lacks_an_adapter_of_the_checkpoint_is_refused(saved):
+    path, _ = saved
+    with pytest.raises(ValueError, match=r"in the checkpoint but not in the model"):
+        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=4)).init(TX))
+    with pytest.raises(ValueError, match=r"choose no others"):
+        jfsdp.restore(path, shard().init(TX), only="params.head")
+
+
+def test_a_converted_checkpoint_goes_onto_its_base(saved, tmp_path):
+    path, state = saved
+    convert(path, tmp_path / "c")
+    same(jfsdp.restore(tmp_path / "c", shard(3).init(TX)), state)

@@ -58,7 +58,7 @@ def merged(one, full):
     return whole
 
 
-def check(fn, one, *inputs, tolerance=1e-5):
+def check(fn, one, *inputs, tolerance=2e-5):
     """Compare the result, and the derivatives by all parts and inputs, with those of the merged weight."""
 
     def ours(full, *inputs):

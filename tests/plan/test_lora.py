@@ -22,7 +22,8 @@ from tests.thin import thin
 SEQ_LEN = 384  # no dim of a weight
 TARGETS = ("**.attn.*.kernel", "**.mlp.*.kernel")
 # What hands arrays on, whole or in parts, or gathers them.
-MOVES = {"parameter", "tuple", "get-tuple-element", "while", "conditional", "call", "bitcast", "optimization-barrier"}
+MOVES = {"parameter", "tuple", "get-tuple-element", "while", "conditional", "call", "bitcast"}
+MOVES |= {"optimization-barrier", "concatenate"}
 MOVES |= {f"{verb}{end}" for verb in ("copy", "all-gather", "async") for end in ("", "-start", "-update", "-done")}
 
 

@@ -80,7 +80,7 @@ def _missing_prefix(base: Source, adapter: PeftAdapter) -> Callable[[str], str]:
 def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options: Any) -> Written:
     """Write weights of Hugging Face's with an adapter added to them, or taken out of them, as another directory.
 
-    What else is beside the weights (configuration, tokenizer) is copied.
+    Configuration and tokenizer beside the weights are copied.
 
     Memory:  as `export_safetensors`: pieces, whatever the size of the model.
 
@@ -97,9 +97,11 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
     directory = Path(base).expanduser()
     merged = Merged(SafetensorsSource(directory), open_peft(adapter), sign=sign)
     beside = directory if directory.is_dir() else directory.parent
-    texts = {file.name: file for file in sorted(beside.iterdir()) if file.is_file() and not _is_weights(file.name)}
+    texts = {file.name: file for file in sorted(beside.iterdir()) if file.is_file() and _is_text(file.name)}
     return write_safetensors(merged, target, texts=texts, **options)
 
 
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth"))
+def _is_text(name: str) -> bool:
+    """Tell configurations and tokenizers from weights, of which others may lie there unmerged."""
+    is_about_weights = name.endswith(".index.json") or name.startswith("adapter_")
+    return name.endswith((".json", ".txt", ".model", ".jinja")) and not is_about_weights

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import PathLike, checked
+from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.foreign.dims import parse_dims, same_dims
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
 from jfsdp.checkpoint.foreign.mapping import (
@@ -284,8 +285,23 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
         raise ValueError("export_peft: the model has no adapters; give what jfsdp.fully_shard(lora=...) returned")
-    arrays = model.adapter_arrays(state)
-    return write_peft(_Arrays(arrays), directory, names, model.model.adapters, base=base)
+    check_adapters_alone((leaf.path for leaf in model.layout.leaves if leaf.trainable), model.model.adapters)
+    source = _Arrays(model.adapter_arrays(state))
+    return only_first(lambda: write_peft(source, directory, names, model.model.adapters, base=base))
+
+
+def check_adapters_alone(trained: Iterable[str], adapters: Mapping[str, Adapter]) -> None:
+    """Refuse to export adapters alone where other leaves were trained too: with them goes what those learned.
+
+    Raises:
+      ValueError: naming the first.
+    """
+    parts = {one.name(part) for one in adapters.values() for part in one.parts}
+    if others := sorted(set(trained) - parts):
+        raise ValueError(
+            f"{others[0]} and {len(others) - 1} more leaves were trained beside the adapters (also=), and an adapter "
+            "of PEFT's is written without such; model.to_flax(state) gives the whole model, merged"
+        )
 
 
 class _Arrays:
@@ -308,6 +324,7 @@ def write_peft(
     base: str | None = None,
     dtype: Any = None,
     kept: Mapping[str, Any] | None = None,
+    allow_nonfinite: bool = False,
 ) -> Written:
     """Write adapters from any source; otherwise as `export_peft`.
 
@@ -317,6 +334,7 @@ def write_peft(
       names: of the base's arrays, such as a job's field `pretrained`.
       base: what to write for `base_model_name_or_path`.
       dtype: of the arrays in the file; None: as they are.
+      allow_nonfinite: see `export_safetensors`.
       kept: an earlier configuration, of which base, task and revision are kept.
 
     Raises:
@@ -327,9 +345,8 @@ def write_peft(
     if base is not None:
         config["base_model_name_or_path"] = base
     most = sys.maxsize  # PEFT reads one file
-    return write_safetensors(
-        exported, directory, texts={CONFIG: config}, weights=WEIGHTS, dtype=dtype, max_shard_bytes=most
-    )
+    how: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": most, "allow_nonfinite": allow_nonfinite}
+    return write_safetensors(exported, directory, texts={CONFIG: config}, weights=WEIGHTS, **how)
 
 
 def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -> dict[str, Any]:

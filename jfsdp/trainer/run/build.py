@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from jfsdp.engine.options import check_options
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
@@ -85,7 +86,10 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
     loop = make_loop(config, model.loss_scale is not None)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
-    decides = what_decides(config, job, row_items, global_batch) | {"decay_steps": decay_steps, "warmup": warmup}
+    decides = what_decides(config, job, row_items, global_batch, model.model.adapters) | {
+        "decay_steps": decay_steps,
+        "warmup": warmup,
+    }
     return Parts(config, job, model, tx, step, schedule, loop, row_items, global_batch, decides, tracker)
 
 
@@ -151,7 +155,9 @@ _ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alon
 _DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
 
 
-def what_decides(config: TrainConfig, job: Job, row_items: int, global_batch: int) -> dict[str, Any]:
+def what_decides(
+    config: TrainConfig, job: Job, row_items: int, global_batch: int, adapters: Mapping[str, Adapter]
+) -> dict[str, Any]:
     """Return all that the losses depend on but data and schedule; see `options.ROUNDING` for the rest."""
     is_data = dataclasses.is_dataclass(job.config) and not isinstance(job.config, type)
     fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
@@ -161,5 +167,6 @@ def what_decides(config: TrainConfig, job: Job, row_items: int, global_batch: in
         "seq_len": row_items,
         "global_batch": global_batch,
         **options.what_decides(config),
+        "adapters": [one.describe() for one in adapters.values()] or None,
         **{name: getattr(config, name) for name in _DECIDING},
     }

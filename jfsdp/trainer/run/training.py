@@ -205,9 +205,9 @@ class Run:
                 self.display.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
             return self._first_state()
-        if found is None and leaves_out_base(self.config):
-            self.like = self._first_state()  # with the base, which the checkpoint has not
-        state, extras = found or self._restore()
+        if found is None:  # a checkpoint without the base goes onto a state that has it
+            found = self._restore(self._first_state() if leaves_out_base(self.config) else self.like)
+        state, extras = found
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
             self.display.say("the data begin anew: examples that were seen come again")
@@ -237,11 +237,11 @@ class Run:
         self.display.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
         return found
 
-    def _restore(self) -> tuple[TrainState, list[Any]]:
+    def _restore(self, like: TrainState) -> tuple[TrainState, list[Any]]:
         """Read the checkpoint to go on from; return its state, and what each process put beside it."""
         with open_checkpoints(self.config, self.run_dir) as checkpoints, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            state, _ = checkpoints.restore(like=self.like, step=self.first, fall_back=self.config.fall_back)
+            state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
             self.first = int(state.step)
             extras = checkpoints.extras(self.first)
         for warning in caught:
