@@ -149,12 +149,19 @@ def build_layout(
         _build_leaf,
         sizes=sizes,
         min_size=min_size,
-        shard_dim=rules.shard_dim,
         offload=offload or OffloadPolicy(),
         frozen_dtype=float_dtype_name("frozen_dtype", rules.frozen_dtype),
     )
     table = tuple(
-        build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
+        build(
+            path,
+            leaf,
+            owners[path],
+            policies[owners[path].name],
+            choices[path],
+            shard_dim=rules.shard_dim if path in own else None,
+        )
+        for path, leaf in leaves.items()
     )
     table = tuple(_coded(leaf, codecs) for leaf in table)
     layout = Layout(

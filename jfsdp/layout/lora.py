@@ -30,7 +30,7 @@ class LoRA:
       alpha: the scale is alpha / rank.
       rslora: the scale is alpha / sqrt(rank) (arXiv 2312.03732).
       dora: train the norm of each column of W + scale * A @ B apart from its direction (arXiv 2402.09353).
-      also: leaves of the model that are trained as they are: norms, a new head.
+      also: leaves of the model that are trained as they are: norms, a new head; not those that `frozen=` chooses.
       placement: the strategy of the adapters' own leaves. They are small: whole on every device they need no gather,
         and one sum of gradients per unit.
     Source: LoRA (arXiv 2106.09685). A begins uniform in +-1/sqrt(in), as PEFT's does, and B at zero.

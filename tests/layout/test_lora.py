@@ -249,3 +249,11 @@ def test_metadata_of_a_model_cuts_the_parts_too():
     )
     specs = {name: model.layout.by_path[f"up.kernel.{name}"].spec("param") for name in (A, B)}
     assert specs == {A: P(None, None), B: P(None, "tensor")}
+
+
+def test_the_users_choice_of_dims_is_of_their_own_leaves():
+    seen = []
+    options = {"lora": jfsdp.LoRA("**.up.kernel", rank=2), "units": [Block]}
+    jfsdp.fully_shard(Tower, shard_dim=lambda path, shape: seen.append(path), **options)
+    assert "blocks.up.kernel" in seen
+    assert not [path for path in seen if "lora" in path]
