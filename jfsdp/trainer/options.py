@@ -286,6 +286,7 @@ def what_decides(options: ShardingOptions) -> dict[str, Any]:
         **{name: word_or_none(getattr(options, name)) for name in dtypes},
         "accumulate": options.accumulate,
         "frozen": sorted(set(split_commas(options.frozen))) or None,
+        "lora": sorted(str(sorted(dataclasses.asdict(parse_lora(text)).items())) for text in options.lora) or None,
         "quantized": sorted(options.quantized) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "ema": options.ema,
