@@ -17,6 +17,7 @@ from jfsdp.trainer.options import Dtype, Name, Number, Real, optional
 from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
+    from jfsdp.checkpoint.foreign.export import Written
     from jfsdp.trainer.job import Job
 
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
@@ -147,8 +148,7 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
-        found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
-        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+        _say_written(self.json, path, written)
         return 0
 
     def _export_adapters(self, path: Path, job: Job, stored: dict[str, Any]) -> int:
@@ -156,12 +156,12 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.disk.reader import CheckpointSource
         from jfsdp.checkpoint.foreign.peft import check_adapters_alone, write_peft
         from jfsdp.checkpoint.source import Renamed
-        from jfsdp.layout.lora import Adapter
+        from jfsdp.layout.lora import Adapter, part_shapes
 
         if self.ema or self.max_length is not None:
             raise ValueError(f"{path}: is of a run that trained adapters; leave out --ema and --max-length")
         adapters = {one["path"]: Adapter.from_dict(one) for one in stored["adapters"]}
-        names = [one.name(part) for one in adapters.values() for part in one.parts]
+        names = part_shapes(adapters)
         source = CheckpointSource(path)
         leaves = (source.manifest["layout"] or {}).get("leaves", ())
         check_adapters_alone((leaf["path"] for leaf in leaves if leaf["trainable"]), adapters)
@@ -175,8 +175,7 @@ class Export(_ModelOptions):
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,
         )
-        found = {"from": str(path), "to": str(written.directory), "files": list(written.files)}
-        _say(self.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+        _say_written(self.json, path, written)
         return 0
 
 
@@ -268,8 +267,7 @@ def _merge(options: Merge, sign: int) -> int:
     check_numbers(options, max_shard_gb=1e-6)
     most = int(options.max_shard_gb * 1e9)
     written = merge_peft(options.base, options.adapter, options.target, sign=sign, max_shard_bytes=most)
-    found = {"from": options.base, "to": str(written.directory), "files": list(written.files)}
-    _say(options.json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+    _say_written(options.json, options.base, written)
     return 0
 
 
@@ -344,6 +342,11 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
 
 def _bytes_of(source: Any) -> int:
     return sum(array.size * array.dtype.itemsize for array in source.arrays.values())
+
+
+def _say_written(is_json: bool, origin: Any, written: Written) -> None:
+    found = {"from": str(origin), "to": str(written.directory), "files": list(written.files)}
+    _say(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
 
 
 def _say(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ on every mesh.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,8 +153,3 @@ def coded_shapes(codecs: Mapping[str, Codec], leaves: Mapping[str, Any]) -> dict
         found[path] = jax.ShapeDtypeStruct(codec.code_shape(shape), jnp.dtype(codec.dtype))
         found[scales_of(path)] = jax.ShapeDtypeStruct(codec.scale_shape(shape), jnp.dtype(codec.scale_dtype))
     return found
-
-
-def num_coded(codec: Codec | None, shape: tuple[int, ...]) -> int:
-    """Return how many values stand in an array of codes, or in one without a codec."""
-    return math.prod(shape) * (codec.per_item if codec else 1)

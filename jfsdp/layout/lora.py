@@ -70,7 +70,7 @@ class Adapter:
     @property
     def scale(self) -> float:
         """What A @ B is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scale_of(self.rank, self.alpha, self.rslora)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -111,6 +111,17 @@ class Adapter:
             return tuple(cut for cut in cuts if cut.dim < middle)
         gone = self.num_in - (1 if part == B else 0)
         return tuple(dataclasses.replace(cut, dim=cut.dim - gone) for cut in cuts if cut.dim >= middle)
+
+
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    """Return what A @ B is multiplied by."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def part_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of the leaves that adapters are made of, by name."""
+    ones = [(one, part) for one in adapters.values() for part in one.parts]
+    return {one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jax.numpy.float32) for one, part in ones}
 
 
 def also(loras: LoRA | Sequence[LoRA] | None) -> list[Any] | None:

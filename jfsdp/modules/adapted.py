@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.layout.codec import Codec, coded_shapes, scales_of
-from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
+from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, part_shapes
 from jfsdp.layout.units import ModuleInfo
 from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree
 
@@ -33,13 +33,8 @@ class AdaptedModel:
     """
 
     def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
-        parts = {
-            one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jnp.float32)
-            for one in adapters.values()
-            for part in one.parts
-        }
         coded = coded_shapes(codecs, base.params)
-        beside = parts | {name: leaf for name, leaf in coded.items() if name not in base.params}
+        beside = part_shapes(adapters) | {name: leaf for name, leaf in coded.items() if name not in base.params}
         self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(beside)
         self.params, self.state, self.types = {**self._whole.params, **coded}, base.state, self._whole.types
         self.dim_names, self.instance = base.dim_names, base.instance

@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import Seed, check_call, checked
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.engine import stored_leaf, to_device
+from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
+from jfsdp.layout.lora import part_shapes
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
 from jfsdp.modules.adapted import create_adapters, decode_all
@@ -157,8 +158,8 @@ class ShardedModel:
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return those of `leaf_shapes` that are parts of low-rank adapters."""
-        names = {one.name(part) for one in self.model.adapters.values() for part in one.parts}
-        return {name: shape for name, shape in self.leaf_shapes().items() if name in names}
+        parts = part_shapes(self.model.adapters)
+        return {name: shape for name, shape in self.leaf_shapes().items() if name in parts}
 
     def adapter_arrays(self, state: TrainState) -> dict[str, np.ndarray]:
         """Return the parts of the low-rank adapters of a state, whole, on the host.
@@ -178,16 +179,12 @@ class ShardedModel:
         adapted = {path: value for path, value in params.items() if path in wanted}
 
         def make(adapted: dict[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
-            logical = decode_all(
-                self.model.codecs, {path: self._cut(path, to_device(x)) for path, x in adapted.items()}
-            )
+            here = {path: to_device(x) for path, x in adapted.items()}
+            logical = decode_all(self.model.codecs, unpad_all(self.engine.pairs(here), here))
             made = create_adapters(adapters, logical, seed)
             return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items()}
 
         return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
-
-    def _cut(self, path: str, value: jax.Array) -> jax.Array:
-        return value[tuple(map(slice, self.layout.by_path[path].shape))]
 
     def _place(self, path: str, value: jax.Array) -> jax.Array:
         """Send each device its part of a leaf of the given instance."""

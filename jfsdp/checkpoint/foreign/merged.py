@@ -45,7 +45,7 @@ class Merged:
                 there = list(base.arrays[name].shape) if name in base.arrays else "no array of that name"
                 raise ValueError(
                     f"{adapter.path}: adapts {weight} {list(shape)}, and the base has {there}; it is an adapter of "
-                    f"another base ({adapter.options.get('base_model_name_or_path') or 'unnamed'})"
+                    f"another base ({adapter.base_name})"
                 )
 
     def read(self, name: str, index: Index) -> np.ndarray:

@@ -39,7 +39,7 @@ from jfsdp.checkpoint.foreign.mapping import (
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source
 from jfsdp.compat import warn
-from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA
+from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes, scale_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
@@ -73,7 +73,6 @@ _KNOWN = {
 }
 _OFF = (None, False, "none", [], {})
 _PLAIN_INIT = (True, False, "gaussian", None)  # others change the base's weights
-_KEPT = ("base_model_name_or_path", "task_type", "revision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +119,13 @@ class PeftAdapter:
     def is_dora(self) -> bool:
         return bool(self.options.get("use_dora"))
 
+    @property
+    def base_name(self) -> str:
+        """What it says that it was trained for."""
+        return self.options.get("base_model_name_or_path") or "unnamed"
+
     def scale(self, weight: str) -> float:
-        rank = self.rank(weight)
-        return self.alpha(weight) / (math.sqrt(rank) if self.is_rslora else rank)
+        return scale_of(self.rank(weight), self.alpha(weight), self.is_rslora)
 
 
 def open_peft(path: Any) -> PeftAdapter:
@@ -180,7 +183,7 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
         if weight not in pieces:
             raise ValueError(
                 f"{adapter.path}: adapts {weight}, which is no weight of this model; it is an adapter of another base "
-                f"({adapter.options.get('base_model_name_or_path') or 'unnamed'})"
+                f"({adapter.base_name})"
             )
         leaf = pieces[weight].leaf
         found.setdefault(leaf, set()).add((adapter.rank(weight), adapter.alpha(weight)))
@@ -217,7 +220,7 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
     names, rules, left = as_name_map(names), [], dict(adapters)
     for rule in names.rules:
         ours, theirs, text = (*rule, "")[:3]
-        fitting = [path for path in left if any(form.ours.fullmatch(path) for form in forms_of(rule))]
+        fitting = [path for path in left if _fits(rule, path)]
         if not fitting:
             continue
         one = left[fitting[0]]
@@ -250,12 +253,7 @@ def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Ad
     Raises:
       ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
-    shapes = {
-        one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), np.float32)
-        for one in adapters.values()
-        for part in one.parts
-    }
-    rules = adapter_map(names, adapters)
+    shapes, rules = part_shapes(adapters), adapter_map(names, adapters)
     found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
     for weight in adapter.weights():
         one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
@@ -296,8 +294,7 @@ def check_adapters_alone(trained: Iterable[str], adapters: Mapping[str, Adapter]
     Raises:
       ValueError: naming the first.
     """
-    parts = {one.name(part) for one in adapters.values() for part in one.parts}
-    if others := sorted(set(trained) - parts):
+    if others := sorted(set(trained) - part_shapes(adapters).keys()):
         raise ValueError(
             f"{others[0]} and {len(others) - 1} more leaves were trained beside the adapters (also=), and an adapter "
             "of PEFT's is written without such; model.to_flax(state) gives the whole model, merged"
@@ -323,7 +320,6 @@ def write_peft(
     *,
     base: str | None = None,
     dtype: Any = None,
-    kept: Mapping[str, Any] | None = None,
     allow_nonfinite: bool = False,
 ) -> Written:
     """Write adapters from any source; otherwise as `export_peft`.
@@ -335,15 +331,12 @@ def write_peft(
       base: what to write for `base_model_name_or_path`.
       dtype: of the arrays in the file; None: as they are.
       allow_nonfinite: see `export_safetensors`.
-      kept: an earlier configuration, of which base, task and revision are kept.
 
     Raises:
       ValueError: as `adapter_map` and `export_safetensors`.
     """
     exported = Exported(source, adapter_map(names, adapters))
-    config = _config(exported, names, adapters) | {name: kept[name] for name in _KEPT if kept and name in kept}
-    if base is not None:
-        config["base_model_name_or_path"] = base
+    config = _config(exported, names, adapters) | {"base_model_name_or_path": base}
     most = sys.maxsize  # PEFT reads one file
     how: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": most, "allow_nonfinite": allow_nonfinite}
     return write_safetensors(exported, directory, texts={CONFIG: config}, weights=WEIGHTS, **how)
@@ -365,7 +358,6 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
