@@ -33,6 +33,7 @@ ALLOWED = {
         "compat",
         "layout",
         "train.state",
+        "train.digest",
         "train.update.roles",
         "launch.hosts",
         "launch.environment",

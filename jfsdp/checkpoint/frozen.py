@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jfsdp.layout.table import PER_PARAMETER
+from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
-
-_WORDS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def without_frozen(state: TrainState) -> TrainState:
@@ -50,17 +48,7 @@ def frozen_digests(state: TrainState) -> dict[str, int]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _digest(x: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely."""
-    x = jax.device_put(x, jax.memory.Space.Device)[tuple(map(slice, shape))]
-    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4):
-        words = x.astype(jnp.uint32)
-    else:
-        words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32)).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for dim, size in enumerate(words.shape):  # not flat: a split array would be gathered
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    mixed = (words ^ (place * jnp.uint32(2654435761) | 1)) * jnp.uint32(2246822519)
-    return jnp.sum((mixed ^ (mixed >> 15)) * (place * 2 + 1), dtype=jnp.uint32)
+    return digest(jax.device_put(x, jax.memory.Space.Device)[tuple(map(slice, shape))])
 
 
 def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:

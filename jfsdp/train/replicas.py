@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
 from jfsdp.launch.hosts import gather_json
+from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
 
 
@@ -66,19 +66,4 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
     return len(blocks)
 
 
-_WORDS = {1: jnp.uint8, 2: jnp.uint16}
-
-
-@jax.jit
-def _digest(x: Any) -> Any:
-    """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely."""
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 8):
-        words = x.astype(jnp.uint32)
-    else:
-        words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32))
-    words = words.reshape(-1).astype(jnp.uint32)
-    place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2654435761) | 1
-    mixed = (words ^ place) * jnp.uint32(2246822519)
-    return jnp.sum((mixed ^ (mixed >> 15)) * place, dtype=jnp.uint32)
+_digest = jax.jit(digest)

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from jfsdp.layout.select import select_leaves
+from jfsdp.train.update.roles import dotted
 
 
 def scale_rates(factors: Mapping[str, float]) -> optax.GradientTransformation:
@@ -47,5 +48,4 @@ def _factors(tree: Any, factors: Mapping[str, float]) -> dict[str, float]:
 
 def _dotted(path: Any) -> str:
     """Name a place in the tree of a model's parameters; the value of an NNX variable has the variable's name."""
-    kept = [key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)]
-    return jax.tree_util.keystr(tuple(kept), simple=True, separator=".")
+    return dotted(tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)))
