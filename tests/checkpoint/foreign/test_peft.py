@@ -413,7 +413,10 @@ def test_a_merged_directory_has_the_other_files_and_is_unmerged_again(name, tmp_
     assert beside == {"config.json", "tokenizer.model", "model.safetensors.index.json"}
     assert (tmp_path / "merged" / "tokenizer.model").read_bytes() == b"\x00\xff"
     found = arrays_of(SafetensorsSource(tmp_path / "merged"))
-    assert_same(found, arrays_of(Merged(Arrays(given.base()), open_peft(adapter))))
+    wanted = arrays_of(Merged(Arrays(given.base()), open_peft(adapter)))
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():  # a product of pieces may round otherwise than of the whole: BLAS chooses by shape
+        np.testing.assert_allclose(found[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
     merge_peft(tmp_path / "merged", adapter, tmp_path / "back", sign=-1)
     back, before = arrays_of(SafetensorsSource(tmp_path / "back")), given.base()
     assert back.keys() == before.keys()
