@@ -39,7 +39,7 @@ from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import HEADS, by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, Cuts, by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 _INIT_STD = 0.02
 
@@ -206,15 +206,14 @@ class GPT2(nn.Module):
         return scan(Block(self.config, name="h"), x, documents)[0]
 
 
-def cuts(config: GPT2Config) -> dict[str, tuple[int, str]]:
-    """Return which dim of which weights mesh axis `tensor` cuts.
+def cuts(config: GPT2Config) -> Cuts:
+    """Return which dim of which weights mesh axis `tensor` cuts, and of the embedding stages of a pipeline too.
 
     The embedding, which is also the head, only if 8 divides the vocabulary. That of the published sizes does not divide
     by 2 (50257), and cuts are to be the same whatever the mesh.
     """
-    table = () if config.vocab_size % 8 else ("wte",)
-    rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel", *table)
-    return make_cuts(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows)
+    rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel")
+    return make_cuts(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows, {} if config.vocab_size % 8 else {"wte": 0})
 
 
 def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:

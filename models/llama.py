@@ -37,7 +37,7 @@ from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import LossSums, head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import HEADS, by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, Cuts, by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -254,11 +254,13 @@ class Llama(nnx.Module):
         return scan_layers(x, self.layers, rope, documents)
 
 
-def cuts(config: LlamaConfig) -> dict[str, tuple[int, str]]:
-    """Return which dim of which weights mesh axis `tensor` cuts: each is read by those devices alone that use it."""
-    head = () if config.tied else ("lm_head",)
-    columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj", *head)
-    return make_cuts(columns, ("**.attn.o_proj", "**.mlp.down_proj", "embed"))
+def cuts(config: LlamaConfig) -> Cuts:
+    """Return which dim of which weights mesh axis `tensor` cuts: each is read by those devices alone that use it; and
+    embedding and head over stages of a pipeline too.
+    """
+    columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj")
+    words = {"embed": 0} if config.tied else {"embed": 0, "lm_head": -1}
+    return make_cuts(columns, ("**.attn.o_proj", "**.mlp.down_proj"), words)
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Splitting what a model computes over mesh axis `tensor`, where the program has one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,14 +9,22 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 AXIS = "tensor"
+VOCABULARY = ("pipe", AXIS)  # stages of a pipeline share embedding and head: their vocabulary is cut over both axes
 HEADS = "of queries, keys and values, their heads,"
 
 
-def make_cuts(columns: Iterable[str], rows: Iterable[str]) -> dict[str, tuple[int, str]]:
+Cuts = dict[str, tuple[int, str | tuple[str, ...]]]
+
+
+def make_cuts(columns: Iterable[str], rows: Iterable[str], vocabulary: Mapping[str, int] | None = None) -> Cuts:
     """Return which dim of which weights axis `tensor` cuts: the last of those that give a wide value, with their
     biases, and the first of those that take one (Megatron-LM, arXiv 1909.08053). For `jfsdp.fully_shard(cuts=)`.
+
+    Args:
+      vocabulary: of embedding and head, the dim that is the vocabulary.
     """
-    return {**dict.fromkeys(columns, (-1, AXIS)), **dict.fromkeys(rows, (0, AXIS))}
+    words = {name: (dim, VOCABULARY) for name, dim in (vocabulary or {}).items()}
+    return {**dict.fromkeys(columns, (-1, AXIS)), **dict.fromkeys(rows, (0, AXIS)), **words}
 
 
 def _size() -> int:

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend
 from .losses import LossSums, classification_loss, image_batch
 from .optimizers import NORMS_AND_BIASES, decay_mask
-from .over_tensor import HEADS, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, Cuts, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
 from .vit_config import PRESETS, ViTConfig, flops_per_image
 
 _kernel_init = nnx.initializers.truncated_normal(0.02)
@@ -206,7 +206,7 @@ def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
 
 
-def cuts() -> dict[str, tuple[int, str]]:
+def cuts() -> Cuts:
     """Return which dim of which weights mesh axis `tensor` cuts: the kernels of attention and MLP."""
     return make_cuts(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))
 

@@ -130,17 +130,17 @@ def _replicated(layout: Layout) -> str | None:
 
 def _repeated(layout: Layout) -> str | None:
     """Axes of the model that cut little of what is stored."""
-    used = [axis for axis in MODEL_AXES if layout.num_shards([axis]) > 1]
-    whole = [leaf for leaf in layout.leaves if used and not leaf.cuts]
-    share = num_parameters(whole) / max(num_parameters(layout.leaves), 1)
-    if share <= REPEATED_SHARE:
-        return None
-    largest = max(whole, key=lambda leaf: math.prod(leaf.shape))
-    return (
-        f"mesh axis {used[0]!r} (size {layout.num_shards(used)}) repeats {100 * share:.1f} % of the parameters, with "
-        f"their gradients and optimizer states, on each of its devices; the largest is {largest.path}. Cut them by "
-        "cuts= or, where the model names dims in sharding metadata, by axis_rules="
-    )
+    for axis in MODEL_AXES:
+        whole = [leaf for leaf in layout.leaves if all(cut.axis != axis for cut in leaf.cuts)]
+        share = num_parameters(whole) / max(num_parameters(layout.leaves), 1)
+        if layout.num_shards([axis]) > 1 and share > REPEATED_SHARE:
+            largest = max(whole, key=lambda leaf: math.prod(leaf.shape))
+            return (
+                f"mesh axis {axis!r} (size {layout.num_shards([axis])}) repeats {100 * share:.1f} % of the parameters, "
+                f"with their gradients and optimizer states, on each of its devices; the largest is {largest.path}. "
+                "Cut them by cuts= or, where the model names dims in sharding metadata, by axis_rules="
+            )
+    return None
 
 
 def _padded(layout: Layout) -> str | None:

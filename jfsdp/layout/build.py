@@ -16,7 +16,7 @@ from jfsdp.layout.codec import SCALES, Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, axis_sizes
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, PIPE, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
@@ -164,6 +164,7 @@ def build_layout(
         for path, leaf in leaves.items()
     )
     table = tuple(_coded(leaf, codecs) for leaf in table)
+    _check_stages(units, storage, sizes.get(PIPE, 1))
     layout = Layout(
         leaves=table,
         units=tuple(units.values()),
@@ -295,6 +296,7 @@ def _build_leaf(
     frozen_dtype: str | None,
 ) -> Leaf:
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
+    choice = dataclasses.replace(choice, cuts=(*_stage_cut(path, shape, unit, sizes.get(PIPE, 1)), *choice.cuts))
     trainable = is_inexact(dtype) and choice.frozen is None
     if frozen_dtype and choice.frozen not in (None, _BY_CODEC) and is_float(dtype) and not choice.is_ignored:
         dtype = frozen_dtype
@@ -319,6 +321,34 @@ def _build_leaf(
         stages=tuple(stages.items()),
         cuts=choice.cuts,
     )
+
+
+def _check_stages(units: Mapping[str, UnitInfo], storage: str, stages: int) -> None:
+    """Refuse a pipeline of what is no stack, or in one buffer."""
+    if stages > 1 and not any(unit.stacked for unit in units.values()):
+        named = ", ".join(repr(name) for name in [*units][:4] if name) or "none"
+        raise ValueError(
+            f"mesh axis {PIPE!r} (size {stages}) cuts the layers of a stack, and no unit is one (units: {named}): "
+            "layers in a list are no pipeline; scan over stacked layers (stacked=True in the models here), and make "
+            "the stack a unit, or give the devices of the axis to another"
+        )
+    if stages > 1 and storage == FLAT:
+        raise ValueError(
+            f"storage={storage!r}: the leaves of a unit stand in one array, which mesh axis {PIPE!r} (size {stages}) "
+            "does not cut into layers; use storage='per_parameter'"
+        )
+
+
+def _stage_cut(path: str, shape: tuple[int, ...], unit: UnitInfo, stages: int) -> tuple[Cut, ...]:
+    """Cut the layers of a stack over the stages of a pipeline."""
+    if stages == 1 or not unit.stacked:
+        return ()
+    if shape[0] % stages:
+        raise ValueError(
+            f"{path}: {shape[0]} layers of unit {unit.name!r} cannot be cut over mesh axis {PIPE!r} (size {stages}), "
+            "which does not divide them; take a size that does"
+        )
+    return (Cut(0, PIPE, stages, f"stages of unit {unit.name!r}"),)
 
 
 def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: _Choice) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import checked
-from jfsdp.layout.mesh import AXES, MODEL_AXES
+from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
 from jfsdp.layout.select import select_leaves
-from jfsdp.layout.table import Cut, close_names
+from jfsdp.layout.table import Cut, close_names, cut_sizes
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
-AxisRules = Mapping[str, str | None]
+AxisRules = Mapping[str, str | tuple[str, ...] | None]
 Cuts = Mapping[Any, Any]  # by selector, (dim, axis) or None
 
 
@@ -36,10 +36,10 @@ def find_cuts(
       names: by path, what the model calls the dims of a leaf (Flax's sharding metadata), where it names them.
       sizes: of the mesh's axes.
       types: as `select_leaves` takes them.
-      axis_rules: by a name of dims, the axis that cuts them, or None; a name that is such an axis needs no rule.
-        Without rules the names cut nothing.
-      cuts: by selector, (dim, axis), the dim counted without layer dims, a negative one from the end; None: no cut.
-        What a selector chooses has no cuts by its names. Leaves without elements have none.
+      axis_rules: by a name of dims, the axis that cuts them (or several, major to minor), or None; a name that is such
+        an axis needs no rule. Without rules the names cut nothing.
+      cuts: by selector, (dim, axis or axes), the dim counted without layer dims, a negative one from the end; None: no
+        cut. What a selector chooses has no cuts by its names. Leaves without elements have none.
 
     Raises:
       ValueError: for axes that cut nothing, names without a rule, rules and selectors that no leaf has, dims that are
@@ -76,9 +76,14 @@ def _by_names(
         )
     axes = {name: rules.get(name, name if name in MODEL_AXES else None) for name in known}
     return {
-        path: [(dim, axis, f"sharding metadata {name!r}") for dim, name in dims if (axis := axes[name]) is not None]
+        path: [(dim, axis, f"sharding metadata {name!r}") for dim, name in dims for axis in _axes(axes[name])]
         for path, dims in named.items()
     }
+
+
+def _axes(wanted: Any) -> tuple[Any, ...]:
+    """Return the axes asked for, major to minor."""
+    return wanted if isinstance(wanted, tuple) else () if wanted is None else (wanted,)
 
 
 def _named_dims(path: str, shape: tuple[int, ...], stacked: int, names: DimNames) -> list[tuple[int, str]]:
@@ -122,7 +127,7 @@ def _asked(path: str, shape: tuple[int, ...], stacked: int, reason: str, wanted:
         raise ValueError(
             f"{path}: {reason}: {wanted!r} is neither a dim and an axis, such as (0, {MODEL_AXES[0]!r}), nor None"
         )
-    return [(_dim(path, shape, stacked, wanted[0]), wanted[1], reason)]
+    return [(_dim(path, shape, stacked, wanted[0]), axis, reason) for axis in _axes(wanted[1])]
 
 
 def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:
@@ -151,14 +156,18 @@ def _checked(
             raise ValueError(
                 f"{path}: {reason}: dim {dim} (size {shape[dim]}) is a layer dim and cannot be cut; say None for it"
             )
-        twice = [cut for cut in cuts if axis == cut.axis or dim == cut.dim]
+        if axis == PIPE and stacked:
+            raise ValueError(
+                f"{path}: {reason}: axis {axis!r} cuts the layers of a stack, and no other dim of it; name another axis"
+            )
+        twice = [cut for cut in cuts if axis == cut.axis or (dim == cut.dim and reason != cut.reason)]
         if twice:
             raise ValueError(
                 f"{path}: {twice[0].reason} cuts dim {twice[0].dim} over axis {twice[0].axis!r}, and {reason} dim "
                 f"{dim} over {axis!r}; an axis cuts one dim of a leaf: say None for one name, or choose by cuts="
             )
         parts = sizes.get(axis, 1)
-        if shape[dim] % parts:
+        if cut_sizes(shape, cuts)[dim] % parts:
             raise ValueError(
                 f"{path}: {reason}: dim {dim} (size {shape[dim]}) cannot be cut over axis {axis!r} (size {parts}), "
                 "which does not divide it; take a size that does, or cuts={...: None} for this leaf"

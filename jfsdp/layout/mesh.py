@@ -21,10 +21,11 @@ from jfsdp.compat import torus_mesh
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
-AXES = ("pipe", "replica", "fsdp", "tensor")
+PIPE = "pipe"
+AXES = (PIPE, "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
 GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
-MODEL_AXES = ("tensor",)  # the model itself is split over these, as it says in its own computation
+MODEL_AXES = ("tensor", PIPE)  # the model itself is split over these: what it computes, or which layers
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
 # The parts of a data axis that some stage splits only in part (hpZ): `fsdp` is `fsdp_0`, `fsdp_1`, ..., major to minor.
 SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for axis in DATA_AXES}

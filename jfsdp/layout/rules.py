@@ -49,7 +49,8 @@ def choose_dim(
     """
     size = math.prod(shape[stacked:])
     dim = None if shard_dim is None else _check_dim(path, shape, stacked, shard_dim)
-    shape, cut = cut_sizes(shape, cuts), {cut.dim: cut.parts for cut in cuts}
+    whole, shape = shape, cut_sizes(shape, cuts)
+    cut = {cut.dim: whole[cut.dim] // shape[cut.dim] for cut in cuts}
     if num_shards == 1:
         return DimChoice(None, 0, "whole: this strategy splits nothing over this mesh")
     if dim is not None and dim in cut and shape[dim] % num_shards:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.mesh import DATA_AXES, SUB_AXES
+from jfsdp.layout.mesh import DATA_AXES, PIPE, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
@@ -107,6 +107,17 @@ class Leaf:
         return "work" if self.has_work else "param"
 
     @property
+    def is_staged(self) -> bool:
+        """Whether its layers are cut over the stages of a pipeline."""
+        return any(cut.axis == PIPE and cut.dim < self.stacked for cut in self.cuts)
+
+    def in_stage(self) -> Leaf:
+        """Return the leaf as one stage of a pipeline has it: with its own layers."""
+        cuts = tuple(cut for cut in self.cuts if cut.dim >= self.stacked)
+        own = cut_sizes(self.shape[: self.stacked], self.cuts)
+        return dataclasses.replace(self, shape=(*own, *self.shape[self.stacked :]), cuts=cuts)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The logical shape with the split dim padded."""
         if self.dim is None:
@@ -141,19 +152,24 @@ class Leaf:
 
 def cut_sizes(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
     """Return what cuts leave of a shape."""
-    parts = {cut.dim: cut.parts for cut in cuts}
-    return tuple(size // parts.get(dim, 1) for dim, size in enumerate(shape))
+    left = list(shape)
+    for cut in cuts:
+        if cut.dim < len(left):
+            left[cut.dim] //= cut.parts
+    return tuple(left)
 
 
 def make_spec(
     ndim: int, cuts: Iterable[Cut], dim: int | None = None, axes: Sequence[str] = (), *, sliced: int = 0
 ) -> PartitionSpec:
-    """Return the spec of an array that is cut, and split along `dim` over `axes`, which are minor to its cut.
+    """Return the spec of an array that is cut, and split along `dim` over `axes`, which are minor to its cuts.
 
     Args:
       sliced: this many leading dims are gone.
     """
-    over: dict[int, tuple[str, ...]] = {cut.dim: (cut.axis,) for cut in cuts}
+    over: dict[int, tuple[str, ...]] = {}
+    for cut in cuts:
+        over[cut.dim] = (*over.get(cut.dim, ()), cut.axis)
     if dim is not None:
         over[dim] = (*over.get(dim, ()), *axes)
     names = [over.get(at, ()) for at in range(sliced, ndim)]
@@ -258,15 +274,19 @@ class Layout:
                     ways.setdefault(stage.axes[0], {}).setdefault(stage.ways, leaf.unit)
         return {axis: split_axis(axis, dict(self.mesh_sizes)[axis], units) for axis, units in ways.items()}
 
-    def gathered(self, units: Collection[str] | None = None) -> Layout:
-        """Return the layout of a step that gathers units (all, or some by name) before its first microbatch."""
+    def gathered(self, units: Collection[str] | None = None, to: str = "use") -> Layout:
+        """Return the layout of a step that gathers units (all, or some by name) before its first microbatch.
+
+        Args:
+          to: the stage in which they are from then on, "use" or "kept".
+        """
         held = {unit.name for unit in self.units} if units is None else set(units)
 
         def change(leaf: Leaf) -> Leaf:
             if leaf.unit not in held:
                 return leaf
-            use = leaf.stage("use")
-            stages = dict(leaf.stages) | {"param": use, "work": None, "kept": use}
+            there = leaf.stage(to)
+            stages = dict(leaf.stages) | {"param": there, "work": None, "kept": there}
             return dataclasses.replace(leaf, stages=tuple(stages.items()))
 
         policies = tuple(
@@ -277,6 +297,42 @@ class Layout:
         )
         leaves, packed = (tuple(map(change, table)) for table in (self.leaves, self.packed))
         return dataclasses.replace(self, leaves=leaves, policies=policies, packed=packed)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the pipeline; 1: there is none."""
+        return self.num_shards([PIPE])
+
+    @property
+    def kept_in_pipeline(self) -> tuple[str, ...]:
+        """The units of stages that are kept in part: `kept` is made once per step, and each tick gathers from it."""
+        staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
+        pairs = zip(self.units, self.policies, strict=True)
+        return tuple(
+            unit.name
+            for unit, policy in pairs
+            if unit.name in staged and not isinstance(policy.reshard_after_forward, bool)
+        )
+
+    @property
+    def held_in_pipeline(self) -> tuple[str, ...]:
+        """The units that are gathered once per step of a pipeline: those outside of its stages, and those of stages
+        that are not freed after their forward."""
+        staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
+        pairs = zip(self.units, self.policies, strict=True)
+        return tuple(
+            unit.name
+            for unit, policy in pairs
+            if self.num_stages > 1 and (unit.name not in staged or policy.reshard_after_forward is False)
+        )
+
+    def in_stage(self) -> Layout:
+        """Return the layout of what one stage of a pipeline computes: its layers of the units that are cut, alone."""
+        leaves = tuple(leaf.in_stage() for leaf in self.leaves if leaf.is_staged)
+        paths = {leaf.path for leaf in leaves}
+        own = [tuple(path for path in unit.leaves if path in paths) for unit in self.units]
+        units = tuple(dataclasses.replace(unit, leaves=held) for unit, held in zip(self.units, own, strict=True))
+        return dataclasses.replace(self, leaves=leaves, units=units)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

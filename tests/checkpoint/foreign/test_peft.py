@@ -415,7 +415,10 @@ def test_a_merged_directory_has_the_other_files_and_is_unmerged_again(name, tmp_
     found = arrays_of(SafetensorsSource(tmp_path / "merged"))
     wanted = arrays_of(Merged(Arrays(given.base()), open_peft(adapter)))
     assert found.keys() == wanted.keys()
-    for path, value in wanted.items():  # a product of pieces may round otherwise than of the whole: BLAS chooses by shape
+    for (
+        path,
+        value,
+    ) in wanted.items():  # BLAS chooses by shape how it rounds
         np.testing.assert_allclose(found[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
     merge_peft(tmp_path / "merged", adapter, tmp_path / "back", sign=-1)
     back, before = arrays_of(SafetensorsSource(tmp_path / "back")), given.base()
