@@ -214,6 +214,11 @@ class LocalEngine(Engine):
             for leaf, gone in pairs
         }
 
+    def reduce_later(self, grads: Arrays) -> Arrays:
+        """Sum gradients of stored shape, that several microbatches have added to, as `reduce_whole` does of each."""
+        leaves = [self.layout.by_path[path] for path in grads]
+        return {x.path: self._move(CALL, x, 0, grads[x.path]).astype(x.stage("grad").dtype) for x in leaves}
+
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """Leave values as they are: inside a `shard_map` a layout is a fact."""
         del stage
@@ -271,7 +276,8 @@ def _open_shape(leaf: Leaf) -> tuple[int, ...]:
     if not _is_doubled(leaf):
         return leaf.stored_shape
     shape, dim = leaf.stored_shape, leaf.dim or 0
-    return (*shape[:dim], math.prod(cut.parts for cut in leaf.cuts), leaf.cut_shape[dim], *shape[dim + 1 :])
+    parts = math.prod(cut.parts for cut in leaf.cuts if cut.dim == dim)
+    return (*shape[:dim], parts, leaf.cut_shape[dim], *shape[dim + 1 :])
 
 
 def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:

@@ -230,6 +230,15 @@ class Engine(abc.ABC):
         """
         return self.to_use([(self.layout.by_path[path], 0) for path in source], source)
 
+    def keep_all(self, source: Arrays) -> Arrays:
+        """Bring parameters into stage `kept` at once, for a step that gathers from there in every microbatch.
+
+        Layout:  [D/axes F] -> [D/kept F] in the dtype in use.
+        Cost:    one all-gather of every leaf, over the devices that stage `kept` does not split it over.
+        """
+        cast = {path: to_device(x).astype(self.layout.by_path[path].stage("use").dtype) for path, x in source.items()}
+        return self.constrain(cast, "kept")
+
     def put(self, values: Arrays, stage: str) -> Arrays:
         """Bring leaves on the device into the layout of `stage`, and into its memory."""
         constrained = self.constrain(values, stage)

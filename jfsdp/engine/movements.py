@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from fractions import Fraction
 
 from jfsdp.layout.table import Layout, Leaf
 
@@ -21,6 +22,42 @@ GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 # When a leaf moves: before the first microbatch; around each call of its unit; after the last one; in the update.
 STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How often the stages of a pipeline go through their layers in a step.
+
+    Attributes:
+      forward, backward: the ticks in which they do, each through one part of their layers.
+      repeats: into how many parts these fall.
+      turns: whether the ends of a stage stay gathered; see [Note: the ends of a stage] in pipeline/stage.py.
+    """
+
+    forward: int
+    backward: int
+    repeats: int = 1
+    turns: bool = True
+
+    def times(self, layers: int, is_first: bool, is_last: bool) -> dict[str, Fraction]:
+        """Return how often a leaf of a stage moves in a step: gathered forward and backward, and summed.
+
+        Args:
+          layers: of a stage.
+          is_first, is_last: whether its unit is the first called in a layer, and the last.
+        """
+        if not self.turns:
+            return {when: Fraction(self._ticks(when), self.repeats) for when in (FORWARD, BACKWARD, CALL)}
+        again = is_last and not (is_first and layers == 1)
+        gathered = {
+            FORWARD: self.forward * (layers - is_first) + is_first,
+            BACKWARD: self.backward * max(layers - is_first - is_last, 0) + again,
+            CALL: self.backward * layers + is_first,  # the first backward finds zeros left
+        }
+        return {when: Fraction(num, layers) for when, num in gathered.items()}
+
+    def _ticks(self, when: str) -> int:
+        return self.forward if when == FORWARD else self.backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +72,7 @@ class Move:
       dtype: on the wire.
       group_size: devices of a group; fewer than the axes have where only neighbours take part (hpZ).
       pieces: the gathered (or not yet summed) array is one of this many pieces of the leaf.
-      times: how often it runs per step.
+      times: how often it runs per step; of layers of a stack a fraction, where not all move as often.
       stage: of a gather, what is gathered.
     """
 
@@ -46,7 +83,7 @@ class Move:
     dtype: str
     group_size: int
     pieces: int = 1
-    times: int = 1
+    times: int | Fraction = 1
     stage: str = ""
 
 
@@ -58,8 +95,11 @@ def movements(
     once: bool = False,
     held: Collection[str] = (),
     calls: Mapping[str, int] | None = None,
+    passes: Passes | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
+
+    What is not in the stages of a pipeline is gathered once per step, and its gradient summed once.
 
     Args:
       program: XLA or MANUAL.
@@ -67,18 +107,44 @@ def movements(
       once: whether they share one reduction, where the program can.
       held: units that are gathered before the first microbatch and kept to the last.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
+      passes: of a pipeline; None: those of `1f1b` with gathers ahead.
     """
     by_device = program == MANUAL  # `xla` sees the rows of all devices: no axis can wait, and no group is summed first
     deferred = deferred_axes(layout, accumulate=accumulate, once=once) if by_device else ()
-    running, found = layout.gathered(held), []
+    running, found = layout.gathered(held).gathered(layout.kept_in_pipeline, "kept"), []
+    staged = _times_of_stages(running, passes or default_passes(layout, accumulate))
     for leaf in layout.stored:
         now, times = running.by_path[leaf.path], accumulate * (calls or {}).get(leaf.unit, 1)
+        if layout.num_stages > 1:
+            times = 1
         if leaf.unit in held:
             found += _gather(layout, leaf, leaf.source, STEP)
+        elif leaf.unit in layout.kept_in_pipeline:
+            found += _keep(layout, leaf)
         for move in of_leaf(running, now, deferred, in_one=not by_device):
-            found.append(move if move.when == LAST else dataclasses.replace(move, times=times))
+            often = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
+            found.append(move if move.when == LAST else dataclasses.replace(move, times=often))
         found += _updates(layout, leaf) if leaf.trainable else ()
     return tuple(found)
+
+
+def default_passes(layout: Layout, accumulate: int) -> Passes:
+    """Return those of a schedule without parts that has no more ticks than it must."""
+    ticks = accumulate + layout.num_stages - 1
+    return Passes(ticks, ticks)
+
+
+def _times_of_stages(layout: Layout, passes: Passes) -> dict[str, dict[str, Fraction]]:
+    """Return by unit of a pipeline's stages how often its leaves move."""
+    leaves = [leaf for leaf in layout.leaves if leaf.is_staged]
+    units = list(dict.fromkeys(leaf.unit for leaf in leaves))
+    layers = {leaf.unit: leaf.shape[0] // layout.num_stages for leaf in leaves}
+    moving = {leaf.unit for leaf in leaves if _axes(leaf, leaf.source)}
+    times = {}
+    for unit in units:
+        own = passes if unit in moving else dataclasses.replace(passes, turns=False)
+        times[unit] = own.times(layers[unit], unit == units[0], unit == units[-1])
+    return times
 
 
 def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:
@@ -136,6 +202,16 @@ def _gather(layout: Layout, leaf: Leaf, stage: str, when: str) -> Iterator[Move]
     size = layout.num_parts(leaf.stage(stage)) if _axes(leaf, stage) else 1
     if size > 1:
         yield Move(leaf, when, GATHER, _axes(leaf, stage), leaf.stage("use").dtype, size, stage=stage)
+
+
+def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
+    """Yield the gather from rest to stage `kept`, over the devices that the second does not split the leaf over."""
+    parts = layout.num_parts(leaf.stage("kept")) if _axes(leaf, "kept") else 1
+    size = (layout.num_parts(leaf.stage(leaf.source)) if _axes(leaf, leaf.source) else 1) // parts
+    if size > 1:
+        yield Move(
+            leaf, STEP, GATHER, _axes(leaf, leaf.source), leaf.stage("use").dtype, size, parts, stage=leaf.source
+        )
 
 
 def _sum(

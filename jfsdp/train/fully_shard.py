@@ -19,6 +19,7 @@ from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
+    PIPE,
     axis_sizes,
     crosses_hosts,
     group_mesh,
@@ -211,7 +212,7 @@ def _check_mesh(mesh: Any) -> None:
             )
     row_shares(mesh)
     for axis in model_axes(mesh):
-        if crosses_hosts(mesh, axis):
+        if axis != PIPE and crosses_hosts(mesh, axis):
             warn(
                 f"mesh axis {axis!r} (size {mesh.shape[axis]}) joins devices of different hosts, and over it "
                 "activations travel in every layer; unless a fast link joins these hosts, take a size that divides the "

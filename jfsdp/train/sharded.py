@@ -13,10 +13,11 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.arguments import Seed, check_call, checked
+from jfsdp.arguments import Seed, Size, check_call, checked
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
+from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import part_shapes
@@ -223,21 +224,31 @@ class ShardedModel:
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
+        schedule: str | Schedule = "1f1b",
+        pipe_repeats: Size = 1,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss: see
-            `StepConfig`.
+          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss,
+            schedule, pipe_repeats: see `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
         """
         check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
-            accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss
+            accumulate,
+            reduce,
+            reshard_after_backward,
+            max_grad_norm,
+            skip_nonfinite,
+            compiler_options,
+            check_loss,
+            schedule,
+            pipe_repeats,
         )
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self._asked)
 
@@ -285,16 +296,27 @@ class ShardedModel:
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
+        schedule: str | Schedule = "1f1b",
+        pipe_repeats: Size = 1,
     ) -> GradStep:
         """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
 
         Args:
-          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options, check_loss: as in `train_step`.
+          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options, check_loss, schedule, pipe_repeats: as
+            in `train_step`.
           skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
         """
         check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
-            accumulate, reduce, reshard_after_backward, None, skip_nonfinite, compiler_options, check_loss
+            accumulate,
+            reduce,
+            reshard_after_backward,
+            None,
+            skip_nonfinite,
+            compiler_options,
+            check_loss,
+            schedule,
+            pipe_repeats,
         )
         return GradStep(self.apply, loss_fn, config, self.loss_scale, self._asked)
 

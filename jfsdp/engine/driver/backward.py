@@ -111,7 +111,7 @@ class Sums:
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
-        trained = {path: gone for call in loop.live_calls for path, gone in self._trained(call).items()}
+        trained = {path: gone for call in loop.live_calls for path, gone in self.trained(call).items()}
         for path in sorted(trained.keys() - self.reduced.keys()):
             gone = trained[path]
             self.reduced[path] = self.zeros(path, gone, *[loop.length] * bool(gone))
@@ -125,37 +125,67 @@ class Sums:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
-            Landed(path, gone, before, self.zeros(path, gone)) for path, gone in sorted(self._trained(last).items())
+            Landed(path, gone, before, self.zeros(path, gone)) for path, gone in sorted(self.trained(last).items())
         ]
 
-    def _trained(self, call: Call) -> dict[str, int]:
+    def trained(self, call: Call) -> dict[str, int]:
+        """Return what of a call's weights has a gradient, as stored, with the number of layer dims gone."""
         stored = rest_of(self.layout, call.shards)
         return {name: gone for name, gone in stored.items() if self.layout.by_path[name].trainable}
 
 
 class Backward:
-    """Runs a program in reverse: at each call the next gathers start, then the call before is reduced."""
+    """Runs a program in reverse: at each call the next gathers start, then the call before is reduced.
 
-    def __init__(self, step: Step, records: Sequence[Any], sums: Arrays | None):
+    Attributes:
+      left: gradients of the last call that are still to be reduced, where the next backward is to do so.
+    """
+
+    def __init__(self, step: Step, records: Sequence[Any], sums: Arrays | None, last: Arrays | None = None):
+        """Make ready to run; `last` are the gathered weights of the first call to come, where they are here already."""
         self.step, self.weights, self.records = step, step.weights, records
         self.gathers = Gathers(step.order_back, step.reached_back, step.weights.fetch_back)
+        self.gathers.queue += [] if last is None else [last]
         self.sums = Sums(step.engine, sums)
+        self.left: Arrays | None = None
 
-    def run(self, cotangent: jax.Array) -> Arrays:
-        """Return the sums by name, with the gradients of the cotangent of the program's first output."""
+    def begin(self, waiting: Arrays) -> None:
+        """Let gradients wait that the backward before has left; this one leaves its own."""
+        call, _, iteration = self.step.order_back[-1]
+        self.sums.waiting = [Waiting(call.unit, self.sums.trained(call), iteration, waiting)] if waiting else []
+        self.left = {}
+
+    def could_leave(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the gradients that `begin` takes, as shapes."""
+        trained = self.sums.trained(self.step.order_back[-1][0])
+        leaves = [(self.step.engine.layout.by_path[name], gone) for name, gone in trained.items()]
+        return {x.path: jax.ShapeDtypeStruct(x.shape[gone:], x.stage("use").dtype) for x, gone in leaves}
+
+    def end(self) -> None:
+        """Reduce what waits, or leave it."""
+        if self.left is not None:
+            self.sums.settle(0)
+            self.left = {name: x for what in self.sums.waiting for name, x in what.grads.items()}
+            self.sums.waiting = []
+        self.sums.turn(0)
+        self.sums.settle(0)
+
+    def run(self, cotangents: Sequence[jax.Array]) -> tuple[Arrays, list[jax.Array]]:
+        """Return the sums by name, with the gradients of the cotangents of what is differentiated; and those of what
+        the derivative is with respect to besides weights."""
         with jax.named_scope(f"{SCOPE}.backward"):
-            return self._run(cotangent)
+            return self._run(cotangents)
 
-    def _run(self, cotangent: jax.Array) -> Arrays:
+    def _run(self, cotangents: Sequence[jax.Array]) -> tuple[Arrays, list[jax.Array]]:
         step, cts = self.step, Cotangents()
-        _push(cts, step.block.outputs[:1], [cotangent.astype(step.block.outputs[0].aval.dtype)])
+        _push(cts, step.live, [x.astype(atom.aval.dtype) for atom, x in zip(step.live, cotangents, strict=True)])
         self._leave_root(len(step.block.items), cts)
         for place in reversed(range(len(step.block.items))):
             self._item(step.block.items[place], self.records[place], cts)
             self._leave_root(place, cts)
-        self.sums.turn(0)
-        self.sums.settle(0)
-        return {name: self._total(name, cts) for name in step.source if step.derivatives.is_trained(name)}
+        self.end()
+        totals = {name: self._total(name, cts) for name in step.source if step.derivatives.is_trained(name)}
+        return totals, [_pop(cts, var) for var in step.given]
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:
         """Let the gradients of those weights of the root wait that no item before this one reads."""

@@ -29,12 +29,14 @@ class Forward:
 
     Attributes:
       records: what the backward of each item of the program is to find.
+      last: the gathered weights of the last call, as they are stored; of use where that stands outside of a scan.
     """
 
     def __init__(self, step: Step):
         self.step, self.weights = step, step.weights
         self.gathers = Gathers(step.order, step.reached, step.weights.fetch)
         self.records: list[Any] = []
+        self.last: dict[str, jax.Array] = {}
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """Run the program on its inputs, the weights of the root apart; return its outputs."""
@@ -67,7 +69,7 @@ class Forward:
             if isinstance(item, Call):
                 found = self.gathers.take(values)
                 self._gather_root(due, env, values)
-                held = self.weights.take(found, item, iteration, values)
+                self.last = held = self.weights.take(found, item, iteration, values)
                 full = self.step.open(item, held)
             if item.needs_backward:
                 outs, record = self.step.derivatives.of(item).forward(full, *part(item.is_active, values))
@@ -80,7 +82,7 @@ class Forward:
 
     def _loop(self, loop: Loop, values: list[Any], env: Env, due: Sequence[str]) -> tuple[list[Any], LoopRecord]:
         consts, carry, xs = loop.split(values)
-        self._prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
+        self.prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
         low, high = self.step.scans[loop]
 
         def run(carry: list[Any], index: Any) -> tuple[list[Any], list[Any], Any]:
@@ -99,7 +101,7 @@ class Forward:
             carry, ys[index], records[index] = run(carry, index)
         return [*carry, *join(ys, stacked[0], low)], LoopRecord(records, stacked[1])
 
-    def _prepare(self, loop: Loop, consts: Mapping[Any, Any]) -> None:
+    def prepare(self, loop: Loop, consts: Mapping[Any, Any]) -> None:
         """Compute what is the same in every iteration, and make room for what is kept of weights."""
         for item in loop.body.items:
             if item.needs_backward:
@@ -109,7 +111,7 @@ class Forward:
     def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
         env |= block.consts
         records = [self._item(item, env, (), iteration) for item in block.items]
-        return records, _typed([read(env, atom) for atom in block.outputs], block.outputs)
+        return records, typed([read(env, atom) for atom in block.outputs], block.outputs)
 
     def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
         """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""
@@ -125,13 +127,13 @@ class Forward:
             carry, *rest = run(carry, index)
             return (carry, gathers.queue, [weights.kept[call] for call in calls]), rest
 
-        carry = _typed(carry, loop.split(loop.body.inputs)[1])
+        carry = typed(carry, loop.split(loop.body.inputs)[1])
         (carry, queue, kept), stacked = jax.lax.scan(body, (carry, gathers.queue, kept), jnp.arange(low, high))
         gathers.enter(start + len(loop.calls) * (high - low), queue, 0)
         weights.kept.update(zip(calls, kept, strict=True))
         return carry, stacked
 
 
-def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:
+def typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:
     """Give Python numbers and weak types the types that they have in a scan."""
     return [jnp.asarray(value, atom.aval.dtype) for value, atom in zip(values, atoms, strict=True)]

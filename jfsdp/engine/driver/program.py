@@ -142,10 +142,10 @@ def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, Nam
     Returns:
       The program, and the units that are called where no schedule reaches them: these gather where they stand.
     """
-    inlined = _inline(closed, calls)
-    jaxpr = inlined.jaxpr
+    opened = inlined(closed, calls)
+    jaxpr = opened.jaxpr
     known = {jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
-    block = _read_block(inlined, known, calls, depth=0)
+    block = _read_block(opened, known, calls, depth=0)
     return block, sorted(set(_left_in_place(block, calls)))
 
 
@@ -164,7 +164,7 @@ def _holds_calls(jaxpr: Any, calls: Mapping[str, NamedCall]) -> bool:
     return any(_named(eqn, calls) for eqn in all_eqns(jaxpr))
 
 
-def _inline(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
+def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
     """Open every `jit` around calls of units."""
 
     def is_around(eqn: Any) -> bool:
@@ -211,7 +211,7 @@ def _only(jaxpr: Any, eqns: Sequence[Any], atoms: Sequence[Any], outvars: Sequen
 def _read_block(closed: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall], depth: int) -> Block:
     jaxpr = closed.jaxpr
     # Bare equations stand for themselves until they are gathered into Code.
-    items = [_read_call(eqn, known, calls) or _read_loop(eqn, known, calls, depth) or eqn for eqn in jaxpr.eqns]
+    items = [_read_call(eqn, known, calls) or read_loop(eqn, known, calls, depth) or eqn for eqn in jaxpr.eqns]
     used = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     grouped: list[Item] = []
     pending: list[Any] = []
@@ -264,10 +264,10 @@ def _read_call(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCa
     return Call(list(flat), list(eqn.outvars), call, shards)
 
 
-def _read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall], depth: int) -> Loop | None:
+def read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall], depth: int) -> Loop | None:
     if eqn.primitive.name != "scan" or depth or eqn.params["reverse"] or not eqn.params["length"]:
         return None
-    closed = _inline(eqn.params["jaxpr"], calls)
+    closed = inlined(eqn.params["jaxpr"], calls)
     if not any(_named(inner, calls) for inner in closed.jaxpr.eqns):
         return None
     num_consts, num_carry = scan_counts(eqn)

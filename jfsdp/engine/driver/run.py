@@ -37,4 +37,4 @@ def run(
     step = Step(engine, prefetch, block, shards, dict(source))
     forward = Forward(step)
     outs = forward.run(flat)
-    return outs, lambda cotangent, sums: Backward(step, forward.records, sums).run(cotangent), in_place
+    return outs, lambda cotangent, sums: Backward(step, forward.records, sums).run([cotangent])[0], in_place

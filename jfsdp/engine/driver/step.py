@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.at_rest import open_full, rest_of
+from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.derivatives import Derivatives
 from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, mark_active, mark_live, part_weights
 from jfsdp.engine.driver.schedule import Prefetch, frontiers, steady
@@ -21,6 +22,7 @@ class Step:
     Attributes:
       prefetch: how far gathers run ahead.
       source: all weights, as they are stored.
+      given: the inputs besides weights that the derivative is with respect to.
       block: the program.
       order, order_back: the calls of units, forward and backward.
       reached, reached_back: up to which call weights are on their way at each; see `frontiers`.
@@ -28,10 +30,22 @@ class Step:
       root_vars, shard_vars: by leaf, the variable of the program that is its full weight in the root, or its shard.
       root_kept: what is kept of the root's weights that are gathered again, as they are stored.
       first_use: by item of the program, the stored weights of the root that no item before it reads.
+      live: the outputs that are differentiated; by default the first.
+      first: the gathered weights of the first call, where they are here already, for both passes.
     """
 
-    def __init__(self, engine: Engine, prefetch: Prefetch, block: Block, shards: Mapping[int, str], source: Arrays):
-        self.engine, self.prefetch, self.block, self.source = engine, prefetch, block, source
+    def __init__(
+        self,
+        engine: Engine,
+        prefetch: Prefetch,
+        block: Block,
+        shards: Mapping[int, str],
+        source: Arrays,
+        given: Sequence[Any] = (),
+        live: Sequence[Any] | None = None,
+        first: Arrays | None = None,
+    ):
+        self.engine, self.prefetch, self.block, self.source, self.given = engine, prefetch, block, source, given
         inputs, root = self.block.inputs, sorted(engine.layout.unit(ROOT).leaves)
         self.root_vars = dict(zip(root, inputs[len(inputs) - len(root) :], strict=True))
         self.shard_vars = {path: inputs[place] for place, path in shards.items()}
@@ -40,18 +54,23 @@ class Step:
         if engine.layout.policy(ROOT).reshard_after_forward:
             part_weights(self.block, self.root_vars)
         variables = self.root_vars | self.shard_vars
-        mark_active(self.block, {var for path, var in variables.items() if is_trained(path)}, is_trained)
-        mark_live(self.block, set(self.block.outputs[:1]))
+        trained = {var for path, var in variables.items() if is_trained(path)}
+        mark_active(self.block, trained.union(given), is_trained)
+        self.live = self.block.outputs[:1] if live is None else live
+        mark_live(self.block, {atom for atom in self.live if not is_literal(atom)})
         self.order = list(self.block.calls())
         self.order_back = [entry for entry in reversed(self.order) if entry[0].needs_backward]
         names, names_back = ([call.unit for call, _, _ in order] for order in (self.order, self.order_back))
         self.reached = frontiers(names, prefetch.forward, "forward")
         self.reached_back = frontiers(names_back, prefetch.backward, "backward")
+        self.first = first
         self.scans = {item: self._scanned(item) for item in self.block.items if isinstance(item, Loop)}
         self.first_use = self._first_uses()
         self.root_kept: Arrays = {}
         looped = frozenset(call for call, loop, _ in self.order if loop is not None)
         self.weights = Weights(engine, source, looped)
+        if first is not None:
+            self.weights.first = self.order[0][0], first
 
     def open(self, call: Call, full: Arrays) -> Arrays:
         """Return a call's gathered weights leaf by leaf."""
@@ -88,6 +107,8 @@ class Step:
             first, last = steady(self.reached_back, back[0], len(loop.live_calls), loop.length)
             # The first iteration of the backward finds another unit's gradient waiting, where gradients wait.
             low, high = max(low, loop.length - last), min(high, loop.length - max(first, int(self.engine.writes_order)))
+        if self.first is not None:  # the iteration that starts its gather would be one like the others
+            low = max(low, 2)
         return (low, high) if high - low > 1 else (0, 0)
 
     def _first_uses(self) -> dict[int, list[str]]:

@@ -49,11 +49,13 @@ class Weights:
     Attributes:
       looped: the calls inside a loop.
       kept: by call, what is kept of its weights; inside a loop stacked over iterations.
+      first: the weights of the first call, where they stay gathered.
     """
 
     def __init__(self, engine: Engine, source: Arrays, looped: frozenset[Call]):
         self.engine, self.source, self.looped = engine, source, looped
         self.kept: dict[Call, Any] = {}
+        self.first: tuple[Call, Arrays] | None = None
 
     def _stored(self, call: Call) -> dict[str, int]:
         return rest_of(self.engine.layout, call.shards)
@@ -80,6 +82,8 @@ class Weights:
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the forward; None where there is nothing to wait for."""
+        if self.first and call is self.first[0] and isinstance(iteration, int) and iteration == 0:
+            return self.first[1]
         return self.gather(call, iteration, tie) if self._moves(call) else None
 
     def fetch_back(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:

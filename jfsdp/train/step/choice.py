@@ -28,6 +28,7 @@ from jfsdp.engine.engine import Engine
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
 from jfsdp.engine.xla import XlaEngine
+from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.step.survey import Survey
 
@@ -126,7 +127,7 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
             f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA: which arrays, when, and in which dtype; "
             "leave one of the two out, or use engine='manual'"
         )
-    if not layout.data_axes:
+    if not layout.data_axes and layout.num_stages == 1:
         return XLA, "there is one data shard, with all rows: no weight moves"
     if asked.engine == XLA:
         return XLA, "engine='xla'" + _falls_short(layout, accumulate=accumulate, once=once)
@@ -194,6 +195,7 @@ def _is_split_further(leaf: Leaf) -> bool:
 def needs_of(layout: Layout) -> list[str]:
     """Say what of a layout XLA could not do: arrays that are to move together, sums in another dtype."""
     found = [f"storage={layout.storage!r}"] if layout.packed else []
+    found += [f"mesh axis {PIPE!r} (size {layout.num_stages})"] if layout.num_stages > 1 else []
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:

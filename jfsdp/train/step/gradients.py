@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -26,8 +27,11 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.compat import core, warn
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.driver.schedule import as_prefetch
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import deferred_axes
+from jfsdp.engine.pipeline.run import run_pipeline
+from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, model_axes
 from jfsdp.train.state import trainable
@@ -56,6 +60,7 @@ class Gradients:
       once: whether they share one reduction, where the program can.
       held: the units that are gathered before the first microbatch and kept to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
+      schedule, pipe_repeats: of a pipeline; see `StepConfig`.
       choice: which program this is, as far as that is known; see `decide`.
       is_decided: whether that is its last word.
       own_axes: the mesh axes over which the model states shardings of its own.
@@ -68,6 +73,8 @@ class Gradients:
     once: bool
     held: tuple[str, ...]
     is_scaled: bool = False
+    schedule: Schedule | None = None
+    pipe_repeats: int = 1
 
     def __post_init__(self) -> None:
         self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
@@ -148,14 +155,20 @@ class Gradients:
         held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
         if held:
             source, layout = source | engine.gather_all(held), layout.gathered(self.held)
+        kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
+        if kept:
+            source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
         later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
         name = program or self.choice.program
         made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
         return ShardedApply(self.apply.model, made), source
 
+    def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
+        return {path: apply.engine.sum_shape(path) for path in trainable(apply.layout, source)}
+
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
         """Sum over the microbatches of the rows at hand, as the program reduces each."""
-        layout, engine = apply.layout, apply.engine
+        engine = apply.engine
 
         def loss_fn(model: Any, rows: Any) -> tuple[jax.Array, Loss]:
             loss = as_loss(self.loss_fn(model, rows))
@@ -171,14 +184,15 @@ class Gradients:
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
             return Summed(engine.put(grads, "grad"), loss, after)
 
+        if self.schedule is not None:
+            return self._sum_stages(apply, loss_fn, source, model_state, batch, scale)
         if self.accumulate == 1:
             return gradients(model_state, batch, None)
         micro = engine.split_rows(batch, self.accumulate)
         first = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)  # keeps weak types
-        grads = {path: engine.sum_shape(path) for path in trainable(layout, source)}
+        grads = self._sum_shapes(apply, source)
         closed, shapes = jax.make_jaxpr(gradients, return_shape=True)(model_state, first, grads)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
-        nothing = merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes.loss)
 
         def body(carry: Summed, rows: Any) -> tuple[Summed, None]:
             given = carry.model_state, rows, jax.tree.map(to_device, carry.grads)
@@ -187,7 +201,32 @@ class Gradients:
             )
             return new._replace(loss=merge(jnp.add, jnp.maximum, carry.loss, new.loss)), None
 
-        return jax.lax.scan(body, Summed(engine.put(zeros, "grad"), nothing, model_state), micro)[0]
+        start = Summed(engine.put(zeros, "grad"), _nothing(shapes.loss), model_state)
+        return jax.lax.scan(body, start, micro)[0]
+
+    def _sum_stages(
+        self, apply: ShardedApply, loss_fn: Any, source: Arrays, model_state: Arrays, batch: Any, scale: Any
+    ) -> Summed:
+        """Sum over the microbatches of the rows at hand in a pipeline."""
+        assert self.schedule is not None
+        engine = apply.engine
+        zeros = {path: jnp.zeros(shape.shape, shape.dtype) for path, shape in self._sum_shapes(apply, source).items()}
+        found = run_pipeline(
+            apply,
+            loss_fn,
+            source,
+            model_state,
+            engine.split_rows(batch, self.accumulate),
+            zeros,
+            schedule=self.schedule,
+            repeats=self.pipe_repeats,
+            weight=(lambda loss: loss.weight) if self.is_scaled else None,
+            prefetch=as_prefetch(self.asked.prefetch),
+            cotangent=jnp.asarray(scale, jnp.float32),
+            combine=functools.partial(merge, jnp.add, jnp.maximum),
+            start=_nothing,
+        )
+        return Summed(engine.put(found.grads, "grad"), found.out, found.state)
 
 
 @contextlib.contextmanager
@@ -203,6 +242,11 @@ def _naming_axes(mesh: Any) -> Iterator[None]:
             f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss sees "
             "its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
         ) from error
+
+
+def _nothing(shapes: Loss) -> Loss:
+    """Return what sums and maxima of losses begin with."""
+    return merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes)
 
 
 def nonzero(weight: jax.Array) -> jax.Array:

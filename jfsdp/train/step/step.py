@@ -20,8 +20,9 @@ from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import SCOPE, to_device
-from jfsdp.engine.movements import MANUAL
+from jfsdp.engine.movements import MANUAL, Passes
 from jfsdp.engine.options import compiler_options
+from jfsdp.engine.pipeline.schedule import Schedule, schedule_of, turns_stay
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.layout.strategy import Split
@@ -70,6 +71,11 @@ class StepConfig:
         where the step computes it from those; see [Note: what a loss must be] in loss_check.py.
       compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
         one away. The step's attribute of this name shows what it is compiled with.
+      schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its
+        microbatches is `accumulate`; what is not in the stages is gathered once per step.
+      pipe_repeats: into how many parts the layers of a stage fall, every P-th part of the model: the bubble is that
+        many times smaller. Weights of the layers are sent to the stages that compute them once per step, and gradients
+        back.
     """
 
     accumulate: int = 1
@@ -79,6 +85,8 @@ class StepConfig:
     skip_nonfinite: bool = False
     compiler_options: Mapping[str, Any] | None = None
     check_loss: bool = True
+    schedule: str | Schedule = "1f1b"
+    pipe_repeats: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.accumulate, numbers.Integral) or self.accumulate < 1:
@@ -109,7 +117,8 @@ class StepConfig:
                         f"unit {name!r}: reshard_after_backward is {not choice}, and by {pattern!r} {choice}; make one "
                         "of the globs narrower"
                     )
-        return tuple(name for name, reshard in reshards.items() if not reshard)
+        held = layout.held_in_pipeline
+        return tuple(name for name, reshard in reshards.items() if not reshard or name in held)
 
     def reduces_once(self, layout: Layout) -> bool:
         """Tell whether the microbatches of a step share one reduction, where the program can; see `reduce`."""
@@ -164,13 +173,29 @@ class BatchStep:
         if config.reduce == "once" and config.accumulate > 1:
             asked = dataclasses.replace(asked, needs=(*asked.needs, "reduce='once'"))
         held, once = config.held_units(self.layout), config.reduces_once(self.layout)
-        is_scaled = loss_scale is not None
-        self._gradients = Gradients(apply, loss_fn, asked, config.accumulate, once, held, is_scaled)
+        self.schedule = schedule_of(self.layout, config.schedule, config.accumulate, config.pipe_repeats)
+        self._gradients = Gradients(
+            apply,
+            loss_fn,
+            asked,
+            config.accumulate,
+            once,
+            held,
+            is_scaled=loss_scale is not None,
+            schedule=self.schedule,
+            pipe_repeats=config.pipe_repeats,
+        )
         self._batch_shape: Any = None
         self._num_own_rows: int | None = None
         self._is_checked = False
         self._shares = row_shares(self.mesh)
         self._first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
+
+    def _passes(self) -> Passes | None:
+        if self.schedule is None:
+            return None
+        turns = turns_stay(self.prefetch or Prefetch(), self.config.pipe_repeats)
+        return self.schedule.passes(self.config.pipe_repeats, turns)
 
     @property
     def program(self) -> str | None:
@@ -197,7 +222,7 @@ class BatchStep:
     @property
     def movement(self) -> dict[str, Any]:
         """What decides how often leaves are gathered and reduced, by the names that theory takes."""
-        return {**self.config.movement, "program": self.program or MANUAL}
+        return {**self.config.movement, "program": self.program or MANUAL, "passes": self._passes()}
 
     def decide(self, state: TrainState, batch: Any) -> str:
         """Choose the step's program, for good, by what its loss does on a *global* batch; return the reason.

@@ -1,0 +1,175 @@
+"""The parts of a traced step as a pipeline: what comes before the stack of layers, its layers, and what comes after.
+
+[Note: three parts]
+A trace shows the one scan over layers that are cut into stages. What its carry starts from is computed by the part
+before (`enter`: an embedding), and its loss from what the carry ends as by the part after (`leave`: a head), each cut
+down to what is needed for that. What `leave` reads of the part before (targets, a tied table, a path around the layers)
+it computes again. Both are computed by all stages together, for the one microbatch of a tick: mesh axis `pipe` is an
+axis of the model there, as `tensor` is, so weights and vocabulary may be cut over it.
+What else a layer reads (a rotary table, a mask, keys of dropout) each stage computes for the microbatch it is at
+(`beside`). So nothing of it is sent, and it must not depend on weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
+from jfsdp.engine.dataflow import depends_on, is_literal, keep_outputs
+from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, read_loop, read_program
+from jfsdp.engine.engine import is_key
+from jfsdp.engine.unit import Traced
+from jfsdp.layout.mesh import PIPE
+
+_REMEDY = f"give the devices of axis {PIPE!r} to another axis"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A traced loss, cut at its stack of layers; see [Note: three parts].
+
+    Attributes:
+      loop: the scan over layers.
+      shards: by variable of the trace, the parameter at rest that it is.
+      num_flat: how many inputs of the trace are no weights of the root.
+    """
+
+    closed: Any
+    loop: Loop
+    at: int
+    calls: Mapping[str, NamedCall]
+    shards: Mapping[int, str]
+    num_flat: int
+
+    @property
+    def carried(self) -> list[Any]:
+        """What the layers hand on, as it comes in."""
+        return self.loop.split(self.loop.inputs)[1]
+
+    @property
+    def beside(self) -> list[Any]:
+        """What layers read besides: the loop's constants and its xs that are no weights."""
+        consts, _, xs = self.loop.split(self.loop.inputs)
+        own = {self.closed.jaxpr.invars[place] for place in self.shards}
+        return list(dict.fromkeys(atom for atom in (*consts, *xs) if not is_literal(atom) and atom not in own))
+
+    def enter(self) -> Block:
+        """Return the program from the inputs of the trace to what the layers begin with."""
+        return self._read(self.closed.jaxpr.replace(outvars=self.carried))
+
+    def leave(self, num_out: int) -> Block:
+        """Return the program from the inputs of the trace and what the layers end with to the first outputs.
+
+        Its inputs are those of the trace but for the weights of the root; the loop's outputs; these weights.
+
+        Raises:
+          ValueError: if it reads what single layers give out.
+        """
+        jaxpr, given = self.closed.jaxpr, self.loop.outputs
+        invars = [*jaxpr.invars[: self.num_flat], *given, *jaxpr.invars[self.num_flat :]]
+        eqns = [eqn for place, eqn in enumerate(jaxpr.eqns) if place != self.at]
+        jaxpr = _only_needed(jaxpr.replace(invars=invars, eqns=eqns, outvars=jaxpr.outvars[:num_out]))
+        ys = set(given[self.loop.num_carry :])
+        if any(atom in ys for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)):
+            raise ValueError(
+                "the loss reads what single layers give out (hidden states of inner layers, a loss per layer), which "
+                f"stages of a pipeline (mesh axis {PIPE!r}) do not hand on; sum it in what the layers carry, or "
+                f"{_REMEDY}"
+            )
+        return self._read(jaxpr)
+
+    def beside_of(self, flat: Sequence[Any]) -> dict[Any, Any]:
+        """Compute what layers read besides, from the inputs of the trace. Moves no data."""
+        jaxpr = _only_needed(self.closed.jaxpr.replace(outvars=self.beside))
+        values = core.eval_jaxpr(jaxpr, self.closed.consts, *flat, *[None] * (len(jaxpr.invars) - len(flat)))
+        return dict(zip(self.beside, values, strict=True))
+
+    def stage(self, length: int) -> Block:
+        """Return the program of a stage of so many layers: from weights, what it reads besides and the carry, to the
+        carry."""
+        loop = Loop(
+            self.loop.inputs, self.loop.outputs, length, *(self.loop.num_consts, self.loop.num_carry), self.loop.body
+        )
+        inputs = list(dict.fromkeys(atom for atom in loop.inputs if not is_literal(atom)))
+        return Block(inputs, [loop], loop.outputs[: loop.num_carry], {})
+
+    def _read(self, jaxpr: Any) -> Block:
+        return read_program(ClosedJaxpr(_only_needed(jaxpr), self.closed.consts), self.shards, self.calls)[0]
+
+
+def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]) -> Parts:
+    """Cut a trace at its stack of layers.
+
+    Args:
+      traced: the root's call.
+      calls: the calls of units in it.
+      staged: the units whose layers are cut into stages.
+
+    Raises:
+      ValueError: if no scan, or several, run over the layers; if they are called elsewhere too; if what a layer reads
+        besides depends on weights.
+    """
+    shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
+    closed = inlined(ClosedJaxpr(traced.jaxpr, ()), calls)
+    known = {closed.jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
+    loops = {place: read_loop(eqn, known, calls, 0) for place, eqn in enumerate(closed.jaxpr.eqns)}
+    found = {place: loop for place, loop in loops.items() if loop and any(x.unit in staged for x in loop.calls)}
+    named = ", ".join(map(repr, sorted(staged)))
+    if len(found) != 1:
+        raise ValueError(
+            f"{len(found)} scans of the model run over the layers of {named}, and a pipeline (mesh axis {PIPE!r}) is "
+            f"one scan at the top of the model, forward, outside of a remat of the model's own (use remat=); {_REMEDY}"
+        )
+    ((at, loop),) = found.items()
+    parts = Parts(closed, loop, at, calls, shards, traced.num_flat)
+    if keys := [atom for atom in parts.carried if is_key(atom.aval)]:
+        raise ValueError(
+            f"the layers hand on a random key (shape {keys[0].aval.shape}), which stages of a pipeline (mesh axis "
+            f"{PIPE!r}) do not send; give each layer a key of its own (split_rngs), or {_REMEDY}"
+        )
+    _check_body(loop, staged)
+    _check_beside(parts)
+    return parts
+
+
+def _check_body(loop: Loop, staged: Collection[str]) -> None:
+    for item in loop.body.items:
+        if isinstance(item, Call) and (item.unit not in staged or not all(item.shards.values())):
+            raise ValueError(
+                f"unit {item.unit!r} is called in every layer with the same weights, and stages of a pipeline (mesh "
+                f"axis {PIPE!r}) share none; {_REMEDY}"
+            )
+
+
+def _check_beside(parts: Parts) -> None:
+    jaxpr = parts.closed.jaxpr.replace(outvars=parts.beside)
+    weights = [place in parts.shards or place >= parts.num_flat for place in range(len(jaxpr.invars))]
+    for atom, depends in zip(parts.beside, depends_on(jaxpr, weights), strict=True):
+        if depends:
+            raise ValueError(
+                f"the layers read a value of shape {atom.aval.shape} that depends on weights and is not handed from "
+                "layer to layer (an encoder's output, learned positions), and stages of a pipeline (mesh axis "
+                f"{PIPE!r}) do not sum its gradient; hand it on in what the layers carry, or {_REMEDY}"
+            )
+
+
+def without_weights(traced: Traced, wanted: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Return the program of some outputs of a trace, and which inputs it reads.
+
+    Raises:
+      ValueError: if it reads weights.
+    """
+    jaxpr, is_read = dce_jaxpr(traced.jaxpr, list(wanted))
+    for place, name in enumerate(traced.names):
+        if is_read[place] and name:
+            raise ValueError(
+                f"{name}: the model's other state, or the weight of a loss that is scaled, depends on this parameter, "
+                f"and stages of a pipeline (mesh axis {PIPE!r}) compute it without; {_REMEDY}"
+            )
+    return jaxpr, is_read
+
+
+def _only_needed(jaxpr: Any) -> Any:
+    return keep_outputs(jaxpr, [True] * len(jaxpr.outvars))

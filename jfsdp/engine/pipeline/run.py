@@ -1,0 +1,287 @@
+"""One step as a pipeline: the ticks of a schedule, each forward, loss and backward of up to one microbatch per stage.
+
+[Note: how a pipeline runs]
+The step stands in a `shard_map` over the data axes. There mesh axis `pipe` is left to XLA, as `tensor` is, while an
+embedding, a head or a loss is computed: all stages share that work. The layers run in a second `shard_map`, over
+`pipe`, by the same driver as without a pipeline, on the layers of one stage. Ticks that compute alike are one scan:
+those before the first backward, those with both, those after the last forward.
+A stage hands on what it has made at the end of a tick. All that waits, for a neighbour or for the backward, waits in
+places that the schedule has given out (`lay_out`).
+A stage without work computes on real rows all the same: at first all have what the first microbatch enters with, and
+later they take the rows of microbatch 0. Of what it makes then nothing is read, and it goes back from cotangents of
+zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jfsdp.compat import core
+from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.collectives import LocalEngine
+from jfsdp.engine.driver.backward import Backward
+from jfsdp.engine.driver.forward import Forward, typed
+from jfsdp.engine.driver.program import Block
+from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.engine.driver.step import Step
+from jfsdp.engine.driver.weights import zeros
+from jfsdp.engine.engine import to_device
+from jfsdp.engine.pipeline.parts import without_weights
+from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, Ticks, lay_out
+from jfsdp.engine.pipeline.stage import Held, Row, Stage, Waiting
+from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.mesh import PIPE
+
+_STAGED, _WHOLE = PartitionSpec(PIPE), PartitionSpec()
+Combine = Callable[[Any, Any], Any]
+
+
+class Results(NamedTuple):
+    """What a step has summed: gradients by name, what the loss returned, and the model's state after the last one."""
+
+    grads: Arrays
+    out: Any
+    state: Arrays
+
+
+_State = tuple[Waiting, Arrays, Any]  # with the sums of all other gradients, and of what the loss returns
+
+
+def run_pipeline(
+    apply: ShardedApply,
+    fn: Callable[..., Any],
+    source: Arrays,
+    state: Arrays,
+    micro: Any,
+    sums: Arrays,
+    *,
+    schedule: Schedule,
+    repeats: int,
+    prefetch: Prefetch,
+    cotangent: jax.Array,
+    weight: Callable[[Any], Any] | None,
+    combine: Combine,
+    start: Callable[[Any], Any],
+) -> Results:
+    """Run all microbatches of a step through the stages; see [Note: how a pipeline runs].
+
+    Layout:  weights of stages [L/pipe D/axes F], all others gathered; gradients as they are accumulated.
+    Cost:    as `jfsdp.engine.unit.call_traced` for each stage and tick, also where a stage has no work; one reduction
+             of the gradients of what is not in the stages. Over axis `pipe`, in each tick: what the layers hand on,
+             once forward and once backward, and what enters and leaves, once each.
+    Memory:  what the unit saves of each of a stage's layers, times the microbatches between forward and backward; the
+             gradients of what is not in the stages, whole, in float32.
+
+    Args:
+      apply: the sharded model on an engine of program `manual`, inside its `on_rows`.
+      fn: as `ShardedApply.vjp`.
+      source: weights at rest.
+      micro: rows of all microbatches, [M, B/M ...].
+      sums: what gradients are added to, by name, as they are accumulated.
+      schedule, repeats: as `get_schedule` takes and returns them.
+      cotangent: of the scalar that `fn` returns.
+      weight: of what `fn` returns beside it, what counts its rows, if the cotangent is to be divided by that of all
+        rows, and the sums to be multiplied by it. It must not depend on weights of the model.
+      combine: adds what `fn` returns beside the scalar, of one microbatch to the sums so far.
+      start: what these sums begin with, from shapes.
+    """
+    pipeline = _Pipeline(apply, fn, source, state, micro, prefetch, cotangent, repeats)
+    ticks = lay_out(schedule, jax.tree.leaves(micro)[0].shape[0], repeats)
+    if weight is None:
+        return pipeline.run(ticks, sums, combine, start)
+    divided = pipeline.divide_by(weight)
+    found = pipeline.run(ticks, sums, combine, start)
+    return found._replace(grads=jax.tree.map(lambda x: (x * divided).astype(x.dtype), found.grads))
+
+
+class _Pipeline:
+    """Attributes:
+    staged, rest: weights at rest of the stages, and all others.
+    states: the model's state before each microbatch, [M ...]; `state` is that after the last.
+    """
+
+    def __init__(
+        self,
+        apply: ShardedApply,
+        fn: Callable[..., Any],
+        source: Arrays,
+        state: Arrays,
+        micro: Any,
+        prefetch: Prefetch,
+        cotangent: jax.Array,
+        repeats: int,
+    ):
+        engine, layout = apply.engine, apply.layout
+        assert isinstance(engine, LocalEngine)
+        self.engine, self.cotangent, self.micro = engine, cotangent, micro
+        self.staged = {name: x for name, x in source.items() if layout.by_path[name].is_staged}
+        self.rest = {name: x for name, x in source.items() if name not in self.staged}
+        own = tuple(axis for axis in engine.own if axis != PIPE)
+        self.outer_engine = dataclasses.replace(engine, deferred=layout.data_axes)
+        rows = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)
+        self.trace = Trace(apply, fn, source, state, rows)
+        # A layer is traced once more as it is inside the stages, where `pipe` is no axis that a model may name.
+        inside = jax.sharding.get_abstract_mesh().update_axis_types({PIPE: AxisType.Manual})
+        with jax.sharding.use_abstract_mesh(inside):
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(source), state, rows))
+            engine = dataclasses.replace(engine, own=own, calls={})
+            layers = Trace(ShardedApply(apply.model, engine), fn, *shapes)
+        engine = dataclasses.replace(engine, layout=layout.in_stage(), calls={})
+        self.stage = Stage(layers, engine, prefetch, layout.num_stages, repeats)
+        if repeats > 1:
+            cast = {
+                name: to_device(x).astype(layout.by_path[name].stage("use").dtype) for name, x in self.staged.items()
+            }
+            self.staged = self._deal(cast)
+        self.states, self.state = self._states(state)
+
+    def _states(self, state: Arrays) -> tuple[Arrays, Arrays]:
+        """Return the state before each microbatch, and after the last."""
+        if not state:
+            return {}, {}
+        traced = self.trace.traced
+        wanted = [place >= self.trace.num_out for place in range(len(traced.jaxpr.outvars))]
+        jaxpr, is_read = without_weights(traced, wanted)
+
+        def after(state: Arrays, rows: Any) -> tuple[Arrays, Arrays]:
+            flat = self.trace.flat(rows, state, {})
+            values = [x for x, mark in zip(flat, is_read, strict=False) if mark]
+            new = typed(core.eval_jaxpr(jaxpr, (), *values), jaxpr.outvars)
+            return dict(zip(sorted(state), new, strict=True)), state
+
+        last, before = jax.lax.scan(after, state, self.micro)
+        return before, last
+
+    def divide_by(self, weight: Callable[[Any], Any]) -> jax.Array:
+        """Divide the cotangent by the weight of all rows of all devices, and return that."""
+        traced, num = self.trace.traced, self.trace.num_out
+        (_, out), _ = jax.tree.unflatten(traced.tree, range(len(traced.jaxpr.outvars)))
+        jaxpr, is_read = without_weights(traced, [place == weight(out) for place in range(len(traced.jaxpr.outvars))])
+
+        def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
+            flat = self.trace.flat(*rows_of((self.micro, self.states), microbatch), {})
+            values = [x for x, mark in zip(flat, is_read, strict=False) if mark]
+            return total + core.eval_jaxpr(jaxpr, (), *values)[0], None
+
+        num = jax.tree.leaves(self.micro)[0].shape[0]
+        own, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), jnp.arange(num))
+        total = self.engine.sum_rows(own)
+        total = jnp.where(total == 0, 1.0, total)
+        self.cotangent = self.cotangent / total
+        return total
+
+    # Outside of the stages: all devices of `pipe` together, for one microbatch.
+
+    def _outer(self, block: Block, given: Sequence[Any] = (), live: Sequence[Any] | None = None) -> Step:
+        shards = {place: path for place, path in self.trace.parts.shards.items() if path in self.rest}
+        return Step(self.outer_engine, Prefetch(0, 0), block, shards, self.rest, given, live)
+
+    def enter(self, microbatch: Any) -> tuple[list[Any], Callable[..., Arrays]]:
+        """Compute what the layers begin with; return also what adds its gradients to sums."""
+        block = self.trace.parts.enter()
+        forward = Forward(self._outer(block, live=inexact(block.outputs)))
+        outs = typed(
+            forward.run(self.trace.flat(*rows_of((self.micro, self.states), microbatch), self.rest)), block.outputs
+        )
+        return outs, lambda found, sums: Backward(forward.step, forward.records, sums).run(found)[0]
+
+    def leave(self, microbatch: Any, hidden: Sequence[Any], sums: Arrays) -> tuple[Any, list[Any], Arrays]:
+        """Compute the loss of what the layers end with; return what `fn` returns beside it, its gradient, the sums."""
+        trace, outputs = self.trace, self.trace.parts.loop.outputs
+        forward = Forward(self._outer(trace.parts.leave(trace.num_out), inexact(outputs[: len(hidden)])))
+        flat = trace.flat(*rows_of((self.micro, self.states), microbatch), self.rest)
+        outs = forward.run([*flat, *hidden, *[None] * (len(outputs) - len(hidden))])
+        sums, found = Backward(forward.step, forward.records, sums).run([self.cotangent])
+        return jax.tree.unflatten(trace.traced.tree, [*outs, *[None] * len(self.state)])[0][1], found, sums
+
+    # The ticks.
+
+    def run(self, ticks: Ticks, sums: Arrays, combine: Combine, start: Callable[[Any], Any]) -> Results:
+        """Run all ticks."""
+        given = self.enter(0)[0], self.micro, self.states
+        first, last = _on_stages(self.stage.ends, self.staged, given)
+        held, tables = Held(self.staged, first), ticks.tables()
+        state = self._begin(ticks, sums, held, given, start)
+
+        def run(state: _State, segment: Segment, rows: Row) -> _State:
+            tick = functools.partial(self._tick, held, last, combine, segment)
+            return jax.lax.scan(lambda state, row: (tick(state, row), None), state, rows)[0]
+
+        for times, segments in ticks.rounds():
+            first_tick, length = segments[0].first, sum(segment.length for segment in segments)
+
+            def turn(state: _State, rows: Row, segments: Any = segments) -> tuple[_State, None]:
+                for segment in segments:
+                    begin = segment.first - segments[0].first
+                    state = run(state, segment, {name: x[begin : begin + segment.length] for name, x in rows.items()})
+                return state, None
+
+            rows = {name: x[first_tick : first_tick + times * length] for name, x in tables.items()}
+            rows = {name: x.reshape(times, length, *x.shape[1:]) for name, x in rows.items()}
+            if times == 1:
+                state, _ = turn(state, {name: x[0] for name, x in rows.items()})
+            else:
+                state, _ = jax.lax.scan(turn, state, rows)
+        waiting, sums, out = state
+        staged = self._deal(_on_stages(self.stage.finish, (held, waiting), given), back=True)
+        return Results(staged | self.engine.reduce_later(sums), out, self.state)
+
+    def _deal(self, arrays: Arrays, *, back: bool = False) -> Arrays:
+        if self.stage.repeats == 1:
+            return arrays
+        return _on_stages(functools.partial(self.stage.deal, back=back), arrays, ())
+
+    def _tick(self, held: Held, last: Any, combine: Combine, kind: Segment, state: _State, row: Row) -> _State:
+        (waiting, sums, out), rows = state, (self.micro, self.states)
+        tables = {name: x for name, x in row.items() if x.ndim}  # the others are of all stages together
+        if kind.has_forward:
+            entered, _ = self.enter(jnp.maximum(row["entering"], 0))
+            waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
+        found = inexact(self.stage.unread())
+        if kind.has_loss:
+            hidden = _on_stages(self.stage.ended, (waiting.hidden, tables), (), _WHOLE)
+            one, found, sums = self.leave(row["leaving"], hidden, sums)
+            out = combine(out, one)
+        if kind.has_backward:
+            given = (held, last, waiting, tables), (found, *rows)
+            waiting, left = _on_stages(self.stage.backward, *given, (_STAGED, _WHOLE))
+            left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # else what a later part of stage 0 had begun with
+            _, add = self.enter(jnp.maximum(row["left"], 0))
+            sums = add(left, sums)
+        return waiting, sums, out
+
+    def _begin(self, ticks: Ticks, sums: Arrays, held: Held, given: Any, start: Callable[[Any], Any]) -> _State:
+        """Return what the first tick finds."""
+        entered, stages = given[0], self.stage.num_stages
+        saved, left = jax.eval_shape(lambda *arrays: _on_stages(self.stage.saved, *arrays), held, given)
+
+        def room(places: Places, one: Any) -> Any:
+            return jax.tree.map(lambda x: zeros((stages * places.num, *x.shape), x.dtype), one)
+
+        waiting = Waiting(
+            inputs=[jnp.broadcast_to(x, (stages * ticks.inputs.num, *x.shape)) for x in entered],
+            cotangents=room(ticks.cotangents, inexact(entered)),
+            saved=room(ticks.saved, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), saved)),
+            hidden=room(ticks.hidden, entered),
+            sums={name: x for name, x in sums.items() if name in self.staged},
+            left=jax.tree.map(lambda x: zeros(x.shape, x.dtype), left),
+        )
+        shapes = {name: self.outer_engine.sum_shape(name) for name in sums if name in self.rest}
+        rest = {name: zeros(x.shape, x.dtype) for name, x in shapes.items()}
+        atoms = self.trace.traced.jaxpr.outvars
+        outs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
+        return waiting, rest, start(jax.tree.unflatten(self.trace.traced.tree, outs)[0][1])
+
+
+def _on_stages(fn: Callable[..., Any], staged: Any, given: Any, out: Any = _STAGED) -> Any:
+    """Run on each stage by itself; `staged` has a part for each along the first dim, `given` is the same for all."""
+    run = jax.shard_map(fn, in_specs=(_STAGED, _WHOLE), out_specs=out, axis_names={PIPE}, check_vma=False)
+    return run(staged, given)

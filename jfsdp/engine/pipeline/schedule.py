@@ -1,0 +1,315 @@
+"""Schedules of a pipeline as tables of ints: which task a stage computes in which tick, forward and backward.
+
+[Note: ticks]
+All stages pass through the same ticks. In one a stage computes at most one forward and one backward of some of its
+layers, and what it makes reaches its neighbour in the next. The last stage may go back in the tick in which it went
+forward: the loss of a microbatch stands between. There are no branches: a stage that has nothing to do computes the
+same on rows of another microbatch, and nothing of it is used. Ticks in which no stage goes back (or forward) are
+programs of their own, without it.
+
+A stage has v parts of the layers (`repeats`): part k of stage d is the (k P + d)-th of all, so that a microbatch goes
+round the stages v times. Task k M + m is part k of microbatch m. Where v > 1, P divides the number of microbatches M.
+
+`1f1b`: microbatch m enters part k of stage d in tick (m // P) P v + k P + m % P + d, and goes back through the parts in
+reverse, as soon as it may: on the last stage in the tick of its last forward. With v = 1 at most 2P-1 microbatches are
+between forward and backward on a stage, whatever M. `gpipe`: all go forward first, and all M wait. Both take vM+P-1
+times a forward and a backward of a part: a share (P-1)/(vM+P-1) of that is the bubble.
+Sources: GPipe (arXiv 1811.06965), PipeDream-Flush (arXiv 2006.09503), interleaved stages (arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jfsdp.arguments import Size, checked
+from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.engine.movements import Passes
+from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.table import Layout
+
+IDLE = -1
+NAMES = ("1f1b", "gpipe")
+Table = Sequence[Sequence[int]]
+
+
+@checked
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A schedule of one's own.
+
+    Attributes:
+      forward, backward: [ticks, P] ints: the task, from 0, that a stage computes in a tick; -1 is none. With one part
+        per stage a task is a microbatch, else k M + m is part k of microbatch m. Each stage takes each task forward
+        once, and backward once.
+    """
+
+    forward: Sequence[Sequence[int]]
+    backward: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            object.__setattr__(self, name, tuple(tuple(map(int, row)) for row in getattr(self, name)))
+
+    def passes(self, repeats: int, turns: bool) -> Passes:
+        """Return how often the stages go through their layers."""
+        busy = [sum(any(task != IDLE for task in row) for row in table) for table in (self.forward, self.backward)]
+        return Passes(busy[0], busy[1], repeats, turns)
+
+
+def turns_stay(prefetch: Prefetch, repeats: int) -> bool:
+    """Tell whether the ends of a stage stay gathered: where gathers run ahead, and a stage has one part."""
+    return repeats == 1 and all(isinstance(ahead, int) and ahead > 0 for ahead in (prefetch.forward, prefetch.backward))
+
+
+@checked
+def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeats: Size = 1) -> Schedule:
+    """Return a schedule by its name, or one of one's own, checked.
+
+    Raises:
+      ValueError: for an unknown name; for a number of microbatches that `repeats` > 1 cannot have; for a table of
+        another number of stages, one in which a stage takes a task not once, and one in which a stage would need what
+        is not there yet, naming stage, task and tick.
+    """
+    if isinstance(asked, Schedule):
+        _check(asked, stages, microbatches, repeats)
+        return asked
+    if asked not in NAMES:
+        raise ValueError(
+            f"schedule {asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a Schedule of your own"
+        )
+    if repeats > 1 and microbatches % stages:
+        more = -microbatches % stages
+        raise ValueError(
+            f"accumulate={microbatches} microbatches cannot go round {stages} stages (mesh axis {PIPE!r}) pipe_repeats="
+            f"{repeats} times: {stages} does not divide them; take {microbatches + more}, or pipe_repeats=1"
+        )
+    late = repeats * stages - 1 if asked == "1f1b" else repeats * microbatches + stages - 1
+    ticks = late + repeats * microbatches + stages - 1
+    tables = {name: [[IDLE] * stages for _ in range(ticks)] for name in ("forward", "backward")}
+    for stage in range(stages):
+        for task in range(repeats * microbatches):
+            part, m = divmod(task, microbatches)
+            turn = m // stages * stages * repeats + m % stages
+            tables["forward"][turn + part * stages + stage][stage] = task
+            tables["backward"][late + turn + (repeats - part) * stages - 1 - stage][stage] = task
+    return Schedule(tables["forward"], tables["backward"])
+
+
+def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeats: int) -> Schedule | None:
+    """Return the schedule of a step on a layout; None where there is no pipeline.
+
+    Raises:
+      ValueError: for a schedule or repeats without a pipeline, layers that fall into no such parts; as `get_schedule`.
+    """
+    stages = layout.num_stages
+    if stages == 1:
+        if repeats != 1 or asked != NAMES[0]:
+            given = f"pipe_repeats={repeats}" if repeats != 1 else f"schedule={asked!r}"
+            raise ValueError(f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P))")
+        return None
+    for leaf in layout.leaves:
+        if leaf.is_staged and leaf.shape[0] % (stages * repeats):
+            raise ValueError(
+                f"{leaf.path}: {leaf.shape[0]} layers do not fall into pipe_repeats={repeats} parts for each of "
+                f"{stages} stages (mesh axis {PIPE!r}); {stages * repeats} has to divide them"
+            )
+    return get_schedule(asked, stages, microbatches, repeats)
+
+
+def _check(schedule: Schedule, stages: int, microbatches: int, repeats: int) -> None:
+    if len(schedule.forward) != len(schedule.backward):
+        raise ValueError(
+            f"schedule: forward has {len(schedule.forward)} ticks and backward {len(schedule.backward)}; give both the "
+            f"same, with {IDLE} where a stage has nothing to do"
+        )
+    for name, table in (("forward", schedule.forward), ("backward", schedule.backward)):
+        for tick, row in enumerate(table):
+            if len(row) != stages:
+                raise ValueError(f"schedule: {name} of tick {tick} has {len(row)} stages, and the mesh {stages}")
+        for stage in range(stages):
+            found = sorted(row[stage] for row in table if row[stage] != IDLE)
+            if found != list(range(repeats * microbatches)):
+                raise ValueError(
+                    f"schedule: stage {stage} computes tasks {found} {name}; it has to take each of "
+                    f"0..{repeats * microbatches - 1} once"
+                )
+    times = _Times(schedule, microbatches, repeats)
+    for place in range(repeats * stages):
+        for m in range(microbatches):
+            own, back = times.forward(place, m), times.backward(place, m)
+            if place and own <= times.forward(place - 1, m):
+                _refuse("forward", place, stages, m, own, "the forward of the stage before it, one tick earlier")
+            if place < repeats * stages - 1 and back <= times.backward(place + 1, m):
+                _refuse("backward", place, stages, m, back, "the backward of the stage after it, one tick earlier")
+            if back < own:
+                _refuse("backward", place, stages, m, back, "its own forward")
+
+
+def _refuse(name: str, place: int, stages: int, microbatch: int, tick: int, needs: str) -> None:
+    raise ValueError(
+        f"schedule: stage {place % stages} computes part {place // stages} of microbatch {microbatch} {name} in tick "
+        f"{tick}, which needs {needs}; move it to a later tick"
+    )
+
+
+class _Times:
+    """When a microbatch passes the parts of all stages, of which part k of stage d is the (k P + d)-th."""
+
+    def __init__(self, schedule: Schedule, microbatches: int, repeats: int):
+        self.stages, self.microbatches, self.repeats = len(schedule.forward[0]), microbatches, repeats
+        self.num_places = repeats * self.stages
+        self._forward, self._backward = (
+            [{row[d]: tick for tick, row in enumerate(table) if row[d] != IDLE} for d in range(self.stages)]
+            for table in (schedule.forward, schedule.backward)
+        )
+
+    def _task(self, place: int, microbatch: int) -> int:
+        return place // self.stages * self.microbatches + microbatch
+
+    def forward(self, place: int, microbatch: int) -> int:
+        return self._forward[place % self.stages][self._task(place, microbatch)]
+
+    def backward(self, place: int, microbatch: int) -> int:
+        return self._backward[place % self.stages][self._task(place, microbatch)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Which places of a buffer the stages write and read in each tick.
+
+    Attributes:
+      write, read: [ticks, P] ints.
+      num: how many places there are.
+    """
+
+    write: np.ndarray
+    read: np.ndarray
+    num: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """A schedule with the place of everything that waits. Tables are [ticks, P] ints.
+
+    Attributes:
+      forward, backward: tasks.
+      entering, leaving, left: [ticks] ints, microbatches: which enters the first part; of which the loss is computed;
+        which leaves the first part backward.
+      saved: what a stage saves between forward and backward.
+      inputs: what has come from the stage before, and waits for the forward.
+      cotangents: what has come from the stage after, and waits for the backward.
+      hidden: what the last stage has made, and waits for its loss.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    entering: np.ndarray
+    leaving: np.ndarray
+    left: np.ndarray
+    saved: Places
+    inputs: Places
+    cotangents: Places
+    hidden: Places
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """Return all tables by name."""
+        found = {name: getattr(self, name) for name in ("forward", "backward", "entering", "leaving", "left")}
+        for name in ("saved", "inputs", "cotangents", "hidden"):
+            places = getattr(self, name)
+            found |= {f"{name}_write": places.write, f"{name}_read": places.read}
+        return {name: table.astype(np.int32) for name, table in found.items()}
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield runs of ticks that compute alike, in their order."""
+        tables = zip(self.forward, self.leaving, self.backward, strict=True)
+        kinds = [(f.max() != IDLE, h != IDLE, b.max() != IDLE) for f, h, b in tables]
+        first = 0
+        for tick in range(1, len(kinds) + 1):
+            if tick == len(kinds) or kinds[tick] != kinds[first]:
+                yield Segment(first, tick - first, *map(bool, kinds[first]))
+                first = tick
+
+    def rounds(self) -> Iterator[tuple[int, list[Segment]]]:
+        """Yield segments as often as they repeat: a number, and the segments of the first time."""
+        left = list(self.segments())
+        while left:
+            times = {size: _num_alike(left, size) for size in (1, 2) if size <= len(left)}
+            size = max(times, key=lambda size: (times[size] * size if times[size] > 1 else 0, -size))
+            yield times[size], left[:size]
+            left = left[times[size] * size :]
+
+
+class Segment(NamedTuple):
+    """Ticks that compute alike: where they begin, how many; whether stages go forward, a loss is computed, they go
+    back."""
+
+    first: int
+    length: int
+    has_forward: bool
+    has_loss: bool
+    has_backward: bool
+
+
+def _num_alike(segments: Sequence[Segment], size: int) -> int:
+    """Return how often the first segments come, one time after the other."""
+    kinds = [segment[1:] for segment in segments]
+    times = 1
+    while kinds[times * size : (times + 1) * size] == kinds[:size]:
+        times += 1
+    return times
+
+
+def lay_out(schedule: Schedule, microbatches: int, repeats: int = 1) -> Ticks:
+    """Give everything that waits in a schedule a place, as few places as there are things that wait at once."""
+    forward, backward = np.asarray(schedule.forward), np.asarray(schedule.backward)
+    times = _Times(schedule, microbatches, repeats)
+    spans: dict[str, list[list[tuple[int, int]]]] = {}
+    for name in ("saved", "inputs", "cotangents", "hidden"):
+        spans[name] = [[] for _ in range(times.stages)]
+    for place in range(times.num_places):
+        for m in range(microbatches):
+            stage, own, back = place % times.stages, times.forward(place, m), times.backward(place, m)
+            spans["saved"][stage].append((own, back))
+            if place:
+                spans["inputs"][stage].append((times.forward(place - 1, m), own))
+            if place < times.num_places - 1:
+                spans["cotangents"][stage].append((times.backward(place + 1, m), back))
+            else:
+                spans["hidden"][stage].append((own, back))
+    places = {name: _place(own, len(forward), int(name in ("inputs", "cotangents"))) for name, own in spans.items()}
+    first, last = range(microbatches), range((repeats - 1) * microbatches, repeats * microbatches)
+    entering = np.where(np.isin(forward[:, 0], first), forward[:, 0], IDLE)
+    leaving = np.where(np.isin(backward[:, -1], last), backward[:, -1] - last.start, IDLE)
+    left = np.where(np.isin(backward[:, 0], first), backward[:, 0], IDLE)
+    return Ticks(forward, backward, entering, leaving, left, **places)
+
+
+def _place(spans: Sequence[Sequence[tuple[int, int]]], ticks: int, later: int) -> Places:
+    """Place what is written in one tick and read in another, by stage.
+
+    A stage writes something in every tick, also where it is of no use: to a free place, or to one more.
+
+    Args:
+      later: 1 if what is written in a tick is there in the next one only.
+    """
+    stages = len(spans)
+    write, read = np.full((ticks, stages), IDLE), np.zeros((ticks, stages), int)
+    busy: list[list[set[int]]] = [[set() for _ in range(ticks + 1)] for _ in range(stages)]
+    for stage, own in enumerate(spans):
+        for start, end in sorted(own):
+            held = range(start + later, end + 1)
+            place = next(p for p in range(ticks + 1) if not any(p in busy[stage][tick] for tick in held))
+            for tick in held:
+                busy[stage][tick].add(place)
+            write[start, stage], read[end, stage] = place, place
+    num = int(max(write.max(), 0)) + 1
+    for tick in range(ticks):
+        for stage in range(stages):
+            if write[tick, stage] == IDLE:
+                taken = busy[stage][tick + later]
+                write[tick, stage] = next(p for p in range(num + 1) if p not in taken)
+    return Places(write, read, int(write.max()) + 1)

@@ -1,0 +1,275 @@
+"""What one stage of a pipeline computes in a tick: forward and backward of its layers.
+
+Everything here runs inside a `shard_map` over axis `pipe`; see [Note: how a pipeline runs] in run.py.
+
+[Note: the ends of a stage]
+A forward ends with the layer whose backward comes first, and a backward with the layer that the next forward begins
+with. So where gathers run ahead, the weights of the first layer stay gathered through all ticks, those of the last go
+from the forward of a tick to its backward, and the gradients of the first layer wait to be reduced behind the next
+backward. Else three collectives of every tick would have nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.engine.dataflow import is_literal
+from jfsdp.engine.driver.backward import Backward
+from jfsdp.engine.driver.forward import Forward, typed
+from jfsdp.engine.driver.program import Loop, read
+from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.engine.driver.step import Step
+from jfsdp.engine.driver.weights import at, put_at
+from jfsdp.engine.engine import Engine, is_key
+from jfsdp.engine.pipeline.schedule import turns_stay
+from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
+from jfsdp.engine.unit import Arrays
+from jfsdp.layout.mesh import PIPE
+
+Row = dict[str, Any]  # of a tick: by table of `Ticks`, what it says of this stage
+
+
+class Waiting(NamedTuple):
+    """What a stage finds in a tick: what waits, in the places of `Ticks`; the sums of its gradients; and those that its
+    last backward has left to be reduced. Outside of the stages these are the arrays of all, one after the other along
+    the first dim."""
+
+    inputs: list[Any]
+    cotangents: list[Any]
+    saved: Any
+    hidden: list[Any]
+    sums: Arrays
+    left: Any
+
+
+class Held(NamedTuple):
+    """A stage's weights at rest; and gathered those of its first layer, or None. Outside as in `Waiting`."""
+
+    source: Arrays
+    first: Any
+
+
+class Stage:
+    """A stage; `rows` are the microbatches of a step and the model's state before each, [M ...].
+
+    Attributes:
+      turns: whether gathers run ahead, so that the ends of the stage stay; see [Note: the ends of a stage].
+    """
+
+    def __init__(self, trace: Trace, engine: Engine, prefetch: Prefetch, num_stages: int, repeats: int):
+        self.trace, self.engine, self.prefetch = trace, engine, prefetch
+        self.num_stages, self.repeats = num_stages, repeats
+        self._impls: Any = ()  # of what is saved, which keep their random keys as numbers
+        self.turns = turns_stay(prefetch, repeats)
+
+    def _task(self, task: jax.Array, rows: Any) -> tuple[Any, Any]:
+        """Return part and microbatch of a task; of one that is none, those of the first."""
+        num = jax.tree.leaves(rows)[0].shape[0]
+        return jnp.maximum(task, 0) // num, jnp.maximum(task, 0) % num
+
+    @property
+    def _length(self) -> int:
+        return self.trace.parts.loop.length // (self.num_stages * self.repeats)
+
+    def _of_part(self, arrays: Arrays, part: Any) -> Arrays:
+        """Return the layers of a part."""
+        if self.repeats == 1:
+            return arrays
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, part * self._length, self._length)  # noqa: E731
+        return jax.tree.map(cut, arrays)
+
+    def _with_part(self, arrays: Arrays, own: Arrays, part: Any) -> Arrays:
+        """Replace the layers of a part."""
+        if self.repeats == 1:
+            return own
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, part * self._length, 0)  # noqa: E731
+        return jax.tree.map(put, arrays, own)
+
+    def deal(self, arrays: Arrays, given: Any, *, back: bool = False) -> Arrays:
+        """Deal out the layers that this stage has at rest, one after the other, to the stages that compute them.
+
+        Layout:  [parts of neighbouring layers ..] -> [every P-th part ..]; `back` undoes it.
+        Cost:    each part is sent once, by collective permutes over axis `pipe`.
+        """
+        num, length, index = self.num_stages, self._length, jax.lax.axis_index(PIPE)
+        dealt = jax.tree.map(jnp.zeros_like, arrays)
+        for here in range(self.repeats):
+            for there in range(self.repeats):
+                pairs = [
+                    (a, (a * self.repeats + here) % num)
+                    for a in range(num)
+                    if (a * self.repeats + here) // num == there
+                ]
+                if not pairs:
+                    continue
+                start, end, moves = (there, here, [(b, a) for a, b in pairs]) if back else (here, there, pairs)
+                is_given = jnp.isin(index, jnp.asarray([b for _, b in moves]))
+
+                def move(
+                    x: jax.Array,
+                    new: jax.Array,
+                    start: int = start,
+                    end: int = end,
+                    moves: Any = moves,
+                    is_given: Any = is_given,
+                ) -> jax.Array:
+                    sent = jax.lax.ppermute(x[start * length : (start + 1) * length], PIPE, moves)
+                    old = new[end * length : (end + 1) * length]
+                    return jax.lax.dynamic_update_slice_in_dim(new, jnp.where(is_given, sent, old), end * length, 0)
+
+                dealt = jax.tree.map(move, arrays, dealt)
+        return dealt
+
+    def _program(self, held: Held, rows: Any, task: Any, carry: Sequence[Any]) -> tuple[Step, list[Any]]:
+        """Return the program of the layers of a task (part, microbatch), and what it runs on."""
+        (part, microbatch), length = task, self._length
+        parts, loop, source = self.trace.parts, self.trace.parts.loop, self._of_part(held.source, part)
+        values = parts.beside_of(self.trace.flat(*rows_of(rows, microbatch), {}))
+        for atom in loop.split(loop.inputs)[2]:
+            if not is_literal(atom) and atom in values:
+                first = (part * self.num_stages + jax.lax.axis_index(PIPE)) * length
+                values[atom] = jax.lax.dynamic_slice_in_dim(values[atom], first, length)
+        names = {parts.closed.jaxpr.invars[place]: path for place, path in parts.shards.items() if path in source}
+        values |= {var: source[path] for var, path in names.items()}
+        values |= {var: x for var, x in zip(parts.carried, carry, strict=True) if not is_literal(var)}
+        block = parts.stage(length)
+        shards = {place: names[var] for place, var in enumerate(block.inputs) if var in names}
+        given, live = inexact(parts.carried), inexact(block.outputs)
+        step = Step(self.engine, self.prefetch, block, shards, source, given, live, _own(held.first))
+        return step, [values[var] for var in block.inputs]
+
+    def ends(self, source: Arrays, given: Any) -> tuple[Any, Any]:
+        """Gather the weights of the first call forward and of the first one back; None where none of them moves."""
+        entered, *rows = given
+        step, _ = self._program(Held(source, None), rows, (0, 0), entered)
+        if not self.turns:
+            return None, None
+        calls = [(call, iteration) for call, _, iteration in (step.order[0], step.order[-1])]
+        found = {call: step.weights.fetch(*call, None) for call in calls}
+        return _all(found[calls[0]]), _all(found[calls[1]])
+
+    def saved(self, held: Held, given: Any) -> Any:
+        """Return what waits for the backward of a microbatch, and what that may leave; for their shapes."""
+        entered, *rows = given
+        step, flat = self._program(held, rows, (0, 0), entered)
+        forward = Forward(step)
+        forward.run(flat)
+        self._impls = jax.tree.map(lambda x: str(jax.random.key_impl(x)) if is_key(x) else "", forward.records)
+        left = {path: jnp.zeros(x.shape, x.dtype) for path, x in Backward(step, (), None).could_leave().items()}
+        return _all(_numbers(forward.records)), _all(left)
+
+    def forward(self, staged: tuple[Held, Waiting, Row], given: Any) -> tuple[Waiting, Any]:
+        """Compute the layers of a microbatch; return also the weights of the last call."""
+        (held, waiting, row), (entered, *rows) = staged, given
+        task, came = self._task(row["forward"][0], rows), _take(waiting.inputs, row["inputs_read"])
+        is_first = (jax.lax.axis_index(PIPE) == 0) & (task[0] == 0)
+        begins = [_choose(is_first, new, x) for new, x in zip(entered, came, strict=True)]
+        step, flat = self._program(held, rows, task, begins)
+        forward = Forward(step)
+        outs = typed(forward.run(flat), step.block.outputs)
+        waiting = waiting._replace(
+            inputs=_put(waiting.inputs, row["inputs_write"], [self._send(x, 1) for x in outs]),
+            hidden=_put(waiting.hidden, row["hidden_write"], outs),
+            saved=_put(waiting.saved, row["saved_write"], _numbers(forward.records)),
+        )
+        return waiting, None if held.first is None else _all(forward.last)
+
+    def ended(self, staged: tuple[list[Any], Row], given: Any) -> list[Any]:
+        """Give all stages what the last one has made."""
+        hidden, row = staged
+        return [_from_stage(self.num_stages - 1, x) for x in _take(hidden, row["hidden_read"])]
+
+    def backward(self, staged: tuple[Held, Any, Waiting, Row], given: Any) -> tuple[Waiting, list[Any]]:
+        """Go back through the layers of a microbatch; return also the cotangents of what it had begun with."""
+        (held, last, waiting, row), (found, *rows) = staged, given
+        is_any, task = row["backward"][0] >= 0, self._task(row["backward"][0], rows)
+        is_last = (jax.lax.axis_index(PIPE) == self.num_stages - 1) & (task[0] == self.repeats - 1)
+        came = _take(waiting.cotangents, row["cotangents_read"])
+        cotangents = [_choose(is_last, new, x) for new, x in zip(found, came, strict=True)]
+        cotangents = [jnp.where(is_any, x, 0) for x in cotangents]
+        step, flat = self._program(held, rows, task, self.unread())
+        _prepare(step, flat)
+        records = jax.tree.map(_as_key, _take(waiting.saved, row["saved_read"]), self._impls)
+        own = self._of_part(waiting.sums, task[0])
+        backward = Backward(step, records, own, _own(last))
+        if held.first is not None:
+            backward.begin(_own(waiting.left))
+        own, left = backward.run(cotangents)
+        sums = self._with_part(waiting.sums, own, task[0])
+        sent = _put(waiting.cotangents, row["cotangents_write"], [self._send(x, -1) for x in left])
+        waiting = waiting._replace(
+            cotangents=sent, sums=sums, left=waiting.left if held.first is None else _all(backward.left)
+        )
+        return waiting, [_from_stage(0, x) for x in left]
+
+    def finish(self, staged: tuple[Held, Waiting], given: Any) -> Arrays:
+        """Return the sums, with what the last backward has left."""
+        (held, waiting), (entered, *rows) = staged, given
+        if held.first is None:
+            return waiting.sums
+        backward = Backward(self._program(held, rows, (0, 0), entered)[0], (), waiting.sums)
+        backward.begin(_own(waiting.left))
+        backward.left = None
+        backward.end()
+        return backward.sums.reduced
+
+    def unread(self) -> list[Any]:
+        """Return values in the place of what the layers begin with, for a program that does not read them."""
+        return [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in self.trace.parts.carried]
+
+    def _send(self, x: jax.Array, far: int) -> jax.Array:
+        """Send to the next stage, or the one before; what nobody sends to is zeros. Several parts go round."""
+        num = self.num_stages
+        goes = [(stage, stage + far) for stage in range(num)]
+        pairs = [(a, b % num) for a, b in goes if 0 <= b < num or self.repeats > 1]
+        return jax.lax.ppermute(x, PIPE, pairs)
+
+
+def _prepare(step: Step, flat: Sequence[Any]) -> None:
+    """Compute for a stage's backward what is the same in all of its layers."""
+    (loop,) = step.block.items
+    assert isinstance(loop, Loop)
+    env = dict(zip(step.block.inputs, flat, strict=True))
+    consts = [read(env, atom) for atom in loop.split(loop.inputs)[0]]
+    Forward(step).prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
+
+
+def _choose(mark: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
+    return jax.lax.select(jnp.broadcast_to(mark, yes.shape), yes, no)
+
+
+def _from_stage(stage: int, x: jax.Array) -> jax.Array:
+    """Give all stages what one has. Cost: an all-reduce over axis `pipe`."""
+    own = jnp.where(jax.lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x))
+    return jax.lax.psum(own.astype(jnp.int8), PIPE).astype(bool) if x.dtype == bool else jax.lax.psum(own, PIPE)
+
+
+def _numbers(values: Any) -> Any:
+    """Return random keys as numbers, which can be zeros."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, values)
+
+
+def _as_key(x: jax.Array, impl: str) -> jax.Array:
+    return jax.random.wrap_key_data(x, impl=impl) if impl else x
+
+
+def _all(own: Any) -> Any:
+    """Give a stage's arrays the dim along which those of all stages stand."""
+    return jax.tree.map(lambda x: x[None], own)
+
+
+def _own(staged: Any) -> Any:
+    """Undo `_all`."""
+    return jax.tree.map(lambda x: x[0], staged)
+
+
+def _take(values: Any, place: jax.Array) -> Any:
+    return jax.tree.map(lambda x: at(x, place[0]), values)
+
+
+def _put(values: Any, place: jax.Array, new: Any) -> Any:
+    return jax.tree.map(lambda x, one: put_at(x, place[0], one), values, new)

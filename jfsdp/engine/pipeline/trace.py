@@ -1,0 +1,47 @@
+"""A loss traced for a pipeline, and what the trace runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.driver.weights import at
+from jfsdp.engine.pipeline.parts import Parts, part
+from jfsdp.engine.unit import Arrays, is_inexact
+from jfsdp.layout.units import ROOT
+
+
+class Trace:
+    """A traced loss in its parts, and what it runs on.
+
+    Attributes:
+      num_out: how many outputs are not the model's state.
+    """
+
+    def __init__(self, apply: ShardedApply, fn: Callable[..., Any], source: Arrays, state: Arrays, rows: Any):
+        layout = apply.layout
+        self.traced, flat = apply.trace(fn, dict(source), state, rows)
+        self.num_out = len(self.traced.jaxpr.outvars) - len(state)
+        self.names = sorted(path for path in source if path not in layout.unit(ROOT).leaves)
+        self.consts = flat[: self.traced.num_flat - len(jax.tree.leaves((rows, state))) - len(self.names)]
+        staged = {leaf.unit for leaf in layout.leaves if leaf.is_staged}
+        self.parts: Parts = part(self.traced, dict(apply.engine.calls), staged)
+
+    def flat(self, rows: Any, state: Arrays, weights: Arrays) -> list[Any]:
+        """Return the inputs of the trace but for the weights of the root; None for weights that are not given."""
+        own = [weights.get(name) for name in self.names]
+        return [*self.consts, *jax.tree.leaves(rows), *own, *jax.tree.leaves(state)]
+
+
+def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Any]:
+    """Return the rows of a microbatch, and the model's state before it."""
+    micro, states = jax.tree.map(lambda x: at(x, microbatch), tuple(rows))
+    return micro, states
+
+
+def inexact(values: Sequence[Any]) -> list[Any]:
+    """Return those values, or variables, that have a derivative."""
+    return [x for x in values if is_inexact(getattr(x, "aval", x))]

@@ -1,0 +1,149 @@
+"""A step as a pipeline equals one device: gradients in float64, steps of Adam in float32, under every schedule.
+
+In float64 the algorithm is exact to rounding, so its limit is near that; in float32 a limit would be of the rounding.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from tests.pairwise import cover
+
+LAYERS, VOCAB, DIM, HEADS, LENGTH, ROWS = 8, 24, 8, 2, 6, 48
+EXACT = 1e-12
+
+
+class Layer(nnx.Module):
+    """Plain attention inside documents, with a rotation per token, and an MLP; float64 throughout."""
+
+    def __init__(self, rngs):
+        self.scale = nnx.Param(1 + 0.1 * jax.random.normal(rngs.params(), (DIM,), jnp.float64))
+        self.qkv = nnx.Linear(DIM, 3 * DIM, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+        self.out = nnx.Linear(DIM, DIM, use_bias=False, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+        self.up = nnx.Linear(DIM, 4 * DIM, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+        self.down = nnx.Linear(4 * DIM, DIM, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+
+    def __call__(self, x, turn, documents):
+        rows, length, _ = x.shape
+        normed = self.scale[...] * x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))
+        q, k, v = jnp.split(self.qkv(normed).reshape(rows, length, HEADS, -1), 3, axis=-1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q * turn, k * turn)
+        seen = (documents[:, :, None] == documents[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30)), v)
+        x = x + self.out(mixed.reshape(rows, length, DIM))
+        return x + self.down(jax.nn.silu(self.up(x)))
+
+
+class Deep(nnx.Module):
+    """Embedding, a stack of layers that read two arrays of the rows besides, a head; tied and with a path around the
+    layers, or with a head of its own."""
+
+    def __init__(self, rngs, tied=False, layers=LAYERS):
+        make = nnx.vmap(lambda rngs: Layer(rngs), in_axes=0, out_axes=0)
+        self.embed = nnx.Param(0.5 * jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
+        self.layers = nnx.split_rngs(splits=layers)(make)(rngs)
+        self.norm = nnx.Param(jnp.ones((DIM,), jnp.float64))
+        self.head = None if tied else nnx.Param(jax.random.normal(rngs.params(), (DIM, VOCAB), jnp.float64))
+
+    def __call__(self, tokens, documents):
+        x = first = self.embed[...][tokens]
+        turn = jnp.cos(documents + 0.1 * jnp.arange(LENGTH))[:, :, None, None]
+        scan = nnx.scan(
+            lambda x, layer, *beside: layer(x, *beside), in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry
+        )
+        x = self.norm[...] * scan(x, self.layers, turn, documents)
+        return (x + first) @ self.embed[...].T if self.head is None else x @ self.head[...]
+
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["tokens"], batch["documents"]), batch["targets"]
+    )
+    total, weight = (losses * batch["weights"]).sum(), batch["weights"].sum()
+    return jfsdp.Loss(total, weight, {"largest": jfsdp.Max((losses * batch["weights"]).max())})
+
+
+def make_batch(seed=0, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, VOCAB, (2, rows, LENGTH)).astype(np.int32)
+    documents = np.cumsum(rng.random((rows, LENGTH)) < 0.3, axis=1).astype(np.int32)
+    weights = (rng.random((rows, LENGTH)) < rng.random((rows, 1))).astype(np.float64)
+    return {"tokens": tokens, "targets": targets, "documents": documents, "weights": weights}
+
+
+@pytest.fixture(autouse=True)
+def _wide(request):
+    with jax.enable_x64("exact" in request.node.name):
+        yield
+
+
+@functools.cache
+def wanted(tied):
+    """Mean loss and gradient by plain JAX on one device."""
+    model, batch = Deep(nnx.Rngs(0), tied), make_batch()
+    graph, params = nnx.split(model)
+
+    def mean(params):
+        found = loss(nnx.merge(graph, params), batch)
+        return found.total / found.weight, (found.aux or {})["largest"].maximum
+
+    (value, largest), grads = jax.value_and_grad(mean, has_aux=True)(params)
+    flat = {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(grads)}
+    return float(value), float(largest), flat
+
+
+def gradients(sizes, tied, accumulate, options=None, **step):
+    num = int(np.prod(list(sizes.values())))
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:num])
+    vocabulary = {"embed": (0, ("pipe", "tensor"))} | ({} if tied else {"head": (-1, ("pipe", "tensor"))})
+    cuts = {"layers.up": (-1, "tensor"), "layers.down.kernel": (0, "tensor")} | vocabulary
+    model = jfsdp.fully_shard(
+        lambda rngs: Deep(rngs, tied), mesh=mesh, units=[Layer], min_size=4, cuts=cuts, **(options or {})
+    )
+    state = model.init(optax.sgd(0.1))
+    fn = model.grads(loss, accumulate=accumulate, check_loss=False, **step)
+    _, grads, metrics = fn(state, make_batch())
+    found = {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(grads)}
+    return float(metrics["loss"]), float(metrics["largest"]), found
+
+
+COLUMNS = {
+    "pipe": [2, 4],
+    "data": [{}, {"fsdp": 2}, {"replica": 2}],
+    "tensor": [1, 2],
+    "schedule": ["1f1b", "gpipe", "1f1b twice"],
+    "accumulate": [4, 6, 8],
+    "tied": [False, True],
+    "remat": ["none", "full"],
+    "prefetch": [0, 1],
+}
+
+
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # attention is not cut over tensor
+@pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
+def test_gradients_are_exact(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
+    """Every pair of values of two columns stands in some row; more devices than there are is another row."""
+    sizes: dict[str, Any] = {"pipe": pipe, "fsdp": 1, "tensor": tensor} | data
+    if np.prod(list(sizes.values())) > 8:
+        sizes["tensor"] = 1
+    name, _, repeats = schedule.partition(" ")
+    step = {"schedule": name, "pipe_repeats": 2 if repeats else 1}
+    if repeats and accumulate % pipe:
+        with pytest.raises(ValueError, match=f"accumulate={accumulate} .* take 8"):
+            gradients(sizes, tied, accumulate, **step)
+        return
+    strategy = "hybrid_shard" if "replica" in data else "full_shard"
+    options = {"remat": remat, "prefetch": prefetch, "strategy": strategy}
+    value, largest, found = gradients(sizes, tied, accumulate, options, **step)
+    mean, most, grads = wanted(tied)
+    assert found.keys() == grads.keys()
+    np.testing.assert_allclose((value, largest), (mean, most), rtol=1e-6)  # metrics are float32
+    for path, grad in grads.items():
+        assert np.abs(found[path] - grad).max() < EXACT * max(np.abs(grad).max(), 1), path
