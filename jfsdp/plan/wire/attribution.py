@@ -134,7 +134,7 @@ def _group_key(kind: str, group_size: int) -> int:
 
 
 def _elements(move: Move) -> int:
-    return move.times * math.prod(move.shape)
+    return int(move.times * math.prod(move.shape))
 
 
 def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from jfsdp.arguments import Size, checked
 from jfsdp.engine import movements
-from jfsdp.engine.movements import REDUCE
+from jfsdp.engine.movements import REDUCE, Passes
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.program.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.program.hlo import Shape
@@ -78,7 +79,7 @@ class Move:
     axes: tuple[str, ...]
     group_size: int
     pieces: int
-    times: int
+    times: int | Fraction
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ class Move:
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step."""
         num_bytes = Shape(self.dtype, self.shape).num_bytes
-        return self.times * wire_bytes(self.kind, num_bytes, self.group_size)
+        return float(self.times) * wire_bytes(self.kind, num_bytes, self.group_size)
 
     @property
     def padding_share(self) -> float:
@@ -105,6 +106,7 @@ def expected_wire(
     reshard_after_backward: bool | Mapping[str, bool] = True,
     program: str = movements.MANUAL,
     calls: Mapping[str, int] | None = None,
+    passes: Passes | None = None,
 ) -> tuple[Expected, ...]:
     """Return what a step must put on the wire; see [Note: what theory counts].
 
@@ -112,11 +114,13 @@ def expected_wire(
       accumulate, reduce, reshard_after_backward: as given to `train_step`.
       program: of the step, "xla" or "manual": only the second can sum over some axes after the last microbatch.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
+      passes: of a pipeline, as `step.movement` has them.
 
     Raises:
       ValueError: for options that `train_step` refuses, and for a unit in `calls` that the layout does not have.
     """
     step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "program": program, "calls": calls}
+    step["passes"] = passes
     sums: dict[tuple[Any, ...], list[float]] = {}
     paths: dict[tuple[Any, ...], dict[str, None]] = {}
     for move in find_moves(layout, reshard_after_backward=reshard_after_backward, **step):
@@ -143,6 +147,7 @@ def find_moves(
     reshard_after_backward: bool | Mapping[str, bool] = True,
     program: str = movements.MANUAL,
     calls: Mapping[str, Size] | None = None,
+    passes: Passes | None = None,
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
@@ -158,6 +163,7 @@ def find_moves(
         once=config.reduces_once(layout),
         held=config.held_units(layout),
         calls=_check_calls(layout, calls or {}),
+        passes=passes,
     )
     return tuple(move for move in (_counted(layout, move) for move in found) if move.wire_bytes)
 

@@ -155,7 +155,7 @@ class Check:
         total: Counter[tuple[int, ...]] = Counter()
         for move in self.moves:
             if move.kind == kind:
-                wanted[_form(move.leaf)] += move.times * math.prod(move.shape)
+                wanted[_form(move.leaf)] += int(move.times * math.prod(move.shape))
         parts = [part for part in self.ledger.parts if part.collective.kind == kind and part.path]
         forms = {part: _form(self.layout.by_path[part.path]) for part in parts}
         for part in parts:
