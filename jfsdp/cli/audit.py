@@ -38,13 +38,17 @@ class AuditProgram(StepOptions):
     """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.layout.mesh import MODEL_AXES
         from jfsdp.plan.search.jobs import find_planned_job, shard_planned
         from jfsdp.plan.wire.audit import audit, read_module
 
         check_numbers(self, tolerance=0, min_overlap=0, gpus_per_node=1)
         module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
-        reason = as_options(planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch))
+        state = planned.model.abstract_state(planned.tx)
+        reason = as_options(planned.step.decide(state, planned.batch))
+        if planned.model.layout.num_shards(MODEL_AXES) > 1:
+            planned.step.trace(state, planned.batch)
         report = audit(
             module,
             planned.model.layout,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
     from jfsdp.plan.search.candidates import Candidate, Search
+    from jfsdp.plan.wire.ledger import Ledger
 
 GB, GIB = 1e9, 2**30
 
@@ -117,11 +118,17 @@ def _wire(plan: Plan) -> Any:
         )
     ledger = plan.ledger
     if ledger.own_bytes:
-        sent = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}"
-        table.add_row("without the model's own", "", "", "", "", "", sent, f"{ledger.wire_bytes_theory / GB:.3f}", "")
-    sent, theory = f"{ledger.wire_bytes / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
-    table.add_row("in all", "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
+        sent, theory = f"{ledger.own_bytes / GB:.3f}", f"{ledger.own_bytes_theory / GB:.3f}"
+        table.add_row("the model's own", "", "", "", "", "", sent, theory, _own_ratio(ledger))
+    sent, theory = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
+    name = "in all" if not ledger.own_bytes else "weights"
+    table.add_row(name, "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
     return table
+
+
+def _own_ratio(ledger: Ledger) -> str:
+    unread = ledger.own_theory.unread if ledger.own_theory else ()
+    return f"ratio {ledger.own_ratio or 0:.4f}{f' ({unread[0]}?)' if unread else ''}"
 
 
 def _overlap(plan: Plan) -> Any:

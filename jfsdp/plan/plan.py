@@ -183,7 +183,7 @@ class Plan:
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
-            **{name: ledger[name] for name in ("wire_bytes", "wire_bytes_theory", "wire_ratio", "own_bytes")},
+            **{name: ledger[name] for name in _LEDGER},
             "collectives": ledger["rows"],
             "unknown_collectives": ledger["unknown"],
             "timeline": [_timed(timed) for timed in clock.collectives],
@@ -204,6 +204,9 @@ class Plan:
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
         }
+
+
+_LEDGER = ("wire_bytes", "wire_bytes_theory", "wire_ratio", "own_bytes", "own_bytes_theory", "own_ratio")
 
 
 @contextlib.contextmanager

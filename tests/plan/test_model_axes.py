@@ -6,7 +6,9 @@ A narrow Llama of two layers, compiled for 16 H100s that are not there.
 import functools
 import math
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jfsdp
 from jfsdp.plan.program.collectives import find_collectives
@@ -15,17 +17,20 @@ from jfsdp.plan.wire.audit import audit
 from jfsdp.plan.wire.axes import is_own
 from jfsdp.plan.wire.ledger import OWN, make_ledger
 from jfsdp.plan.wire.traps import excess_elements
+from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests.plan import programs
 from tests.thin import thin
 
 NUM_DEVICES = 16
+FREE = PartitionSpec.UNCONSTRAINED
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
 @functools.cache
-def program(engine, fsdp, tensor):
-    job = programs.job(attention="xla")
+def program(engine, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
+    """The compiled step as a module, its layout, and its trace."""
+    job = programs.job(num_layers, attention="xla")
     model = jfsdp.fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(2), fsdp=fsdp, tensor=tensor),
@@ -33,16 +38,17 @@ def program(engine, fsdp, tensor):
         cuts=job.cuts,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
         engine=engine,
+        remat=remat,
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    compiled = step.lower(model.abstract_state(tx), job.batch(fsdp, 512)).compile(step.compiler_options)
-    return parse_module(compiled.as_text()), model.layout
+    compiled = step.lower(model.abstract_state(tx), job.batch(fsdp, seq_len)).compile(step.compiler_options)
+    return parse_module(compiled.as_text()), model.layout, step.traced
 
 
 @pytest.mark.parametrize("engine", thin(["manual", "auto"]))
 def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(engine):
-    module, layout = program(engine, 8, 2)
+    module, layout, _ = program(engine, 8, 2)
     collectives = find_collectives(module, NUM_DEVICES)
     found = make_ledger(layout, collectives)
     assert found.unknown == ()
@@ -64,7 +70,7 @@ def test_sequence_parallelism_moves_what_theory_says():
 
     Beside the layers: the embedding's sum and its gradient, the gather before the head and the sum behind its gradient.
     """
-    module, layout = program("manual", 8, 2)
+    module, layout, _ = program("manual", 8, 2)
     rows = [row for row in make_ledger(layout, find_collectives(module, NUM_DEVICES)).rows if row.what == OWN]
     config = programs.job(attention="xla").config
     sent = 512 * config.dim * 2 / 2  # one row of tokens in bfloat16; a device sends the half that the other lacks
@@ -82,14 +88,52 @@ def test_sequence_parallelism_moves_what_theory_says():
 
 @pytest.mark.parametrize("engine", ["auto", "manual"])
 def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
-    module, layout = program(engine, 8, 2)
-    report = audit(module, layout)
-    assert report.is_ok, str(report)
-    assert any("are the model's own" in note for note in report.notes)
+    module, layout, trace = program(engine, 8, 2)
+    for known in (None, trace):
+        report = audit(module, layout, trace=known)
+        assert report.is_ok, str(report)
+        (note,) = (note for note in report.notes if "are the model's own" in note)
+        assert ("by theory (ratio 1.00" if known else "theory is silent of them") in note
+    assert report.ledger.own_ratio == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["auto", "manual"])
+@pytest.mark.parametrize("remat", thin(["none", "dots"]))
+def test_theory_of_activations_is_what_is_compiled(engine, remat):
+    """Row by row where bytes count: crumbs are the token ids and the maxima of logits, in a form that XLA chooses."""
+    module, layout, trace = program(engine, 8, 2, remat, num_layers=3)
+    found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
+    assert found.own_theory is not None
+    assert found.own_theory.unread == ()
+    wide = [row for row in found.rows if row.what == OWN and row.dtype == "bf16"]
+    assert {row.kind for row in wide} == {"all-gather", "reduce-scatter", *["all-reduce"] * (engine == "auto")}
+    assert all(row.measured_bytes == row.expected_bytes for row in wide)
+    assert found.own_ratio == pytest.approx(1, abs=1e-3)
+
+
+def test_rows_that_the_axis_does_not_divide_are_all_reduced_by_theory_too():
+    module, layout, trace = program("manual", 8, 2, seq_len=511)
+    found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
+    (wide,) = (row for row in found.rows if row.what == OWN and row.dtype == "bf16")
+    assert (wide.kind, wide.measured_bytes) == ("all-reduce", wide.expected_bytes)
+    assert found.own_ratio == pytest.approx(1, abs=1e-3)
+
+
+def test_a_gradient_that_is_gathered_twice_is_a_trap(monkeypatch):
+    """What XLA did until the models stated of gradients too how they are split: 8 gathers a layer."""
+    *_, trace = program("manual", 8, 2)
+    spec = {True: PartitionSpec(FREE, "tensor", FREE), False: PartitionSpec(FREE, None, FREE)}
+    monkeypatch.setattr(over_tensor, "_stated", lambda split, x: jax.lax.with_sharding_constraint(x, spec[split]))
+    module, layout, _ = program.__wrapped__("manual", 8, 2)
+    report = audit(module, layout, trace=trace)
+    (finding,) = report.findings
+    assert finding.trap == "activations"
+    assert "most of it: all-gather bf16" in finding.message
+    assert report.ledger.own_bytes > 1.1 * report.ledger.own_bytes_theory
 
 
 def test_a_cut_weight_that_arrives_whole_along_the_axis_is_too_large():
-    _, layout = program("auto", 8, 2)
+    _, layout, _ = program("auto", 8, 2)
     leaf = layout.by_path["layers.mlp.up_proj.kernel"]
     shard = layout.shard_shape(leaf, "param")
     (cut,) = leaf.cuts
@@ -100,7 +144,7 @@ def test_a_cut_weight_that_arrives_whole_along_the_axis_is_too_large():
 
 @pytest.mark.proof
 def test_without_the_axis_nothing_is_the_models_own():
-    module, layout = program("manual", 16, 1)
-    found = make_ledger(layout, find_collectives(module, NUM_DEVICES))
-    assert found.own_bytes == 0
+    module, layout, trace = program("manual", 16, 1)
+    found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
+    assert found.own_bytes == found.own_bytes_theory == 0
     assert OWN not in {row.what for row in found.rows}

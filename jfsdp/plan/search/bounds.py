@@ -95,8 +95,9 @@ def _shard(options: StepOptions, cluster: Cluster) -> Planned:
 
 def _bound(planned: Planned, cluster: Cluster) -> Bound:
     layout, work = planned.model.layout, planned.work
-    planned.step.decide(planned.model.abstract_state(planned.tx), planned.batch)
-    rows = [row for row in expected_wire(layout, **planned.step.movement) if row.wire_bytes]
+    step = planned.step
+    step.decide(planned.model.abstract_state(planned.tx), planned.batch)
+    rows = [row for row in expected_wire(layout, program=str(step.program), **step.config.movement) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)

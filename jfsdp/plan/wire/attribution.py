@@ -6,7 +6,7 @@ itself: by the unit in the engine's scopes (`jfsdp.gather.layers`) where the nam
 against the leaves' stored, logical and sliced shapes. Where several leaves have that shape, the one with the most
 still to come by theory gets it; so in a list of equal layers the sums are certain and the single rows are not. What
 fits nothing is unknown, and is listed with its place in the source. A collective over the axes that the model itself
-is split over (`tensor`) belongs to no leaf, whatever it carries: it is the model's own, and theory is silent of it.
+is split over (`tensor`) belongs to no leaf, whatever it carries: it is the model's own; see activations.py.
 """
 
 from __future__ import annotations

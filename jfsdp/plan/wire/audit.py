@@ -19,9 +19,10 @@ from jfsdp.plan.wire.axes import is_own
 from jfsdp.plan.wire.ledger import Ledger, make_ledger
 from jfsdp.plan.wire.theory import SCALARS_BYTES, find_moves
 from jfsdp.plan.wire.traps import Check, Finding, gb
+from jfsdp.train.step.step import Trace
 
 # What a program of another strategy, mesh or step than the layout's is found guilty of.
-_OF_ANOTHER = ("extra-bytes", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
+_OF_ANOTHER = ("extra-bytes", "activations", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
 
 
@@ -59,8 +60,10 @@ class AuditReport:
     def __str__(self) -> str:
         ledger, num = self.ledger, len(self.findings)
         verdict = f"{num} finding{'s' if num > 1 else ''}" if num else "ok"
+        what = " of weights" if ledger.own_bytes else ""
         head = (
-            f"{gb(ledger.wire_bytes)} on the wire per device and step, {gb(ledger.wire_bytes_theory)} by theory "
+            f"{gb(ledger.wire_bytes - ledger.own_bytes)}{what} on the wire per device and step, "
+            f"{gb(ledger.wire_bytes_theory)} by theory "
             f"(ratio {ledger.wire_ratio:.4f}): {verdict}"
         )
         lines = [f"{item.trap}: {item.message}{f' ({item.source})' * bool(item.source)}" for item in self.findings]
@@ -75,6 +78,7 @@ def audit(
     tolerance: Amount = 0.01,
     min_overlap: Share | None = None,
     gpus_per_node: Count | None = None,
+    trace: Trace | None = None,
     **step: Any,
 ) -> AuditReport:
     """Compare a compiled training step with the layout it was made for; see [Note: traps].
@@ -86,8 +90,9 @@ def audit(
       min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
         has no such bytes is a finding too, since it shows nothing. None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
+      trace: of the step, for what the model sends over axes of its own (`tensor`): without it theory is silent of it.
       step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, the `program` of the step, and
-        `calls` of units: all but the last are `step.movement`.
+        `calls` of units: with `trace` all but the last are `step.movement`.
 
     Raises:
       ValueError: for what is no scheduled HLO, and for a program of another number of devices than the layout's mesh.
@@ -95,7 +100,7 @@ def audit(
     module = read_module(compiled)
     num_devices = _check_devices(module, layout)
     collectives = find_collectives(module, num_devices)
-    ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, **step)
+    ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, trace=trace, **step)
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
     check = Check(layout, module, ledger, find_moves(layout, **step), allowed)
     arguments = list(_arguments(module, layout))
@@ -106,6 +111,7 @@ def audit(
         *check.all_reduces(),
         *check.gathers(),
         *check.extra_bytes(tolerance),
+        *check.activations(tolerance),
         *(check.held() if step.get("reshard_after_backward", True) is True else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
@@ -162,8 +168,8 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
         yield (
-            f"{gb(ledger.own_bytes)} of what is on the wire are the model's own: what its shardings over "
-            f"{', '.join(MODEL_AXES)} cost; theory is silent of them, and the ratio is without them"
+            f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(MODEL_AXES)}: "
+            f"{_own_theory(ledger)}"
         )
     if not arguments:
         yield (
@@ -175,6 +181,15 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
             f"{1 - ledger.wire_ratio:.1%} fewer bytes than theory: XLA leaves out gathers that no derivative reads, "
             "and may sum microbatches before it reduces them"
         )
+
+
+def _own_theory(ledger: Ledger) -> str:
+    if ledger.own_theory is None:
+        return "theory is silent of them without the step's trace (trace=step.traced)"
+    theory = f"{gb(ledger.own_bytes_theory)} by theory (ratio {ledger.own_ratio:.4f})"
+    if not ledger.own_theory.unread:
+        return theory
+    return f"{theory}, which does not know what {', '.join(ledger.own_theory.unread)} does with a dim that is split"
 
 
 def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:

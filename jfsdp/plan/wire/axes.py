@@ -29,7 +29,7 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
 def is_own(layout: Layout, item: Collective) -> bool:
     """Tell whether a collective runs over the axes alone that the model itself is split over.
 
-    No strategy moves anything there: it is what the model's own shardings cost, and theory is silent of it.
+    No strategy moves anything there: it is what the model's own shardings cost; see activations.py.
     """
     axes = group_axes(layout, item.group)
     return bool(axes) and set(axes) <= set(MODEL_AXES)

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import REDUCE, SCATTER
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
+from jfsdp.plan.wire.activations import Activations, Sent, find_activations
 from jfsdp.plan.wire.attribution import Attribution, Part
 from jfsdp.plan.wire.axes import group_axes, is_own
 from jfsdp.plan.wire.theory import PERMUTE, Move, find_moves, is_replicated
+from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
@@ -27,7 +30,7 @@ class Row:
     Attributes:
       unit: the unit's name; "" is the root.
       what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would; OWN is
-        what the model's own shardings cost, of no unit.
+        what crosses the axes that the model itself is split over, of no unit.
       kind, dtype, axes, group_size: of the collective; `axes` is empty where the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
       count: collectives per step that carry some of it.
@@ -57,12 +60,14 @@ class Ledger:
       unknown: collectives of which some array fits no leaf.
       unknown_bytes: what these arrays send per device and step.
       parts: the attributed arrays, one by one.
+      own_theory: what must cross the axes that the model itself is split over; None without the step's trace.
     """
 
     rows: tuple[Row, ...]
     unknown: tuple[Collective, ...]
     unknown_bytes: float
     parts: tuple[Part, ...]
+    own_theory: Activations | None = None
 
     @property
     def wire_bytes(self) -> float:
@@ -71,36 +76,49 @@ class Ledger:
 
     @property
     def own_bytes(self) -> float:
-        """Those of them that the model's own shardings cost."""
+        """Those of them that cross the axes that the model itself is split over."""
         return sum(row.measured_bytes for row in self.rows if row.what == OWN)
+
+    @property
+    def own_bytes_theory(self) -> float:
+        """Bytes that each device must send there; 0 where the step's trace is not known."""
+        return sum(row.expected_bytes for row in self.rows if row.what == OWN)
 
     @property
     def wire_bytes_theory(self) -> float:
         """Bytes that each device must send per step, but for the model's own."""
-        return sum(row.expected_bytes for row in self.rows)
+        return sum(row.expected_bytes for row in self.rows if row.what != OWN)
 
     @property
     def wire_ratio(self) -> float:
         """Measured over expected, but for the model's own: 1 where nothing is sent and nothing need be, infinite where
         only theory is silent.
         """
-        sent = self.wire_bytes - self.own_bytes
-        if self.wire_bytes_theory:
-            return sent / self.wire_bytes_theory
-        return math.inf if sent else 1.0
+        return _ratio(self.wire_bytes - self.own_bytes, self.wire_bytes_theory)
+
+    @property
+    def own_ratio(self) -> float | None:
+        """The same of the model's own; None where the step's trace is not known."""
+        return self.own_theory and _ratio(self.own_bytes, self.own_bytes_theory)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as plain data."""
-        ratio = self.wire_ratio
+        ratio, own = self.wire_ratio, self.own_ratio
         return {
             "wire_bytes": self.wire_bytes,
             "wire_bytes_theory": self.wire_bytes_theory,
             "wire_ratio": ratio if math.isfinite(ratio) else None,
             "own_bytes": self.own_bytes,
+            "own_bytes_theory": self.own_bytes_theory if self.own_theory else None,
+            "own_ratio": own if own is not None and math.isfinite(own) else None,
             "unknown_bytes": self.unknown_bytes,
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "unknown": [_describe(item) for item in self.unknown],
         }
+
+
+def _ratio(sent: float, theory: float) -> float:
+    return sent / theory if theory else math.inf if sent else 1.0
 
 
 def _describe(item: Collective) -> dict[str, Any]:
@@ -109,13 +127,19 @@ def _describe(item: Collective) -> dict[str, Any]:
 
 
 def make_ledger(
-    layout: Layout, collectives: Iterable[Collective], *, gpus_per_node: int | None = None, **step: Any
+    layout: Layout,
+    collectives: Iterable[Collective],
+    *,
+    gpus_per_node: int | None = None,
+    trace: Trace | None = None,
+    **step: Any,
 ) -> Ledger:
     """Attribute the collectives of a compiled step; see [Note: whose collective].
 
     Args:
       collectives: as `find_collectives` reads them from the program.
       gpus_per_node: to tell what crosses nodes.
+      trace: of the step, for theory of what the model sends itself.
       step: `accumulate`, `reduce`, `reshard_after_backward`, `program` and `calls`, as `expected_wire` takes them.
 
     Raises:
@@ -138,7 +162,9 @@ def make_ledger(
     rows.expect(moves)
     rows.measure(parts)
     rows.measure_own(own)
-    return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts))
+    own_theory = trace and find_activations(trace, layout)
+    rows.expect_own(own_theory.sent if own_theory else ())
+    return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts), own_theory)
 
 
 class _Rows:
@@ -179,8 +205,16 @@ class _Rows:
                     seen.add((row, item.computation, item.name))
                     self.counts[row] += item.count
 
+    def expect_own(self, sent: Sequence[Sent]) -> None:
+        """Add what must cross the axes that the model itself is split over."""
+        axes = tuple(axis for axis in MODEL_AXES if self.layout.num_shards((axis,)) > 1)
+        for item in sent:
+            row = ROOT, OWN, item.kind, item.dtype, axes, self.layout.num_shards(axes)
+            self.expected[row] += item.wire_bytes  # type: ignore[assignment]
+            self.paths.setdefault(row, {})
+
     def measure_own(self, collectives: Sequence[Collective]) -> None:
-        """Add what the model's own shardings cost: of no unit, and not expected by anyone."""
+        """Add what crosses the axes that the model itself is split over: of no unit."""
         for item in collectives:
             for dtype, size in item.wire_by_dtype.items():
                 row = ROOT, OWN, item.kind, dtype, group_axes(self.layout, item.group), item.group_size

@@ -4,7 +4,8 @@
 The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
 included and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather
 that no derivative reads, such as that of an embedding's table). Not derivable from a layout, and so not counted: what
-an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations.
+an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations, of which the
+step's trace says more (activations.py).
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def expected_wire(
     calls: Mapping[str, int] | None = None,
     passes: Passes | None = None,
 ) -> tuple[Expected, ...]:
-    """Return what a step must put on the wire; see [Note: what theory counts].
+    """Return what a step must put on the wire for its weights; see [Note: what theory counts].
 
     Args:
       accumulate, reduce, reshard_after_backward: as given to `train_step`.

@@ -9,9 +9,8 @@
     all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
     held             gathered weights of a resharded unit that live from its forward to its backward
     overlap          too few of the bytes in loops have a matmul between start and done, or no loop has any bytes
+    activations      more bytes over the axes that the model itself is split over (`tensor`) than its trace asks for
     unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
-
-None of them is a collective over the axes that the model itself is split over (`tensor`): the model asked for it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.program.collectives import Collective
+from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.program.held import find_held
 from jfsdp.plan.program.hlo import Instruction, Module, Shape
 from jfsdp.plan.program.rounds import walk
@@ -201,6 +201,24 @@ class Check:
             f"{shown or 'unknown collectives'}"
         )
         yield Finding("extra-bytes", message, size, path, "")
+
+    def activations(self, tolerance: float) -> Iterator[Finding]:
+        """More bytes over the axes that the model itself is split over than the trace of the step asks for."""
+        ledger = self.ledger
+        if ledger.own_theory is None or ledger.own_theory.unread:
+            return
+        size, allowed = ledger.own_bytes - ledger.own_bytes_theory, tolerance * ledger.own_bytes_theory + SCALARS_BYTES
+        if size <= allowed:
+            return
+        excess = {row: row.measured_bytes - row.expected_bytes for row in ledger.rows if row.what == OWN}
+        rows = sorted((row for row in excess if excess[row] > 0), key=lambda row: -excess[row])
+        shown = [f"{row.kind} {row.dtype} {gb(excess[row])}" for row in rows]
+        message = (
+            f"{gb(ledger.own_bytes)} per device and step over {', '.join(MODEL_AXES)}, and what the model computes and "
+            f"states asks for {gb(ledger.own_bytes_theory)}; most of it: {', '.join(shown[:3])}; state with "
+            "jax.lax.with_sharding_constraint how the values are split that XLA moves (docs/tensor.md)"
+        )
+        yield Finding("activations", message, size, "", "")
 
     def held(self) -> Iterator[Finding]:
         """Gathered weights of resharded units that live from forward to backward, and are not gathered again.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.compat import keep_pace
@@ -130,6 +130,14 @@ class StepConfig:
         return {name: getattr(self, name) for name in ("accumulate", "reduce", "reshard_after_backward")}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """A step as JAX traced it: its program, and the PartitionSpec of each input."""
+
+    jaxpr: Any
+    specs: tuple[PartitionSpec, ...]
+
+
 class MeanGradients(NamedTuple):
     """Gradients of the mean loss of a step, and what else it computed.
 
@@ -155,6 +163,7 @@ class BatchStep:
     """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
 
     Attributes:
+      traced: what `lower` or `trace` last traced.
     """
 
     def __init__(
@@ -188,6 +197,7 @@ class BatchStep:
         self._batch_shape: Any = None
         self._num_own_rows: int | None = None
         self._is_checked = False
+        self.traced: Trace | None = None
         self._shares = row_shares(self.mesh)
         self._first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
 
@@ -221,8 +231,9 @@ class BatchStep:
 
     @property
     def movement(self) -> dict[str, Any]:
-        """What decides how often leaves are gathered and reduced, by the names that theory takes."""
-        return {**self.config.movement, "program": self.program or MANUAL, "passes": self._passes()}
+        """What decides what it moves, by the names that theory takes; with its trace, once there is one."""
+        own = {"program": self.program or MANUAL, "passes": self._passes(), "trace": self.traced}
+        return {**self.config.movement, **own}
 
     def decide(self, state: TrainState, batch: Any) -> str:
         """Choose the step's program, for good, by what its loss does on a *global* batch; return the reason.
@@ -370,6 +381,15 @@ class TrainStep(BatchStep):
           ValueError: if the mesh names no platform to lower for, or the batch cannot be split.
         """
         check_lowers(self.mesh)
+        return self.trace(abstract_state, abstract_batch).lower()
+
+    def trace(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
+        """Trace the step for shapes, those of a *global* batch, and remember the trace in `traced`; a mesh of sizes
+        alone will do.
+
+        Raises:
+          ValueError: if the batch cannot be split.
+        """
         self._check_batch(abstract_batch, 1)
 
         def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -377,11 +397,15 @@ class TrainStep(BatchStep):
 
         batch = jax.tree.map(place, abstract_batch)
         # Lets models choose kernels for devices that are not there.
-        device = self.mesh.devices.flat[0]
-        is_there = device.platform == jax.default_backend()
+        device = None if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
+        is_there = device is None or device.platform == jax.default_backend()
         with contextlib.nullcontext() if is_there else jax.default_device(device):
             self.decide(abstract_state, batch)
-            return self._compile_for(abstract_state).lower(*lend_host_params(abstract_state), batch)
+            given = (*lend_host_params(abstract_state), batch)
+            traced = self._compile_for(abstract_state).trace(*given)
+            specs = (getattr(x.sharding, "spec", PartitionSpec()) for x in jax.tree.leaves(given))
+            self.traced = Trace(traced.jaxpr.jaxpr, tuple(specs))
+            return traced
 
     def _compile_for(self, state: TrainState) -> Any:
         if self._jitted is None:

@@ -1,0 +1,355 @@
+"""What a step must send over the axes that the model itself is split over, read from its trace.
+
+[Note: theory of activations]
+The trace of a step says which dims are split: those of the weights, as the layout cuts them, and those that the model
+states. From there each value follows by [Note: where a dim goes]: it is whole, split along a dim, or a sum that is
+still to be formed (of a matrix product over a split dim, say). It is sent where it is read as something else: a sum
+that is to be split is a reduce-scatter, one that is read whole an all-reduce, a split value that is read whole an
+all-gather, and one that is to be split elsewhere an all-to-all; to split what is whole is free. What a sum becomes
+is open through operations on single elements, until a statement, an operation or the end of a loop's iteration says it.
+Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole only a part is read; what it
+sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may need each other there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jfsdp.compat import manual_axes
+from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
+from jfsdp.engine.engine import SCOPE
+from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.table import Layout
+from jfsdp.plan.program.collectives import wire_bytes
+from jfsdp.plan.program.hlo import Shape
+from jfsdp.plan.wire.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
+from jfsdp.plan.wire.theory import hlo_dtype
+from jfsdp.train.step.step import Trace
+
+ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One value that crosses an axis.
+
+    Attributes:
+      kind: of the collective.
+      dtype: as HLO writes it.
+      wire_bytes: sent per device and step.
+      times: how often per step.
+      source: the operation by which it has to, by its name in the program.
+    """
+
+    kind: str
+    dtype: str
+    wire_bytes: float
+    times: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """What a step must send over the model's axes; see [Note: theory of activations].
+
+    Attributes:
+      sent: in the order of the trace.
+      unread: operations of which it is not known what they do with a split dim: theory may be wrong about these.
+    """
+
+    sent: tuple[Sent, ...]
+    unread: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Sum:
+    """A sum over an axis of which it is open whether it becomes whole or split.
+
+    Attributes:
+      var: what is summed.
+      is_formed, form: whether that is known, and what it became.
+      of: the sum that it is added to, or computed from.
+      has_parts: whether the sum of its parts on all devices is the value itself.
+    """
+
+    var: Any
+    is_formed: bool = False
+    form: Form = None
+    of: _Sum | None = None
+    has_parts: bool = True
+
+    def root(self) -> _Sum:
+        return self.of.root() if self.of else self
+
+
+Form = int | None | _Sum
+
+
+class _Axis:
+    """How every value is split over some mesh axes."""
+
+    def __init__(self, names: Sequence[str], parts: int, send: Callable[[str, Any, Any], None] | None = None):
+        self.names, self.parts, self.send = frozenset(names), parts, send
+        self.forms: dict[Any, Form] = {}
+        self.unread: dict[str, None] = {}
+
+    def read(self, atom: Any) -> Form:
+        """Return how a value is split, a sum that has been formed as what it became."""
+        form = None if is_literal(atom) else self.forms.get(atom)
+        if isinstance(form, _Sum) and form.root().is_formed:
+            formed = form.root()
+            return formed.form if formed.var.aval.shape == atom.aval.shape else None
+        return form
+
+    def turn(self, atom: Any, form: Form, eqn: Any) -> None:
+        """Make a value whole, or split along a dim; what is whole is split for free."""
+        now = self.read(atom)
+        if is_literal(atom) or now == form:
+            return
+        if isinstance(now, _Sum):
+            found = now.root()
+            found.is_formed, found.form = True, form if found.var.aval.shape == atom.aval.shape else None
+            self._tell(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
+        elif now is not None:
+            self._tell(ALL_GATHER if form is None else ALL_TO_ALL, atom, eqn)
+        self.forms[atom] = form
+
+    def _tell(self, kind: str, var: Any, eqn: Any) -> None:
+        if self.send:
+            self.send(kind, var, eqn)
+
+    def give(self, out: Any, form: Form | str) -> None:
+        """Say how a result is split."""
+        self.forms[out] = _Sum(out) if form == SUMMED else form  # type: ignore[assignment]
+
+    def compute(self, eqn: Any) -> None:
+        """Follow an operation without a body."""
+        if self._waits(eqn):
+            return
+        for atom in eqn.invars:
+            if isinstance(self.read(atom), _Sum):
+                self.turn(atom, self._common(eqn) if atom.aval.shape else None, eqn)
+        goes = self._agreed(eqn)
+        for place, out in enumerate(eqn.outvars):
+            self.give(out, next((each[place] for each in goes if each[place] is not None), None))
+
+    def _waits(self, eqn: Any) -> bool:
+        """Leave it open how a sum is formed where the results may decide it; sums that are added become one."""
+        forms = [self.read(atom) for atom in eqn.invars]
+        sums = [form for form in forms if isinstance(form, _Sum)]
+        if not sums or not keeps_sums(eqn) or any(isinstance(form, int) for form in forms):
+            return False
+        sizes = {atom.aval.size for atom, form in zip(eqn.invars, forms, strict=True) if isinstance(form, _Sum)}
+        has_parts = is_linear(eqn) or (adds(eqn) and len(sums) == len(forms))
+        has_parts = has_parts and all(form.has_parts for form in sums)
+        if sizes != {eqn.outvars[0].aval.size} or (len(sums) > 1 and not has_parts):
+            return False
+        first = sums[0].root()
+        for other in {form.root() for form in sums[1:]} - {first}:
+            other.of = first
+        out = first if has_parts else _Sum(first.var, of=first, has_parts=False)
+        self.forms.update(dict.fromkeys(eqn.outvars, out))
+        return True
+
+    def _common(self, eqn: Any) -> int | None:
+        """Return the dim along which a sum is split that meets split values, element by element."""
+        forms = [self.read(atom) for atom in eqn.invars]
+        return next((form for form in forms if isinstance(form, int)), None) if keeps_sums(eqn) else None
+
+    def _agreed(self, eqn: Any) -> list[list[Any]]:
+        """Return where split dims go, once the operands that stand against it are whole, the smaller ones first."""
+        places = [place for place, atom in enumerate(eqn.invars) if isinstance(self.read(atom), int)]
+        goes = {place: follow(eqn, place, self.read(eqn.invars[place]), self.parts) for place in places}  # type: ignore[arg-type]
+        for place in sorted(places, key=lambda place: _num_bytes(eqn.invars[place].aval)):
+            own = goes.pop(place)
+            is_lost = all(found is None for found in own)
+            like = [other for other in goes if self.read(eqn.invars[other]) == self.read(eqn.invars[place])]
+            if is_lost and not is_known(eqn) and not like:
+                self.unread[eqn.primitive.name] = None
+            if (is_lost and (is_known(eqn) or not like)) or any(_contradict(own, each) for each in goes.values()):
+                self.turn(eqn.invars[place], None, eqn)
+            else:
+                goes[place] = own
+        return list(goes.values())
+
+    def state(self, eqn: Any) -> None:
+        """Follow a sharding that is stated; along dims that are left open a value is split as it was."""
+        (atom,), (out,) = eqn.invars, eqn.outvars
+        stated = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+        free = eqn.params.get("unconstrained_dims") or ()
+        wanted, now = self.dim(getattr(stated, "spec", ())), self.read(atom)
+        if wanted is None and isinstance(now, int) and now in free:
+            wanted = now
+        self.turn(atom, wanted, eqn)
+        self.forms[out] = wanted
+
+    def enter(self, loop: _Loop) -> list[Form]:
+        """Return how the inputs of a body are split; layer dims are not."""
+        forms: list[Form] = []
+        for place, atom in enumerate(loop.eqn.invars):
+            form, is_row = self.read(atom), place >= loop.num_consts + loop.num_carry
+            if (isinstance(form, _Sum) and loop.is_loop) or (form == 0 and is_row):
+                self.turn(atom, None, loop.eqn)
+                form = None
+            forms.append(form - 1 if isinstance(form, int) and is_row else form)
+        return forms
+
+    def changes(self, loop: _Loop, start: list[Form]) -> bool:
+        """Form the sums of an iteration; tell whether something is carried out split that `start` carries in whole."""
+        if not loop.is_loop:
+            return False
+        before = list(start)
+        for place, out in enumerate(loop.body.outvars):
+            now, at = self.read(out), loop.num_consts + place
+            wanted = start[at] if place < loop.num_carry else None
+            if isinstance(now, _Sum) or (isinstance(wanted, int) and now is not None):
+                self.turn(out, wanted, loop.eqn)
+            elif place < loop.num_carry and wanted is None:
+                start[at] = now
+        return start != before
+
+    def leave(self, loop: _Loop, start: list[Form]) -> None:
+        """Say how the results of a loop are split: what is carried as it is carried in."""
+        for place, (inside, out) in enumerate(zip(loop.body.outvars, loop.eqn.outvars, strict=True)):
+            form = self.read(inside)
+            if place >= loop.num_carry:
+                self.forms[out] = form + 1 if isinstance(form, int) else form
+            else:
+                self.forms[out] = start[loop.num_consts + place] if loop.is_loop else form
+
+    def dim(self, spec: Any) -> int | None:
+        """Return the dim that a spec splits over these axes."""
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+        return next((dim for dim, axes in enumerate(entries) if self.names.intersection(map(str, axes))), None)
+
+
+class _Walk:
+    """Follows a trace, with the rows of the batch over the data axes beside what the model splits."""
+
+    def __init__(self, axes: Sequence[str], parts: int, rows: Sequence[str], num_rows: int):
+        self.sent: list[Sent] = []
+        self.times = 1
+        self.rows, self.own = _Axis(rows, num_rows), _Axis(axes, parts, self._send)
+        self.axes = (self.own, self.rows)
+
+    def _send(self, kind: str, var: Any, eqn: Any) -> None:
+        rows = self.rows.read(var)
+        if isinstance(rows, _Sum):  # one sum over both, which is the strategy's
+            return
+        share = 1 if rows is None else self.rows.parts
+        size = wire_bytes(kind, _num_bytes(var.aval) / share, self.own.parts) * self.times
+        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+        self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
+
+    def run(self, jaxpr: Any) -> None:
+        """Follow the operations of a jaxpr, whose inputs have their forms."""
+        for eqn in jaxpr.eqns:
+            if f"{SCOPE}.update" not in str(eqn.source_info.name_stack):
+                self._step(eqn)
+
+    def _step(self, eqn: Any) -> None:
+        name = eqn.primitive.name
+        if name in ("sharding_constraint", "reshard"):
+            for axis in self.axes:
+                axis.state(eqn)
+        elif name == "optimization_barrier":
+            self._pass(eqn.invars, eqn.outvars)
+        elif name == "scan":
+            self._scan(eqn)
+        elif name == "shard_map":
+            self._shard_map(eqn)
+        elif (inner := _called(eqn)) is not None:
+            self._pass(eqn.invars, inner.invars)
+            self.run(inner)
+            self._pass(inner.outvars, eqn.outvars)
+        else:
+            for axis in self.axes:
+                axis.compute(eqn)
+
+    def _pass(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
+        for axis in self.axes:
+            axis.forms.update(zip(taken, [axis.read(atom) for atom in given], strict=True))
+
+    def _shard_map(self, eqn: Any) -> None:
+        """Inside, a device has its part of what the specs split."""
+        (inner,), names = inner_jaxprs(eqn), manual_axes(eqn)
+        mapped = [axis for axis in self.axes if axis.names & names]
+        for axis in mapped:
+            for atom, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True):
+                axis.turn(atom, axis.dim(spec), eqn)
+        self._pass(eqn.invars, inner.invars)
+        for axis in mapped:
+            axis.forms.update(dict.fromkeys(inner.invars))
+        if self.own not in mapped:
+            self.run(inner)
+            self._pass(inner.outvars, eqn.outvars)
+        for axis in mapped:
+            specs = eqn.params["out_specs"]
+            axis.forms.update((out, axis.dim(spec)) for out, spec in zip(eqn.outvars, specs, strict=True))
+
+    def _scan(self, eqn: Any) -> None:
+        """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
+        (body,), (num_consts, num_carry) = inner_jaxprs(eqn), scan_counts(eqn)
+        loop = _Loop(eqn, body, num_consts, num_carry)
+        starts = {axis: axis.enter(loop) for axis in self.axes}
+        mark, outer, self.times = len(self.sent), self.times, self.times * eqn.params["length"]
+        has_changed = True
+        while has_changed:
+            del self.sent[mark:]
+            for axis, start in starts.items():
+                axis.forms.update(zip(body.invars, start, strict=True))
+            self.run(body)
+            has_changed = any(axis.changes(loop, start) for axis, start in starts.items())
+        for axis, start in starts.items():
+            axis.leave(loop, start)
+        self.times = outer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan: its equation, its body, and how many of the inputs are constants and carried."""
+
+    eqn: Any
+    body: Any
+    num_consts: int
+    num_carry: int
+
+    @property
+    def is_loop(self) -> bool:
+        """Tell whether it has several iterations; XLA makes no loop of one."""
+        return self.eqn.params["length"] > 1
+
+
+def find_activations(trace: Trace | None, layout: Layout) -> Activations:
+    """Return what a step must send over the model's axes; see [Note: theory of activations].
+
+    Args:
+      trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
+    """
+    axes = [axis for axis in MODEL_AXES if layout.num_shards((axis,)) > 1]
+    if trace is None or not axes:
+        return Activations((), ())
+    walk = _Walk(axes, layout.num_shards(axes), layout.data_axes, layout.num_shards(layout.data_axes))
+    for axis in walk.axes:
+        axis.forms.update(zip(trace.jaxpr.invars, map(axis.dim, trace.specs), strict=True))
+    walk.run(trace.jaxpr)
+    for atom in trace.jaxpr.outvars:
+        if isinstance(walk.own.read(atom), _Sum):
+            walk.own.turn(atom, None, trace.jaxpr.eqns[-1])
+    return Activations(tuple(walk.sent), tuple(walk.own.unread))
+
+
+def _contradict(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return any(a != b and None not in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _called(eqn: Any) -> Any:
+    """Return the body of a call, and of nothing else."""
+    found = [inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)]
+    return found[0] if found and len(found[0].outvars) == len(eqn.outvars) else None
+
+
+def _num_bytes(aval: Any) -> int:
+    return Shape(hlo_dtype(str(aval.dtype)), aval.shape).num_bytes

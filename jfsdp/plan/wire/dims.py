@@ -1,0 +1,173 @@
+"""What becomes of a dim of an operand: which dim of each result it is, or that the operation sums over it.
+
+[Note: where a dim goes]
+A dim that an axis splits stays split where the operation works place by place along it; it is gone, and every device
+has a part of a sum, where the operation sums along it. An operation that mixes the places of a dim (a sort, a part of
+it taken) needs the whole of it. An operation without a rule is taken to work place by place along the dims that its
+results have in common with its operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SUMMED = "summed"
+Goes = int | str | None  # a dim of a result, SUMMED, or None: the result does not have it
+
+
+def follow(eqn: Any, place: int, dim: int, parts: int) -> list[Goes]:
+    """Return for each result where a dim goes that is split in `parts`; all None: the operand is needed whole.
+
+    Args:
+      place: of the operand among the inputs.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None:
+        return [_same(eqn.invars[place].aval, dim, out.aval) for out in eqn.outvars]
+    return [rule(eqn, place, dim, parts)] * len(eqn.outvars)
+
+
+def is_known(eqn: Any) -> bool:
+    """Tell whether an operation has a rule, or is one on single elements, which needs none."""
+    return eqn.primitive.name in _RULES or all(
+        not atom.aval.shape or _stretches(atom.aval.shape, eqn.outvars[0].aval.shape)
+        for atom in (*eqn.invars, *eqn.outvars)
+    )
+
+
+def _stretches(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) == len(to) and all(size in (1, other) for size, other in zip(shape, to, strict=True))
+
+
+def keeps_sums(eqn: Any) -> bool:
+    """Tell whether a sum over devices may as well be formed after an operation, which leaves elements as they are, or
+    takes each by itself.
+    """
+    return eqn.primitive.name in _SHAPES or (is_known(eqn) and eqn.primitive.name not in _RULES)
+
+
+def _same(given: Any, dim: int, out: Any) -> Goes:
+    return (
+        dim if out.shape[dim : dim + 1] == given.shape[dim : dim + 1] and len(out.shape) == len(given.shape) else None
+    )
+
+
+def _dot(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    contracted, batch = eqn.params["dimension_numbers"]
+    if dim in contracted[place]:
+        return SUMMED
+    if dim in batch[place]:
+        return list(batch[place]).index(dim)
+    free = [d for d in range(eqn.invars[place].aval.ndim) if d not in contracted[place] and d not in batch[place]]
+    other = eqn.invars[0].aval.ndim - len(contracted[0]) if place else len(batch[0])
+    return other + free.index(dim)
+
+
+def _reduce(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    axes = eqn.params["axes"]
+    return SUMMED if dim in axes else dim - sum(axis < dim for axis in axes)
+
+
+def _broadcast(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    return eqn.params["broadcast_dimensions"][dim] if place == 0 else None
+
+
+def _transpose(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    return list(eqn.params["permutation"]).index(dim)
+
+
+def _squeeze(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    gone = [d % eqn.invars[0].aval.ndim for d in eqn.params["dimensions"]]
+    return dim - sum(d < dim for d in gone)
+
+
+def _reshape(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    """A part of what follows the dims before: of the dim of the result that begins there, if the parts divide it."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before = math.prod(old[:dim])
+    return next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] % parts == 0), None)
+
+
+def _slice(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    return None if place else _same(eqn.invars[0].aval, dim, eqn.outvars[0].aval)
+
+
+def _update(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    operand, update = eqn.invars[:2]
+    return _same(operand.aval, dim, update.aval) if place < 2 else None
+
+
+def _concatenate(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    return None if dim == eqn.params["dimension"] else dim
+
+
+def _along(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    """Cumulative sums, sorts and reversals mix the places of one dim."""
+    params = eqn.params
+    mixed = params.get("axis", params.get("dimension", params.get("dimensions")))
+    return None if dim in (mixed if isinstance(mixed, tuple) else (mixed,)) else dim
+
+
+def _gather(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    out = eqn.outvars[0].aval
+    looked_up = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+    if place == 1:
+        return looked_up[dim]
+    if dim in numbers.operand_batching_dims:
+        return looked_up[numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]]
+    if dim in numbers.start_index_map:
+        return SUMMED if sizes[dim] == 1 else None
+    kept = [d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    return numbers.offset_dims[kept.index(dim)] if sizes[dim] == eqn.invars[0].aval.shape[dim] else None
+
+
+def _scatter(eqn: Any, place: int, dim: int, parts: int) -> Goes:
+    """What several devices add to one array is a sum over them; if it is smaller than the array, it is wanted whole."""
+    numbers = eqn.params["dimension_numbers"]
+    if place == 0:
+        return dim
+    updates = eqn.invars[2].aval
+    if place == 2 and dim in numbers.update_window_dims:
+        inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = [d for d in range(eqn.invars[0].aval.ndim) if d not in inserted]
+        return kept[numbers.update_window_dims.index(dim)]
+    places = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    at = places.index(dim) if place == 2 else dim
+    batching = numbers.scatter_indices_batching_dims
+    if at in batching:
+        return numbers.operand_batching_dims[batching.index(at)]
+    return None if updates.size < eqn.invars[0].aval.size else SUMMED
+
+
+_SHAPES: dict[str, Callable[[Any, int, int, int], Goes]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+}
+_RULES: dict[str, Callable[[Any, int, int, int], Goes]] = {
+    **_SHAPES,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev"), _along),
+    **dict.fromkeys(("slice", "dynamic_slice", "split", "pad"), _slice),
+    **dict.fromkeys(("scatter-add", "scatter_add"), _scatter),
+    "dynamic_update_slice": _update,
+    "dot_general": _dot,
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "gather": _gather,
+}
+_LINEAR = ("neg", "mul", "div", "convert_element_type", "copy")
+
+
+def adds(eqn: Any) -> bool:
+    """Tell whether an operation adds its operands."""
+    return eqn.primitive.name in ("add", "add_any", "sub")
+
+
+def is_linear(eqn: Any) -> bool:
+    """Tell whether an operation on a part of a sum, and on what is no sum, gives a part of the result."""
+    return eqn.primitive.name in _SHAPES or eqn.primitive.name in _LINEAR

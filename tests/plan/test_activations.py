@@ -1,0 +1,154 @@
+"""What must cross axis `tensor`, read from traces: small functions, each beside what one would count by hand."""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jfsdp.plan.wire.activations import find_activations
+from jfsdp.train.step.step import Trace
+
+FREE = P.UNCONSTRAINED
+MESH = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))
+LAYOUT: Any = types.SimpleNamespace(data_axes=("fsdp",), num_shards=lambda axes: {("tensor",): 4}.get(tuple(axes), 2))
+ROWS, WIDTH, WIDE = 8, 16, 32
+X = ((ROWS, 4, WIDTH), P("fsdp"))
+UP, DOWN = ((WIDTH, WIDE), P(None, "tensor")), ((WIDE, WIDTH), P("tensor"))
+SIZE = ROWS // 2 * 4 * WIDTH * 4  # float32 on a device, the rows split over fsdp
+PART = SIZE * 3 / 4  # sent by one of four
+
+
+def state(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+
+def split(x):
+    return state(x, FREE, "tensor")
+
+
+def found(fn, *args):
+    traced = jax.jit(fn).trace(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args])
+    return find_activations(Trace(traced.jaxpr.jaxpr, tuple(spec for _, spec in args)), LAYOUT)
+
+
+def sent(fn, *args):
+    result = found(fn, *args)
+    assert result.unread == ()
+    return [(item.kind, item.wire_bytes) for item in result.sent]
+
+
+def mlp(x, up, down):
+    return x + jnp.tanh(x @ up) @ down
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "wanted"),
+    [
+        pytest.param(lambda x, up: jnp.tanh(x @ up), (X, UP), [], id="columns"),
+        pytest.param(lambda *args: jnp.sum(mlp(*args), 2), (X, UP, DOWN), [("all-reduce", 2 * PART)], id="a sum"),
+        pytest.param(
+            lambda *args: split(mlp(*args)), (X, UP, DOWN), [("reduce-scatter", PART)], id="a sum that is split"
+        ),
+        pytest.param(
+            lambda *args: jnp.tanh(state(split(mlp(*args)), FREE, None)),
+            (X, UP, DOWN),
+            [("reduce-scatter", PART), ("all-gather", PART)],
+            id="split and brought together",
+        ),
+        pytest.param(
+            lambda x, up, down: jnp.tanh(state(x @ up[:, :WIDTH] @ down[:WIDTH] * 2, FREE, None, FREE)),
+            (X, UP, DOWN),
+            [("all-gather", WIDTH * WIDE * 4 * 3 / 4), ("all-gather", WIDE * WIDTH * 4 * 3 / 4)],
+            id="a part of a split dim needs the whole",
+        ),
+        pytest.param(
+            lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 4, 8).transpose(0, 2, 1, 3)[:, :, 1:]).sum((2, 3)),
+            (X, UP),
+            [],
+            id="heads",
+        ),
+        pytest.param(
+            lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 2, 16)),
+            (X, UP),
+            [("all-gather", 2 * PART)],
+            id="two heads for four",
+        ),
+        pytest.param(
+            lambda x, up: state(state(x @ up, FREE, FREE, "tensor"), FREE, "tensor", None),
+            (X, UP),
+            [("all-to-all", 2 * PART)],
+            id="split along another dim",
+        ),
+        pytest.param(
+            lambda table: jnp.tanh(jnp.take(table, jnp.zeros((ROWS, 4), int), axis=0, mode="fill")),
+            (DOWN,),
+            [("all-reduce", 2 * 2 * PART)],  # these rows are on every device
+            id="a table looked up",
+        ),
+        pytest.param(
+            lambda *args: jax.lax.scan(lambda x, _: (mlp(x, *args[1:]), None), args[0], length=3)[0],
+            (X, UP, DOWN),
+            [("all-reduce", 3 * 2 * PART)],
+            id="loop",
+        ),
+        pytest.param(
+            lambda x: state(jax.lax.scan(lambda x, _: (split(x) * 2, None), x, length=3)[0], FREE, None),
+            (X,),
+            [("all-gather", PART)],
+            id="what a loop carries stays split",
+        ),
+        pytest.param(
+            lambda x, up: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ up)))(x) ** 2,
+            (X, UP),
+            [("all-reduce", 2 * PART)],
+            id="its gradient",
+        ),
+    ],
+)
+def test_what_has_to_be_sent(fn, args, wanted):
+    assert sent(fn, *args) == wanted
+
+
+def test_sums_that_are_added_are_sent_as_one():
+    def three(x, up, down):
+        one, *others = [jnp.tanh(x @ up) @ (down * n) for n in range(3)]
+        return split(one + others[0] + others[1])
+
+    assert sent(three, X, UP, DOWN) == [("reduce-scatter", PART)]
+
+
+def test_what_is_computed_from_sums_is_no_sum():
+    def two(x, up, down):
+        return split(jnp.tanh(x @ up @ down) + jnp.tanh(jnp.cos(x @ up) @ down))
+
+    assert sorted(sent(two, X, UP, DOWN)) == [("all-reduce", 2 * PART), ("all-reduce", 2 * PART)]
+
+
+def test_two_readers_of_a_split_value_bring_it_together_once():
+    def both(x, up):
+        x = split(x)
+        return jnp.tanh(x @ up), jnp.cos(x @ up)
+
+    assert sent(both, X, UP) == [("all-gather", PART)]
+
+
+def test_a_sum_over_the_rows_too_is_the_strategys():
+    """The gradient of a scale that each token of each row has a part of: one sum over both, in program xla."""
+
+    def scale_gradient(x, scale):
+        return jax.grad(lambda scale: jnp.sum(split(x) * scale))(scale) ** 2
+
+    assert sent(scale_gradient, X, ((WIDTH,), P())) == []
+
+
+def test_what_an_operation_without_a_rule_loses_is_said():
+    result = found(lambda x, up: jax.lax.top_k(x @ up, 2)[0], X, UP)
+    assert result.unread == ("top_k",)
+
+
+def test_without_a_trace_nothing_is_known():
+    assert find_activations(None, LAYOUT).sent == ()
