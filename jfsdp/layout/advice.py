@@ -74,7 +74,7 @@ def _other_name(layout: Layout) -> str | None:
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if num_data_shards(sizes) == 1:
         where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
-        return None if strategy.name == "ddp" else f"{strategy.name} on {where}: nothing is split, as with ddp"
+        return None if strategy.name == "ddp" else f"{strategy.name} on {where}: {_split_there(layout)}"
     if strategy.reshard_after_forward == NODE:
         return _kept_as(layout, False, "shard_grad_op") or _kept_as(layout, num_data_shards(sizes), "full_shard")
     if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
@@ -86,6 +86,16 @@ def _other_name(layout: Layout) -> str | None:
     return (
         f"{strategy.name} on a mesh whose axis {small[0]!r} has size 1 is {same}; give that axis a size, or say {same}"
     )
+
+
+def _split_there(layout: Layout) -> str:
+    """What is split where the strategy has no axis to split over."""
+    cut = [leaf for leaf in layout.leaves if leaf.cuts]
+    if not cut:
+        return "nothing is split, as with ddp"
+    axes = " and ".join(dict.fromkeys(repr(one.axis) for leaf in cut for one in leaf.cuts))
+    share = num_parameters(cut) / num_parameters(layout.leaves)
+    return f"it splits nothing, as ddp; axis {axes} cuts {100 * share:.1f} % of the parameters"
 
 
 def _kept_as(layout: Layout, ways: int | bool, name: str) -> str | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jfsdp.arguments import checked
 from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
-from jfsdp.layout.select import select_leaves
+from jfsdp.layout.select import chooses, select_leaves
 from jfsdp.layout.table import Cut, close_names, cut_sizes
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
-AxisRules = Mapping[str, str | tuple[str, ...] | None]
+AxisRules = Mapping[str, str | tuple[str, ...] | None] | Sequence[tuple[Any, ...]]
 Cuts = Mapping[Any, Any]  # by selector, (dim, axis) or None
 
 
@@ -36,8 +37,8 @@ def find_cuts(
       names: by path, what the model calls the dims of a leaf (Flax's sharding metadata), where it names them.
       sizes: of the mesh's axes.
       types: as `select_leaves` takes them.
-      axis_rules: by a name of dims, the axis that cuts them (or several, major to minor), or None; a name that is such
-        an axis needs no rule. Without rules the names cut nothing.
+      axis_rules: by a name of dims, the axis that cuts them (or several, major to minor), or None, as a dict or as
+        Flax's pairs; a name that is such an axis needs no rule. Without rules the names cut nothing.
       cuts: by selector, (dim, axis or axes), the dim counted without layer dims, a negative one from the end; None: no
         cut. What a selector chooses has no cuts by its names. Leaves without elements have none.
 
@@ -47,24 +48,65 @@ def find_cuts(
     """
     asked: dict[str, list[tuple[int, str, str]]] = {}
     if axis_rules is not None:
-        asked = _by_names(leaves, stacked, names, axis_rules)
+        asked = _by_names(leaves, stacked, names, _by_name(axis_rules))
     asked |= _by_selectors(leaves, stacked, types, cuts or {})
     return {
         path: _checked(path, tuple(leaves[path].shape), stacked[path], asked.get(path, []), sizes) for path in leaves
     }
 
 
+def check_aliases(
+    cuts: Cuts | None,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    types: Mapping[str, type],
+    aliases: Mapping[str, str],
+) -> None:
+    """Refuse selectors that choose a leaf by another name than its own.
+
+    Args:
+      aliases: the other names of leaves that the model reaches in several ways.
+
+    Raises:
+      ValueError: if no selector chooses such a leaf by its own name.
+    """
+    globs = [selector for selector in cuts or {} if isinstance(selector, str)]
+    for alias, path in aliases.items():
+        chosen = [glob for glob in globs if chooses("cuts", glob, alias, leaves[path], types)]
+        if chosen and not any(chooses("cuts", selector, path, leaves[path], types) for selector in cuts or {}):
+            raise ValueError(
+                f"{path}: cuts {chosen[0]!r} names it {alias}, and it is one parameter under both names; say "
+                f"cuts={{{path!r}: ...}}"
+            )
+
+
+def _by_name(rules: AxisRules) -> Mapping[str, Any]:
+    if isinstance(rules, Mapping):
+        return rules
+    found: dict[str, Any] = {}
+    for rule in rules:
+        if len(rule) != 2 or rule[0] is None or rule[0] in found:
+            raise ValueError(
+                f"axis_rules: {rule!r} is no pair of a name and an axis, or another one has this name; give each "
+                "name of dims one rule, such as ('mlp', 'tensor') or ('embed', None)"
+            )
+        found[rule[0]] = rule[1]
+    return found
+
+
 def _by_names(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     stacked: Mapping[str, int],
     names: Mapping[str, DimNames],
-    rules: AxisRules,
+    rules: Mapping[str, Any],
 ) -> dict[str, list[tuple[int, str, str]]]:
-    named = {path: _named_dims(path, tuple(leaves[path].shape), stacked[path], dims) for path, dims in names.items()}
+    layers = {name for path, dims in names.items() if len(dims) == leaves[path].ndim for name in dims[: stacked[path]]}
+    named = {path: _named_dims(path, leaves[path].shape, stacked[path], dims, layers) for path, dims in names.items()}
     known = sorted({name for dims in named.values() for _, name in dims})
     for name in rules:
         if name not in known:
-            raise ValueError(f"axis_rules: {name!r} is the name of no parameter's dim; {_names_are(known)}")
+            raise ValueError(
+                f"axis_rules: {name!r} is the name of no parameter's dim, drop its rule; {_names_are(known)}"
+            )
     # A layer dim needs no rule: it cannot be cut.
     asking = {name: path for path, dims in named.items() for dim, name in dims if dim >= stacked[path]}
     missing = [name for name in known if name in asking and name not in rules and name not in MODEL_AXES]
@@ -86,14 +128,20 @@ def _axes(wanted: Any) -> tuple[Any, ...]:
     return wanted if isinstance(wanted, tuple) else () if wanted is None else (wanted,)
 
 
-def _named_dims(path: str, shape: tuple[int, ...], stacked: int, names: DimNames) -> list[tuple[int, str]]:
-    """Return the dims that have names: the first ones, after layer dims that a vmap or a scan has left without."""
+def _named_dims(
+    path: str, shape: tuple[int, ...], stacked: int, names: DimNames, layers: Collection[Any]
+) -> list[tuple[int, str]]:
+    """Return the dims that have names: the first ones, after layer dims that a vmap or a scan has left without.
+
+    Args:
+      layers: what other leaves call layer dims: names that begin so have them.
+    """
     if len(names) > len(shape):
         raise ValueError(
             f"{path}: sharding metadata {names} names {len(names)} dims, and shape {shape} has {len(shape)}; mend "
             "it in the model"
         )
-    first = stacked if len(shape) - len(names) == stacked else 0
+    first = stacked if len(shape) - len(names) == stacked and not {*names[:stacked]} & {*layers} - {None} else 0
     pairs = [(dim + first, (entry,) if isinstance(entry, str) else entry or ()) for dim, entry in enumerate(names)]
     return [(dim, name) for dim, entry in pairs for name in entry]
 
@@ -131,7 +179,7 @@ def _asked(path: str, shape: tuple[int, ...], stacked: int, reason: str, wanted:
 
 
 def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
         raise ValueError(f"{path}: cuts: dim {dim!r} is not a whole number; say (dim, axis), such as (0, 'tensor')")
     num = len(shape) - stacked
     if not -num <= dim < num:
@@ -139,7 +187,7 @@ def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:
         raise ValueError(
             f"{path}: cuts: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; say {-num}..{num - 1}"
         )
-    return stacked + dim % num
+    return stacked + int(dim) % num
 
 
 def _checked(

@@ -78,9 +78,12 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     resolved = {name: rest if size == -1 else size for name, size in ordered.items()}
     if math.prod(resolved.values()) != num_devices:
         text = ",".join(f"{name}={size}" for name, size in ordered.items())
+        odd = [name for name, size in ordered.items() if num_devices % size]
+        fits = ", ".join(str(size) for size in range(1, num_devices + 1) if num_devices % size == 0)
+        remedy = f"axis {odd[0]!r} may have size {fits}" if odd else "change the sizes or the devices"
         raise ValueError(
             f"mesh {text} needs {'a multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
-            f"{num_devices}; change the sizes or the devices, or give one axis size -1"
+            f"{num_devices}; {remedy}, or give one axis size -1"
         )
     return resolved
 

@@ -37,7 +37,7 @@ class AdaptedModel:
         beside = part_shapes(adapters) | {name: leaf for name, leaf in coded.items() if name not in base.params}
         self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(beside)
         self.params, self.state, self.types = {**self._whole.params, **coded}, base.state, self._whole.types
-        self.dim_names, self.instance = base.dim_names, base.instance
+        self.dim_names, self.aliases, self.instance = base.dim_names, base.aliases, base.instance
         self.modules: list[ModuleInfo] = base.modules
         views = {path: {part: one.name(part) for part in one.parts} for path, one in adapters.items()}
         self.tree = ParamTree(base.named({name: views.get(name, name) for name in base.params}))

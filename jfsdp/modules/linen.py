@@ -85,6 +85,7 @@ class LinenModel:
         self.params = {name: struct_of(value) for name, value in params.items()}
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
+        self.aliases: dict[str, str] = {}  # a parameter has the name of the module that made it, whoever calls that
         self.dim_names = {name: names for name, names in self._dim_names.items() if name in self.params and names}
         self.tree = ParamTree(self.named({name: name for name in self.params}))
         self.modules = list_modules(classes, list(self.params), callers)

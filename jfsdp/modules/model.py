@@ -114,6 +114,7 @@ class FlaxModel(Protocol):
       params, state: shapes and dtypes of the parameters, and of everything else that lives between steps, by name.
       types: the variable type of each parameter, where the API has such types; else empty.
       dim_names: what sharding metadata calls the dims of a parameter, for those that have it.
+      aliases: other names of parameters that the model reaches in several ways, each with its own.
       tree: the tree in which users, and their optimizers, see the parameters.
       modules: all modules, the root first.
       instance: the weights given with the model, in a form of its own; None if `create` makes them.
@@ -124,6 +125,7 @@ class FlaxModel(Protocol):
     state: dict[str, jax.ShapeDtypeStruct]
     types: dict[str, type]
     dim_names: dict[str, tuple[Any, ...]]
+    aliases: dict[str, str]
     tree: ParamTree
     modules: list[ModuleInfo]
     instance: Any

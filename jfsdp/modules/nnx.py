@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ class NNXModel:
         self.tree = ParamTree(self.named({name: name for name in self.params}))
         model = self.instance if self.instance is not None else nnx.merge(self.graphdef, params, state)
         self.modules = _modules(model, list(self.params))
+        self.aliases = _aliases(model, self.params)
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""
@@ -215,6 +216,16 @@ def _dim_names(flat: Any) -> dict[str, tuple[Any, ...]]:
 def _with_arrays(flat: Any, arrays: Mapping[str, Any]) -> Any:
     names = list(_arrays(flat))
     return jax.tree.unflatten(jax.tree.structure(flat), [arrays[name] for name in names])
+
+
+def _aliases(model: nnx.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the other names of parameters, which the model reaches in several ways, each with its own."""
+    found = {}
+    for first, *others in nnx.find_duplicates(model):
+        at = join_path(first)
+        below = [name for name in names if name == at or name.startswith(f"{at}.")]
+        found |= {join_path(other) + name[len(at) :]: name for other in others for name in below}
+    return found
 
 
 def _modules(model: nnx.Module, leaves: Sequence[str]) -> list[ModuleInfo]:

@@ -14,7 +14,7 @@ from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
 from jfsdp.layout.codec import Coded, find_codecs
-from jfsdp.layout.cuts import AxisRules, Cuts
+from jfsdp.layout.cuts import AxisRules, Cuts, check_aliases
 from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
@@ -97,8 +97,8 @@ def fully_shard(
       placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
         "ignored".
       axis_rules: tensor parallelism by the model's own sharding metadata: by a name of dims, the mesh axis that cuts
-        them (`{"mlp": "tensor", "embed": None}`). Every name needs a rule. A device has one part of what is cut, in
-        storage and in compute; what is left of it is split by the strategy.
+        them (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule. A device has one part of what
+        is cut, in storage and in compute; what is left of it is split by the strategy.
       cuts: the same by selector (as in `frozen`): `{"**.o_proj.kernel": (0, "tensor")}`, the dim without layer dims,
         or None for what metadata is not to cut.
       lora: train low-rank adapters of some matrices, and freeze the rest: a `LoRA`, or a list for different ones.
@@ -146,6 +146,7 @@ def fully_shard(
         per_unit=per_unit,
         node_size=functools.cache(functools.partial(node_size, mesh)),
     )
+    check_aliases(cuts, flax_model.params, flax_model.types, flax_model.aliases)
     layout = build_layout(
         flax_model.params,
         resolved,

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from jfsdp.arguments import Count, checked
+from jfsdp.layout.cuts import AxisRules
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
 DATA_KINDS = ("tokens", "images")
@@ -73,7 +74,7 @@ class Job:
     configure: Callable[..., Any] | None = None
     config: Any = None
     pretrained: Mapping[str, Any] | None = None
-    axis_rules: Mapping[str, str | None] | None = None
+    axis_rules: AxisRules | None = None
     cuts: Mapping[Any, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.advice import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
+from tests.layout.tables import make_table
 
 
 class Net(nnx.Module):
@@ -62,6 +63,13 @@ def test_hpz_over_one_device_or_all_is_called_what_it_is(ways):
 def test_on_one_device_nothing_is_split():
     assert warnings({"fsdp": 1}) == ["full_shard on one device: nothing is split, as with ddp"]
     assert warnings({"fsdp": 1}, "ddp") == []
+
+
+def test_on_one_data_shard_what_is_cut_is_split():
+    leaves = {"w": (256, 1024), "b": (1024,)}
+    layout = make_table(leaves, "full_shard", {"fsdp": 1, "tensor": 4}, cuts={"w": (0, "tensor")})
+    told = "full_shard on one data shard: it splits nothing, as ddp; axis 'tensor' cuts 99.6 % of the parameters"
+    assert advise(layout) == [told]
 
 
 def test_padding_is_told_above_one_percent():

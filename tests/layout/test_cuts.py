@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jfsdp.layout.cuts import find_cuts
+from jfsdp.layout.cuts import check_aliases, find_cuts
 from jfsdp.layout.report import describe_stage, layout_to_dict
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
@@ -99,13 +100,47 @@ def test_names_of_the_first_dims_are_theirs():
     assert found(leaves={"w": (64, 256)}, names={"w": ("mlp",)}, axis_rules=rules) == {"w": [(0, "tensor", 2)]}
 
 
+def test_names_that_begin_with_a_layer_dims_are_not_taken_for_the_last_ones():
+    """Flax puts the name of a layer dim before those that a variable has, and these may be fewer than its dims."""
+    leaves, names = {"w": (3, 8, 16), "v": (3, 8, 16)}, {"w": ("layers", "mlp"), "v": ("layers", "mlp", None)}
+    cut = {"w": [(1, "tensor", 2)], "v": [(1, "tensor", 2)]}
+    assert found(leaves=leaves, stacked=1, names=names, axis_rules={"mlp": "tensor"}) == cut
+
+
+@pytest.mark.parametrize("rules", [[*RULES.items()], tuple(map(list, RULES.items()))])
+def test_rules_may_be_pairs_as_flaxs_are(rules):
+    assert found(axis_rules=rules) == found(axis_rules=RULES) != {}
+
+
+def test_a_dim_may_be_an_integer_of_numpy():
+    assert found(cuts={"mlp.up": (np.int64(-1), "tensor")}) == {"mlp.up": [(1, "tensor", 2)]}
+
+
+def test_a_leaf_of_two_names_is_chosen_by_its_own():
+    leaves = {"embed.embedding": abstract((64, 16)), "head.bias": abstract((64,))}
+    aliases = {"head.kernel": "embed.embedding"}
+    for selector in ("head.kernel", "head"):
+        with pytest.raises(ValueError, match=r"embed\.embedding: cuts 'head.* names it head\.kernel, and it is one"):
+            check_aliases({selector: (0, "tensor")}, leaves, {}, aliases)
+    check_aliases({"head": (0, "tensor"), "embed": (0, "tensor")}, leaves, {}, aliases)
+    check_aliases({"head.bias": (0, "tensor")}, leaves, {}, aliases)
+
+
 def test_leaves_without_elements_are_not_cut():
     assert found(leaves={"w": (0, 8)}, names={}, cuts={"w": (1, "tensor")}) == {}
 
 
 REFUSED = {
     "a name without a rule": ({"axis_rules": {"mlp": "tensor"}}, r"mlp\.down: axis_rules has no rule for 'embed'"),
-    "a rule for no name": ({"axis_rules": {**RULES, "head": "tensor"}}, "'head' is the name of no parameter's dim"),
+    "a rule for no name": (
+        {"axis_rules": {**RULES, "head": "tensor"}},
+        "'head' is the name of no parameter's dim, drop its rule",
+    ),
+    "two rules for a name": (
+        {"axis_rules": [("mlp", "tensor"), ("mlp", None)]},
+        r"\('mlp', None\) is no pair .* or another",
+    ),
+    "a rule that is no pair": ({"axis_rules": [("mlp", "a", "b")]}, "is no pair of a name and an axis"),
     "rules and no metadata": ({"axis_rules": RULES, "names": {}}, "no sharding metadata"),
     "twice over one axis": (
         {"axis_rules": {"mlp": "tensor", "embed": "tensor"}},

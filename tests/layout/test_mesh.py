@@ -109,7 +109,11 @@ def test_resolve_sizes_orders_axes_major_to_minor():
     [
         ({"fsdp": 4}, r"mesh fsdp=4 needs .*4 devices, but there are 8; change the sizes"),
         ({"replica": 4, "fsdp": 4}, r"mesh replica=4,fsdp=4 needs .*16 devices, but there are 8"),
-        ({"replica": 3, "fsdp": -1}, r"mesh replica=3,fsdp=-1 needs a multiple of 3 devices, but there are 8"),
+        (
+            {"replica": 3, "fsdp": -1},
+            r"mesh replica=3,fsdp=-1 needs a multiple of 3 devices, but there are 8; axis 'replica' ",
+        ),
+        ({"fsdp": -1, "tensor": 3}, r"but there are 8; axis 'tensor' may have size 1, 2, 4, 8, or give"),
         ({"replica": 16, "fsdp": -1}, r"needs a multiple of 16 devices, but there are 8"),
     ],
 )

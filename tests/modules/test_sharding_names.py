@@ -75,6 +75,20 @@ def lower(source, unit, **options):
     return model
 
 
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(8, DIM, rngs=rngs)
+        self.head = self.embed
+
+
+def test_a_tied_leaf_is_cut_by_its_own_name_and_the_other_one_is_refused():
+    mesh = jfsdp.make_abstract_mesh({"fsdp": 4, "tensor": 2})
+    model = jfsdp.fully_shard(Tied, mesh=mesh, cuts={"embed": (0, "tensor")})
+    assert model.layout.by_path["embed.embedding"].cuts
+    with pytest.raises(ValueError, match=r"embed\.embedding: cuts 'head' names it head\.embedding, and it is one"):
+        jfsdp.fully_shard(Tied, mesh=mesh, cuts={"head": (0, "tensor")})
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_factory_with_names_needs_no_mesh_and_no_setting_of_flax(stacked):
     lower(lambda rngs: Net(rngs, stacked), Block)
