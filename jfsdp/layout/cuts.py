@@ -175,7 +175,7 @@ def _asked(path: str, shape: tuple[int, ...], stacked: int, reason: str, wanted:
         raise ValueError(
             f"{path}: {reason}: {wanted!r} is neither a dim and an axis, such as (0, {MODEL_AXES[0]!r}), nor None"
         )
-    return [(_dim(path, shape, stacked, wanted[0]), axis, reason) for axis in _axes(wanted[1])]
+    return [(_dim(path, shape, stacked, wanted[0]), axis, reason) for axis in _axes(wanted[1]) or (None,)]  # type: ignore[list-item]
 
 
 def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:

@@ -131,7 +131,7 @@ def test_hybrid_sharding_in_groups_of_one_is_ddp():
 
 
 def test_parameters_are_not_split_over_the_model_axes():
-    layout = make_layout("full_shard", {"pipe": 2, "fsdp": 4, "tensor": 8})
+    layout = make_layout("full_shard", {"fsdp": 4, "tensor": 8})
     assert {axis for leaf in layout.leaves for stage in stages(leaf).values() if stage for axis in stage[0]} == {"fsdp"}
 
 

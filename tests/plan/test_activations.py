@@ -14,7 +14,11 @@ from jfsdp.train.step.step import Trace
 
 FREE = P.UNCONSTRAINED
 MESH = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))
-LAYOUT: Any = types.SimpleNamespace(data_axes=("fsdp",), num_shards=lambda axes: {("tensor",): 4}.get(tuple(axes), 2))
+LAYOUT: Any = types.SimpleNamespace(
+    data_axes=("fsdp",),
+    mesh_sizes=(("fsdp", 2), ("tensor", 4)),
+    num_shards=lambda axes: {("tensor",): 4}.get(tuple(axes), 2),
+)
 ROWS, WIDTH, WIDE = 8, 16, 32
 X = ((ROWS, 4, WIDTH), P("fsdp"))
 UP, DOWN = ((WIDTH, WIDE), P(None, "tensor")), ((WIDE, WIDTH), P("tensor"))

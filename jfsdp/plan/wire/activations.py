@@ -14,6 +14,7 @@ sends beyond is its own choice. The optimizer's update is left out: elements of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import wire_bytes
 from jfsdp.plan.program.hlo import Shape
 from jfsdp.plan.wire.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
-from jfsdp.plan.wire.theory import hlo_dtype
+from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype
 from jfsdp.train.step.step import Trace
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
@@ -85,6 +86,7 @@ class _Sum:
 
 
 Form = int | None | _Sum
+_WRITTEN = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
 
 
 class _Axis:
@@ -285,9 +287,24 @@ class _Walk:
         if self.own not in mapped:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
+        else:
+            self._count(inner, self.times)
         for axis in mapped:
             specs = eqn.params["out_specs"]
             axis.forms.update((out, axis.dim(spec)) for out, spec in zip(eqn.outvars, specs, strict=True))
+
+    def _count(self, jaxpr: Any, times: int) -> None:
+        """Take over what is written out over the axis: there the trace itself says what is sent."""
+        for eqn in jaxpr.eqns:
+            kind = _WRITTEN.get(eqn.primitive.name)
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            if kind and self.own.names & ({axes} if isinstance(axes, str) else {*axes}):
+                for var in eqn.outvars:
+                    size = wire_bytes(kind, _num_bytes(var.aval), self.own.parts) * times
+                    name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+                    self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, times, name))
+            for inner in inner_jaxprs(eqn):
+                self._count(inner, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
 
     def _scan(self, eqn: Any) -> None:
         """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
@@ -328,17 +345,23 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     Args:
       trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
     """
-    axes = [axis for axis in MODEL_AXES if layout.num_shards((axis,)) > 1]
-    if trace is None or not axes:
-        return Activations((), ())
-    walk = _Walk(axes, layout.num_shards(axes), layout.data_axes, layout.num_shards(layout.data_axes))
+    found = [
+        _over(axis, trace, layout)
+        for axis in MODEL_AXES
+        if trace is not None and axis in dict(layout.mesh_sizes) and layout.num_shards((axis,)) > 1
+    ]
+    return Activations(*(tuple(itertools.chain(*parts)) for parts in (zip(*found, strict=True) if found else ((), ()))))
+
+
+def _over(own: str, trace: Trace, layout: Layout) -> tuple[list[Sent], list[str]]:
+    walk = _Walk((own,), layout.num_shards((own,)), layout.data_axes, layout.num_shards(layout.data_axes))
     for axis in walk.axes:
         axis.forms.update(zip(trace.jaxpr.invars, map(axis.dim, trace.specs), strict=True))
     walk.run(trace.jaxpr)
     for atom in trace.jaxpr.outvars:
         if isinstance(walk.own.read(atom), _Sum):
             walk.own.turn(atom, None, trace.jaxpr.eqns[-1])
-    return Activations(tuple(walk.sent), tuple(walk.own.unread))
+    return walk.sent, list(walk.own.unread)
 
 
 def _contradict(one: Sequence[Any], other: Sequence[Any]) -> bool:
