@@ -125,11 +125,21 @@ def test_sums_that_are_added_are_sent_as_one():
     assert sent(three, X, UP, DOWN) == [("reduce-scatter", PART)]
 
 
+def test_additions_are_not_put_in_another_order():
+    """As those of the paths of adapters between those of their matrices."""
+
+    def two(x, up, down):
+        wide = jnp.tanh(x @ up)
+        return split((wide @ down + x) * 2 + jnp.cos(wide) @ down)
+
+    assert sent(two, X, UP, DOWN) == [("reduce-scatter", PART)] * 2
+
+
 def test_what_is_computed_from_sums_is_no_sum():
     def two(x, up, down):
         return split(jnp.tanh(x @ up @ down) + jnp.tanh(jnp.cos(x @ up) @ down))
 
-    assert sorted(sent(two, X, UP, DOWN)) == [("all-reduce", 2 * PART), ("all-reduce", 2 * PART)]
+    assert sent(two, X, UP, DOWN) == [("reduce-scatter", PART)] * 2
 
 
 def test_two_readers_of_a_split_value_bring_it_together_once():
@@ -152,6 +162,14 @@ def test_a_sum_over_the_rows_too_is_the_strategys():
 def test_what_an_operation_without_a_rule_loses_is_said():
     result = found(lambda x, up: jax.lax.top_k(x @ up, 2)[0], X, UP)
     assert result.unread == ("top_k",)
+
+
+def test_a_collective_of_the_models_own_is_said():
+    def local(x):
+        return jax.lax.psum(x * jax.lax.axis_index("tensor"), "tensor")
+
+    result = found(jax.shard_map(local, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False), X)
+    assert (result.unread, result.sent) == (("psum",), ())
 
 
 def test_without_a_trace_nothing_is_known():

@@ -7,6 +7,7 @@ still to be formed (of a matrix product over a split dim, say). It is sent where
 that is to be split is a reduce-scatter, one that is read whole an all-reduce, a split value that is read whole an
 all-gather, and one that is to be split elsewhere an all-to-all; to split what is whole is free. What a sum becomes
 is open through operations on single elements, until a statement, an operation or the end of a loop's iteration says it.
+Sums that are added are one; but additions are not put in another order, as of what is whole and added between.
 Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole only a part is read; what it
 sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may need each other there.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jfsdp.compat import manual_axes
@@ -72,6 +73,7 @@ class _Sum:
       var: what is summed.
       is_formed, form: whether that is known, and what it became.
       of: the sum that it is added to, or computed from.
+      beside: others that become what it becomes, each by itself.
       has_parts: whether the sum of its parts on all devices is the value itself.
     """
 
@@ -79,6 +81,7 @@ class _Sum:
     is_formed: bool = False
     form: Form = None
     of: _Sum | None = None
+    beside: list[_Sum] = dataclasses.field(default_factory=list)
     has_parts: bool = True
 
     def root(self) -> _Sum:
@@ -111,12 +114,18 @@ class _Axis:
         if is_literal(atom) or now == form:
             return
         if isinstance(now, _Sum):
-            found = now.root()
-            found.is_formed, found.form = True, form if found.var.aval.shape == atom.aval.shape else None
-            self._tell(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
+            self._form(now.root(), atom.aval.shape, form, eqn)
         elif now is not None:
             self._tell(ALL_GATHER if form is None else ALL_TO_ALL, atom, eqn)
         self.forms[atom] = form
+
+    def _form(self, found: _Sum, shape: tuple[int, ...], form: Form, eqn: Any) -> None:
+        if found.is_formed:
+            return
+        found.is_formed, found.form = True, form if found.var.aval.shape == shape else None
+        self._tell(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
+        for other in found.beside:
+            self._form(other.root(), shape, form, eqn)
 
     def _tell(self, kind: str, var: Any, eqn: Any) -> None:
         if self.send:
@@ -144,13 +153,16 @@ class _Axis:
         if not sums or not keeps_sums(eqn) or any(isinstance(form, int) for form in forms):
             return False
         sizes = {atom.aval.size for atom, form in zip(eqn.invars, forms, strict=True) if isinstance(form, _Sum)}
+        if sizes != {eqn.outvars[0].aval.size}:
+            return False
         has_parts = is_linear(eqn) or (adds(eqn) and len(sums) == len(forms))
         has_parts = has_parts and all(form.has_parts for form in sums)
-        if sizes != {eqn.outvars[0].aval.size} or (len(sums) > 1 and not has_parts):
-            return False
-        first = sums[0].root()
-        for other in {form.root() for form in sums[1:]} - {first}:
-            other.of = first
+        first, *others = dict.fromkeys(form.root() for form in sums)
+        if has_parts:
+            for other in others:
+                other.of = first
+        else:
+            first.beside += others
         out = first if has_parts else _Sum(first.var, of=first, has_parts=False)
         self.forms.update(dict.fromkeys(eqn.outvars, out))
         return True
@@ -267,8 +279,21 @@ class _Walk:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
         else:
+            if _is_collective(eqn, self.own.names):
+                self._written(eqn)
             for axis in self.axes:
                 axis.compute(eqn)
+
+    def _written(self, eqn: Any) -> None:
+        """Take over what is written out over the axis, of kinds that a pipeline has."""
+        kind = _WRITTEN.get(eqn.primitive.name)
+        if kind is None:
+            self.own.unread[eqn.primitive.name] = None
+            return
+        for var in eqn.outvars:
+            size = wire_bytes(kind, _num_bytes(var.aval), self.own.parts) * self.times
+            name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+            self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
 
     def _pass(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
         for axis in self.axes:
@@ -284,27 +309,11 @@ class _Walk:
         self._pass(eqn.invars, inner.invars)
         for axis in mapped:
             axis.forms.update(dict.fromkeys(inner.invars))
-        if self.own not in mapped:
-            self.run(inner)
-            self._pass(inner.outvars, eqn.outvars)
-        else:
-            self._count(inner, self.times)
+        self.run(inner)
+        self._pass(inner.outvars, eqn.outvars)
         for axis in mapped:
             specs = eqn.params["out_specs"]
             axis.forms.update((out, axis.dim(spec)) for out, spec in zip(eqn.outvars, specs, strict=True))
-
-    def _count(self, jaxpr: Any, times: int) -> None:
-        """Take over what is written out over the axis: there the trace itself says what is sent."""
-        for eqn in jaxpr.eqns:
-            kind = _WRITTEN.get(eqn.primitive.name)
-            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            if kind and self.own.names & ({axes} if isinstance(axes, str) else {*axes}):
-                for var in eqn.outvars:
-                    size = wire_bytes(kind, _num_bytes(var.aval), self.own.parts) * times
-                    name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
-                    self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, times, name))
-            for inner in inner_jaxprs(eqn):
-                self._count(inner, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
 
     def _scan(self, eqn: Any) -> None:
         """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
@@ -366,6 +375,13 @@ def _over(own: str, trace: Trace, layout: Layout) -> tuple[list[Sent], list[str]
 
 def _contradict(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return any(a != b and None not in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _is_collective(eqn: Any, axes: Collection[str]) -> bool:
+    """Tell whether an operation of a `shard_map` is the model's own collective over some axes."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    moves = eqn.primitive.name not in ("axis_index", "pvary", "pcast")
+    return moves and any(axis in axes for axis in (named if isinstance(named, tuple | list) else (named,)))
 
 
 def _called(eqn: Any) -> Any:
