@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jfsdp.checkpoint.snapshot import Snapshots
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.driver.schedule import Prefetch
+    from jfsdp.engine.pipeline.schedule import Schedule
     from jfsdp.layout.build import LeafRules, build_layout
     from jfsdp.layout.lora import LoRA
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
@@ -42,6 +43,7 @@ _HOMES = {
     "checkpoint.snapshot": ("Snapshots",),
     "checkpoint.store": ("restore", "save"),
     "engine.driver.schedule": ("Prefetch",),
+    "engine.pipeline.schedule": ("Schedule",),
     "layout.lora": ("LoRA",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
@@ -83,6 +85,7 @@ __all__ = [
     "OffloadPolicy",
     "Prefetch",
     "SaveNames",
+    "Schedule",
     "ShardedModel",
     "Snapshots",
     "Split",

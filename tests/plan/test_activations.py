@@ -164,12 +164,21 @@ def test_what_an_operation_without_a_rule_loses_is_said():
     assert result.unread == ("top_k",)
 
 
-def test_a_collective_of_the_models_own_is_said():
+@pytest.mark.parametrize(
+    ("send", "unread", "wanted"),
+    [
+        (jax.lax.psum, (), [("all-reduce", 2 * PART)]),
+        (lambda x, axis: jax.lax.ppermute(x, axis, [(0, 1)]), (), [("collective-permute", SIZE)]),
+        (jax.lax.pmax, ("pmax",), []),
+    ],
+    ids=["sum", "permute", "maximum"],
+)
+def test_what_is_written_out_is_taken_over_or_said(send, unread, wanted):
     def local(x):
-        return jax.lax.psum(x * jax.lax.axis_index("tensor"), "tensor")
+        return send(x * jax.lax.axis_index("tensor"), "tensor")
 
     result = found(jax.shard_map(local, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False), X)
-    assert (result.unread, result.sent) == (("psum",), ())
+    assert (result.unread, [(item.kind, item.wire_bytes) for item in result.sent]) == (unread, wanted)
 
 
 def test_without_a_trace_nothing_is_known():
