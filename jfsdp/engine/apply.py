@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +16,14 @@ from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
 from jfsdp.layout.policy import saved_names
 from jfsdp.layout.units import ROOT
+from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
+
+KeyOf = Callable[[Any], jax.Array | None]  # from what a call reads beside its weights to the key of adapters' dropout
+
+
+def _no_key(rest: Any) -> None:
+    del rest
 
 
 class ShardedApply:
@@ -73,14 +82,19 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`; and if no value has a name that a remat gives.
         """
-        traced, flat = self.trace(fn, to_leaves(self.layout, dict(params)), state, *inputs)
+        traced, flat = self.trace(fn, to_leaves(self.layout, dict(params)), state, *inputs, trains=True)
         _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
         outs, pull = self.engine.vjp(traced, flat, dict(params))
         (_, out), after = jax.tree.unflatten(traced.tree, outs)
         return out, after, pull
 
     def trace(
-        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
+        self,
+        fn: Callable[..., Any],
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *inputs: Any,
+        trains: bool = False,
     ) -> tuple[Traced, list[Any]]:
         """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on.
 
@@ -88,13 +102,16 @@ class ShardedApply:
 
         Args:
           params: leaf by leaf.
+          trains: whether adapters drop some of their inputs.
 
         Raises:
           ValueError: as `__call__`.
         """
         self.engine.calls.clear()  # names start anew: the same program has the same text
         try:
-            traced, flat = self._trace(ROOT, _RootRun(self.model, fn, self._hooks), *self._parts(params, state, inputs))
+            key_of: KeyOf = (lambda rest: dropout_key(rest["state"])) if trains else _no_key
+            run = _RootRun(self.model, fn, key_of, self._hooks_with)
+            traced, flat = self._trace(ROOT, run, *self._parts(params, state, inputs), key_of)
         except ValueError as error:
             if "different leading axis sizes" in str(error):
                 self._explain_scan(error)
@@ -124,9 +141,16 @@ class ShardedApply:
         inner = {path: value for path, value in params.items() if path not in root}
         return root, {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
 
-    def _trace(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Traced, list[Any]]:
+    def _hooks_with(self, key: jax.Array | None) -> Hooks:
+        """Return hooks that know the key of adapters' dropout, by which Flax tells their traces from others' too."""
+        call = functools.partial(self._call_unit, key_of=lambda rest: key)
+        return self._hooks if key is None else dataclasses.replace(self._hooks, call=call)
+
+    def _trace(
+        self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any], key_of: KeyOf
+    ) -> tuple[Traced, list[Any]]:
         """Trace a unit's call; refuse one that writes parameters."""
-        run = decoded(with_adapters(run, self.model.adapters), self.model.codecs)
+        run = decoded(with_adapters(run, self.model.adapters, key_of), self.model.codecs)
         traced, flat = trace_unit(run, self.engine.full_shapes(shards), self.engine.cast_inputs(name, rest))
         if traced.written:
             raise ValueError(
@@ -136,10 +160,12 @@ class ShardedApply:
             )
         return traced, flat
 
-    def _call_unit(self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any]) -> tuple[Any, Any]:
+    def _call_unit(
+        self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any], key_of: KeyOf = _no_key
+    ) -> tuple[Any, Any]:
         self._open.append(name)
         try:
-            traced, flat = self._trace(name, run, shards, rest)
+            traced, flat = self._trace(name, run, shards, rest, key_of)
             out, state = jax.tree.unflatten(traced.tree, self.engine.call_unit(name, traced, shards, flat))
         finally:
             self._open.pop()
@@ -182,10 +208,11 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
 class _RootRun:
     """The user's function on the bound model, as the root unit's call."""
 
-    def __init__(self, model: FlaxModel, fn: Callable[..., Any], hooks: Hooks):
-        self.model, self.fn, self.hooks = model, fn, hooks
+    def __init__(self, model: FlaxModel, fn: Callable[..., Any], key_of: KeyOf, hooks: Callable[[Any], Hooks]):
+        self.model, self.fn, self.key_of, self.hooks = model, fn, key_of, hooks
 
     def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Arrays, Arrays]:
         params = {**full, **rest["params"]}
-        out, after, state = self.model.run(self.fn, params, rest["state"], rest["batch"], self.hooks)
+        hooks = self.hooks(self.key_of(rest))
+        out, after, state = self.model.run(self.fn, params, rest["state"], rest["batch"], hooks)
         return out, state, {path: after[path] for path, value in params.items() if after[path] is not value}

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jfsdp.compat import Literal, core
 from jfsdp.engine.dataflow import scan_counts
 from jfsdp.layout.codec import Codec
+from jfsdp.layout.lora import LAYER as LAYERS
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
-from jfsdp.modules.adapted import decode_all
+from jfsdp.modules.adapted import decode_all, dropout_keys
 from jfsdp.modules.model import UnitRun
 
 # Dims of a weight: of the layers of a stack, those that take the input, those of the output.
@@ -34,7 +35,7 @@ _Run = Callable[[Sequence[Any]], list[Any]]  # an equation on its inputs, arrays
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "a", "b", "magnitude"],
+    data_fields=["weight", "a", "b", "magnitude", "key"],
     meta_fields=["kinds", "adapter"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,14 @@ class _Adapted:
       a: its layer dims and dims of the input, in its order, and rank.
       b: its layer dims, rank, and its dims of the output in its order.
       magnitude: its layer dims and dims of the output; or None.
+      key: its layer dims: what masks of A's input are drawn from; None where there is no dropout.
     """
 
     weight: jax.Array
     a: jax.Array
     b: jax.Array
     magnitude: jax.Array | None
+    key: jax.Array | None
     kinds: tuple[str, ...]
     adapter: Adapter
 
@@ -59,7 +62,8 @@ class _Adapted:
         return [dim for dim, kind in enumerate(self.kinds) if kind in kinds]
 
     def map(self, move: Callable[[jax.Array], jax.Array]) -> _Adapted:
-        return jax.tree.map(move, self)
+        """Do the same to all arrays of numbers."""
+        return dataclasses.replace(jax.tree.map(move, dataclasses.replace(self, key=None)), key=self.key)
 
     def whole(self) -> jax.Array:
         """Return W + scale * A @ B in float32."""
@@ -70,10 +74,15 @@ class _Adapted:
         return self.weight.astype(jnp.float32) + self.adapter.scale * product.transpose(back)
 
 
-def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
+def with_adapters(
+    run: UnitRun, adapters: Mapping[str, Adapter], key_of: Callable[[Any], jax.Array | None] = lambda rest: None
+) -> UnitRun:
     """Return a unit's call that computes with the adapters of its own weights; see [Note: adapters in a trace].
 
     Cost:    two matrix products of `rank` for each of an adapted weight; no communication.
+
+    Args:
+      key_of: from `rest` to the key of dropout, where the call is to drop; see [Note: masks of dropout] in adapted.py.
 
     Raises:
       ValueError: when it is traced, for a use of an adapted weight that is no matrix product over the right dims.
@@ -84,7 +93,8 @@ def with_adapters(run: UnitRun, adapters: Mapping[str, Adapter]) -> UnitRun:
         if not own:
             return run(full, rest)
         closed, shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
-        adapted = {path: _adapted(one, full) for path, one in own.items()}
+        key = key_of(rest)
+        adapted = {path: _adapted(one, full, key) for path, one in own.items()}
         values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
         outs = _eval(closed.jaxpr, closed.consts, values)
         for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):
@@ -103,12 +113,13 @@ def decoded(run: UnitRun, codecs: Mapping[str, Codec]) -> UnitRun:
     return (lambda full, rest: run(decode_all(codecs, full), rest)) if codecs else run
 
 
-def _adapted(one: Adapter, full: Mapping[str, jax.Array]) -> _Adapted:
+def _adapted(one: Adapter, full: Mapping[str, jax.Array], key: jax.Array | None) -> _Adapted:
     weight = full[one.path]
     layers = one.stacked - (len(one.shape) - weight.ndim)
     kinds = (LAYER,) * layers + (IN,) * one.num_in + (OUT,) * (weight.ndim - layers - one.num_in)
     magnitude = full[one.name(MAGNITUDE)] if one.has_magnitude else None
-    return _Adapted(weight, full[one.name(A)], full[one.name(B)], magnitude, kinds, one)
+    keys = dropout_keys(key, one, full[one.name(LAYERS)]) if one.dropout and key is not None else None
+    return _Adapted(weight, full[one.name(A)], full[one.name(B)], magnitude, keys, kinds, one)
 
 
 def _is_adapted(value: Any) -> bool:
@@ -161,7 +172,9 @@ def _same(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _barrier(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    return list(jax.lax.optimization_barrier(list(inputs)))
+    plain = [dataclasses.replace(x, key=None) if _is_adapted(x) else x for x in inputs]
+    outs = jax.lax.optimization_barrier(plain)
+    return [dataclasses.replace(new, key=x.key) if _is_adapted(x) else new for x, new in zip(inputs, outs, strict=True)]
 
 
 def _cast(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -196,7 +209,7 @@ def _transpose(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     kinds = tuple(x.kinds[dim] for dim in order)
     magnitude = None if x.magnitude is None else move(x.magnitude, LAYER, OUT)
     weight, a, b = x.weight.transpose(order), move(x.a, LAYER, IN), move(x.b, LAYER, OUT)
-    return [_Adapted(weight, a, b, magnitude, kinds, x.adapter)]
+    return [dataclasses.replace(x, weight=weight, a=a, b=b, magnitude=magnitude, kinds=kinds)]
 
 
 def _reshape(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -207,7 +220,7 @@ def _reshape(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     ins, outs = ([size for size, kind in zip(new, kinds, strict=True) if kind == which] for which in (IN, OUT))
     magnitude = None if x.magnitude is None else x.magnitude.reshape(outs)
     a, b = x.a.reshape(*ins, -1), x.b.reshape(-1, *outs)
-    return [_Adapted(x.weight.reshape(new), a, b, magnitude, kinds, x.adapter)]
+    return [dataclasses.replace(x, weight=x.weight.reshape(new), a=a, b=b, magnitude=magnitude, kinds=kinds)]
 
 
 def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> tuple[str, ...] | None:
@@ -236,28 +249,46 @@ def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
     over = {kind for kind in (IN, OUT) if sorted(of_weight) == weight.dims(kind)}
     if not over or batch[0] or weight.dims(LAYER):
         kinds = ", ".join(f"{size} ({kind})" for size, kind in zip(weight.weight.shape, weight.kinds, strict=True))
-        _refuse(weight, f"multiplies it over dims {tuple(of_weight)} of [{kinds}], which are neither all of its input")
+        _refuse(
+            weight,
+            f"multiplies it over dims {tuple(of_weight)} of [{kinds}], which are neither all dims of its input nor all "
+            "of its output",
+        )
     is_forward = over == {IN}
-    if weight.magnitude is not None and not is_forward:
-        _refuse(weight, "multiplies it over the dims of its output, which DoRA does not define")
+    if not is_forward and (weight.magnitude is not None or weight.key is not None):
+        what = "dropout" if weight.magnitude is None else "DoRA"
+        _refuse(weight, f"multiplies it over the dims of its output, for which {what} is not defined")
     first, second = (weight.a, weight.b) if is_forward else (weight.b, weight.a)
     # The parts have the contracted dims in the order of the weight, x in that of the product.
     order = [dim for _, dim in sorted(zip(of_weight, of_x, strict=True))]
     places = list(range(len(order))) if is_forward else list(range(1, len(order) + 1))
+    seen = x if weight.key is None else _dropped(x, weight.key, weight.adapter.dropout)
     with jax.named_scope("adapter"):
         precision = eqn.params["precision"]
-        inner = jax.lax.dot_general(x, first, ((order, places), ((), ())), precision=precision)
+        inner = jax.lax.dot_general(seen, first, ((order, places), ((), ())), precision=precision)
         rank = 0 if is_forward else second.ndim - 1
         low = jax.lax.dot_general(inner, second, (([inner.ndim - 1], [rank]), ((), ())), precision=precision)
     free = len(weight.weight.shape) - len(of_weight)
     if is_left:
         low = jnp.moveaxis(low, range(low.ndim - free, low.ndim), range(free))
-    (plain,) = run([_weight(left), _weight(right)])
-    out = plain + (weight.adapter.scale * low).astype(plain.dtype)
-    if weight.magnitude is not None:
-        gain = _gain(weight).astype(plain.dtype)
-        out = out * (gain.reshape(*gain.shape, *[1] * (out.ndim - free)) if is_left else gain)
-    return out
+
+    def product(x: Any) -> jax.Array:
+        return run([weight.weight, x] if is_left else [x, weight.weight])[0]
+
+    plain = product(x)
+    low = (weight.adapter.scale * low).astype(plain.dtype)
+    if weight.magnitude is None:
+        return plain + low
+    gain = _gain(weight).astype(plain.dtype)
+    gain = gain.reshape(*gain.shape, *[1] * (plain.ndim - free)) if is_left else gain
+    # What DoRA adds sees the dropped input, the weight's own product the whole one, as in its authors' code.
+    return gain * (plain + low) if weight.key is None else plain + (gain - 1) * product(seen) + gain * low
+
+
+def _dropped(x: jax.Array, key: jax.Array, dropout: float) -> jax.Array:
+    """Return an input with some elements zero, and the others larger, so that its mean stays."""
+    keep = 1 - dropout
+    return jnp.where(jax.random.bernoulli(key, keep, x.shape), x / keep, 0).astype(x.dtype)
 
 
 def _gain(x: _Adapted) -> jax.Array:

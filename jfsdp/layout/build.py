@@ -132,7 +132,7 @@ def build_layout(
         check_call("shard_dim", rules.shard_dim, "path", "shape")
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     adapters = (rules.adapters or {}).values()
-    parts = {adapter.name(part): (adapter, part) for adapter in adapters for part in adapter.parts}
+    parts = {adapter.name(part): (adapter, part) for adapter in adapters for part in adapter.leaves}
     codecs = rules.codecs or {}
     own = {path: leaf for path, leaf in leaves.items() if path not in parts and path not in map(scales_of, codecs)}
     stacked = {path: owners[path].stacked for path in own}

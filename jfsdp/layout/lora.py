@@ -15,6 +15,7 @@ from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.table import Cut
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
+LAYER = "lora_layer"  # the number of each layer of a stack, for dropout: what tells its masks from the others'
 
 
 @checked
@@ -28,6 +29,9 @@ class LoRA:
         (`{"**.query.kernel": 1, "**.out.kernel": 2}`). Layer dims of a stack do not count.
       rank: the inner size of A [in, rank] and B [rank, out].
       alpha: the scale is alpha / rank.
+      dropout: the share of its input that A sees as zeros while the model trains, from 0 to below 1; the rest is
+        divided by 1 - dropout. Each matrix, layer and microbatch has a mask of its own. With `dora` W sees them too,
+        for what the adapter adds, by one more product with it.
       rslora: the scale is alpha / sqrt(rank) (arXiv 2312.03732).
       dora: train the norm of each column of W + scale * A @ B apart from its direction (arXiv 2402.09353).
       also: leaves of the model that are trained as they are: norms, a new head; not those that `frozen=` chooses.
@@ -39,10 +43,17 @@ class LoRA:
     targets: Any
     rank: Count = 16
     alpha: float = 32.0
+    dropout: float = 0.0
     rslora: bool = False
     dora: bool = False
     also: Selectors = None
     placement: str | int | Strategy = "ddp"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"LoRA(dropout={self.dropout}): is the share of the input that A does not see; say 0 or more, below 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Adapter:
     rslora: bool
     has_magnitude: bool
     placement: str | int | Strategy = "ddp"
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -74,8 +86,13 @@ class Adapter:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What it is made of."""
+        """What is trained of it."""
         return (A, B, MAGNITUDE) if self.has_magnitude else (A, B)
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """What it is made of: its parts, and what its dropout needs."""
+        return (*self.parts, LAYER) if self.dropout else self.parts
 
     def name(self, part: str) -> str:
         """Return the name of the leaf that is one part of it."""
@@ -84,7 +101,7 @@ class Adapter:
     def part_shape(self, part: str) -> tuple[int, ...]:
         """Return the shape of one part, layer dims included."""
         layers, ins, outs = self._split(self.shape)
-        return (*layers, *{A: (*ins, self.rank), B: (self.rank, *outs), MAGNITUDE: outs}[part])
+        return (*layers, *{A: (*ins, self.rank), B: (self.rank, *outs), MAGNITUDE: outs, LAYER: ()}[part])
 
     def _split(self, sizes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         middle = self.stacked + self.num_in
@@ -96,8 +113,12 @@ class Adapter:
 
     def describe(self) -> str:
         """Say in a line what decides what it computes."""
-        kind = f"{'rslora' * self.rslora} {'dora' * self.has_magnitude}".strip()
-        return f"{self.path}: rank {self.rank}, alpha {self.alpha:g} {kind}".strip()
+        kinds = (
+            ["rslora"] * self.rslora
+            + ["dora"] * self.has_magnitude
+            + [f"dropout {self.dropout:g}"] * bool(self.dropout)
+        )
+        return " ".join([f"{self.path}: rank {self.rank}, alpha {self.alpha:g}", *kinds])
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Adapter:
@@ -107,6 +128,8 @@ class Adapter:
     def cuts(self, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
         """Return the cuts of a part: those of the leaf in the dims that the part shares with it."""
         middle = self.stacked + self.num_in
+        if part == LAYER:
+            return ()
         if part == A:
             return tuple(cut for cut in cuts if cut.dim < middle)
         gone = self.num_in - (1 if part == B else 0)
@@ -119,9 +142,15 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 
 
 def part_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of the leaves that adapters are made of, by name."""
+    """Return shapes and dtypes of what is trained of adapters, by name."""
     ones = [(one, part) for one in adapters.values() for part in one.parts]
     return {one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jax.numpy.float32) for one, part in ones}
+
+
+def layer_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of what is not trained of adapters, by name: numbers of layers."""
+    ones = [one for one in adapters.values() if one.dropout]
+    return {one.name(LAYER): jax.ShapeDtypeStruct(one.part_shape(LAYER), jax.numpy.uint32) for one in ones}
 
 
 def also(loras: LoRA | Sequence[LoRA] | None) -> list[Any] | None:
@@ -205,4 +234,6 @@ def _adapter(lora: LoRA, path: str, leaf: jax.ShapeDtypeStruct, stacked: int, nu
             f"{path}: rank {lora.rank} is above the smaller size of the matrix {sizes[0]} x {sizes[1]}, and an adapter "
             f"would be larger than it; take a rank up to {min(sizes)}, or leave this leaf out of the targets"
         )
-    return Adapter(path, stacked, num_in, shape, lora.rank, lora.alpha, lora.rslora, lora.dora, lora.placement)
+    return Adapter(
+        path, stacked, num_in, shape, lora.rank, lora.alpha, lora.rslora, lora.dora, lora.placement, lora.dropout
+    )

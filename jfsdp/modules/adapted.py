@@ -4,6 +4,12 @@
 The parts of an adapter are parameters at the module that holds the matrix, named after it: `q_proj.kernel.lora_a`. The
 user's code never reads them, but scans, remats and units take them along as they take the matrix. Whoever runs a unit's
 call computes with them (`jfsdp.engine.low_rank`).
+
+[Note: masks of dropout]
+The mask of an adapter's input is drawn from a key in the model's state and a count that every microbatch raises, so
+that it is carried, saved, and folded on each device like any rng state. Folded in are the matrix's name and, for a
+stack, the number of the layer: that one is an array beside the matrix, since inside a scan nothing else tells layers
+apart.
 """
 
 from __future__ import annotations
@@ -17,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.layout.codec import Codec, coded_shapes, scales_of
-from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, part_shapes
+from jfsdp.layout.lora import LAYER, MAGNITUDE, A, Adapter, B, layer_shapes, part_shapes
 from jfsdp.layout.units import ModuleInfo
 from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree
+
+DROPOUT_KEY, DROPOUT_COUNT = "lora_dropout.key", "lora_dropout.count"
 
 
 class AdaptedModel:
@@ -34,9 +42,15 @@ class AdaptedModel:
 
     def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
         coded = coded_shapes(codecs, base.params)
-        beside = part_shapes(adapters) | {name: leaf for name, leaf in coded.items() if name not in base.params}
+        beside = (
+            part_shapes(adapters)
+            | layer_shapes(adapters)
+            | {name: leaf for name, leaf in coded.items() if name not in base.params}
+        )
         self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(beside)
-        self.params, self.state, self.types = {**self._whole.params, **coded}, base.state, self._whole.types
+        self.params, self.types = {**self._whole.params, **coded}, self._whole.types
+        draws = any(one.dropout for one in adapters.values())
+        self.state = base.state | (jax.eval_shape(_first_rngs, 0) if draws else {})
         self.dim_names, self.aliases, self.instance = base.dim_names, base.aliases, base.instance
         self.modules: list[ModuleInfo] = base.modules
         views = {path: {part: one.name(part) for part in one.parts} for path, one in adapters.items()}
@@ -54,19 +68,22 @@ class AdaptedModel:
         for path, codec in self.codecs.items():
             params[path], params[scales_of(path)] = codec.encode(params[path])
         adapters = create_adapters(self.adapters, decode_all(self.codecs, params), seed)
-        return {**params, **adapters}, state
+        return {**params, **adapters}, state | (_first_rngs(seed) if DROPOUT_KEY in self.state else {})
 
     def run(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
     ) -> tuple[Any, Arrays, Arrays]:
         """Compute `fn(model, *inputs)` as the model alone does: who runs its units decodes, and adds the adapters."""
-        return self._whole.run(fn, params, state, inputs, hooks)
+        own = {name: state[name] for name in self.state if name not in self.base.state}
+        given = {name: state[name] for name in self.base.state}
+        out, params, after = self._whole.run(fn, params, given, inputs, hooks)
+        return out, params, after | {name: x + 1 if name == DROPOUT_COUNT else x for name, x in own.items()}
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
         """Return the user's own model, decoded, with each adapter added to its matrix."""
         values = decode_all(self.codecs, params)
         merged = {path: merge(values[path], one, values) for path, one in self.adapters.items()}
-        return self.base.plain({**values, **merged}, state)
+        return self.base.plain({**values, **merged}, {name: state[name] for name in self.base.state})
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
         """Refuse: a model is adapted once."""
@@ -97,9 +114,27 @@ def create_adapters(adapters: Mapping[str, Adapter], params: Mapping[str, jax.Ar
         bound = 1 / np.sqrt(np.prod(one.shape[one.stacked : one.stacked + one.num_in]))
         found[one.name(A)] = jax.random.uniform(key, one.part_shape(A), jnp.float32, -bound, bound)
         found[one.name(B)] = jnp.zeros(one.part_shape(B), jnp.float32)
+        if one.dropout:
+            layers = one.part_shape(LAYER)
+            found[one.name(LAYER)] = jnp.arange(np.prod(layers), dtype=jnp.uint32).reshape(layers)
         if one.has_magnitude:
             found[one.name(MAGNITUDE)] = column_norms(params[path], one)
     return found
+
+
+def _first_rngs(seed: Any) -> Arrays:
+    return {DROPOUT_KEY: jax.random.fold_in(jax.random.key(seed), 1), DROPOUT_COUNT: jnp.zeros((), jnp.int32)}
+
+
+def dropout_key(state: Mapping[str, Any]) -> jax.Array | None:
+    """Return the key of a microbatch's masks, from a model's state; None where no adapter has dropout."""
+    return jax.random.fold_in(state[DROPOUT_KEY], state[DROPOUT_COUNT]) if DROPOUT_KEY in state else None
+
+
+def dropout_keys(key: jax.Array, adapter: Adapter, layers: jax.Array) -> jax.Array:
+    """Return a key for each of some layers of an adapted matrix; see [Note: masks of dropout]."""
+    own = jax.random.fold_in(key, np.uint32(zlib.crc32(adapter.path.encode())))
+    return jax.vmap(jax.random.fold_in, (None, 0))(own, layers.reshape(-1)).reshape(layers.shape)
 
 
 def column_norms(weight: jax.Array, adapter: Adapter) -> jax.Array:

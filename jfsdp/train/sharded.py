@@ -20,7 +20,7 @@ from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
-from jfsdp.layout.lora import part_shapes
+from jfsdp.layout.lora import layer_shapes, part_shapes
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.table import Layout
 from jfsdp.modules.adapted import create_adapters, decode_all
@@ -93,14 +93,14 @@ class ShardedModel:
         Memory:  the state; no second copy of the parameters, but under flat storage.
 
         Args:
-          params: by name, every leaf; parts of adapters may be left out, all or none, and are made as `init` does.
+          params: by name, every leaf; parts of adapters may be left out, all or none, and are made as `init` does, as
+            are numbers of layers.
           seed: of the rest of the model's state (rng keys).
 
         Raises:
           ValueError: naming the first parameter that is missing, unknown, or of another shape or dtype.
         """
-        if (added := self.adapter_shapes()) and not params.keys() & added.keys():
-            params = {**params, **self._first_adapters(params, seed)}
+        params = {**self._first_adapters(params, seed), **params}
         arrays = params, self.leaf_shapes()
         there, wanted = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in arrays)
         for path in sorted({**there, **wanted}):
@@ -173,8 +173,12 @@ class ShardedModel:
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
-        """Make the adapters of parameters that are on the devices, as `init` makes them."""
-        shapes, adapters = self.adapter_shapes(), self.model.adapters
+        """Make what is not given of the adapters of parameters on the devices, as `init` makes them."""
+        adapters, parts = self.model.adapters, self.adapter_shapes()
+        missing = {*layer_shapes(adapters)} | ({*parts} if not parts.keys() & params.keys() else set())
+        if not missing - params.keys():
+            return {}
+        shapes = {path: x for path, x in self.leaf_shapes().items() if path in missing}
         normed = [path for path, one in adapters.items() if one.has_magnitude]
         wanted = {name for path in normed for name in (path, scales_of(path))}
         adapted = {path: value for path, value in params.items() if path in wanted}
@@ -183,7 +187,7 @@ class ShardedModel:
             here = {path: to_device(x) for path, x in adapted.items()}
             logical = decode_all(self.model.codecs, unpad_all(self.engine.pairs(here), here))
             made = create_adapters(adapters, logical, seed)
-            return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items()}
+            return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items() if path in missing}
 
         return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
 

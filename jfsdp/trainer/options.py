@@ -132,7 +132,8 @@ class ShardingOptions:
     repeated."""
     lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = ()
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
-    Also rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different targets."""
+    Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
+    targets."""
 
     accumulate: Count = 1
     """Microbatches per step; must divide --batch-per-device."""

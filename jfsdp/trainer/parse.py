@@ -44,7 +44,7 @@ def parse_lora(text: str) -> Any:
     """
     from jfsdp.layout.lora import LoRA
 
-    kinds = {"rank": int, "alpha": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
+    kinds = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
     found: dict[str, list[str]] = {}
     key = ""
     for word in split_commas([text]):

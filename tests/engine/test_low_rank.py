@@ -237,7 +237,7 @@ def test_two_adapted_weights_are_not_multiplied():
 
 def test_a_norm_of_columns_has_no_product_over_the_output():
     one = adapter((F, D), dora=True)
-    with pytest.raises(ValueError, match=r"^w: .*DoRA does not define"):
+    with pytest.raises(ValueError, match=r"^w: .*for which DoRA is not defined"):
         call(lambda w: X @ w.T, [one], make(one))
 
 

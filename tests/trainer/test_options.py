@@ -98,6 +98,7 @@ def test_what_cannot_be_read_names_the_option_and_what_it_takes(changes, words):
 LORAS = {
     "targets=**.up.kernel": jfsdp.LoRA(targets=["**.up.kernel"]),
     "rank=8,alpha=16,targets=**.q,**.v": jfsdp.LoRA(targets=["**.q", "**.v"], rank=8, alpha=16.0),
+    "dropout=0.05,targets=a": jfsdp.LoRA(targets=["a"], dropout=0.05),
     "targets=a,rslora=True,dora=false,also=norm,head": jfsdp.LoRA(targets=["a"], rslora=True, also=["norm", "head"]),
     "alpha=1e-1,targets=a,rank=3,targets=b,c": jfsdp.LoRA(targets=["a", "b", "c"], rank=3, alpha=0.1),
     "alpha=1e-1,targets=a,,b": jfsdp.LoRA(targets=["a", "b"], alpha=0.1),

@@ -38,7 +38,6 @@ from jfsdp.checkpoint.foreign.mapping import (
 )
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source
-from jfsdp.compat import warn
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes, scale_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -201,7 +200,14 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
     for leaf, kinds in found.items():
         groups.setdefault(next(iter(kinds)), {})[leaf] = ins[leaf]
     return [
-        LoRA(targets=targets, rank=rank, alpha=alpha, rslora=adapter.is_rslora, dora=adapter.is_dora)
+        LoRA(
+            targets=targets,
+            rank=rank,
+            alpha=alpha,
+            dropout=float(adapter.options.get("lora_dropout") or 0),
+            rslora=adapter.is_rslora,
+            dora=adapter.is_dora,
+        )
         for (rank, alpha), targets in groups.items()
     ]
 
@@ -349,8 +355,10 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         modules[theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]] = adapters[piece.leaf.rpartition(".")[0]]
     ones = list(modules.values())
     rank, alpha = (collections.Counter(values).most_common(1)[0][0] for values in zip(*_kinds(ones), strict=True))
-    if len({(one.rslora, one.has_magnitude) for one in ones}) > 1:
-        raise ValueError("PEFT has one use_rslora and one use_dora for an adapter, and these LoRAs differ in them")
+    if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
+        raise ValueError(
+            "PEFT has one use_rslora, one use_dora and one lora_dropout for an adapter, and these LoRAs differ in them"
+        )
     rules = {path: rule for rule in as_name_map(names).rules for path in adapters if _fits(rule, path)}
     plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] there too, as Conv1D of GPT-2 has it
     if len(plain) > 1:
@@ -360,7 +368,7 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": ones[0].dropout,
         "use_rslora": ones[0].rslora,
         "use_dora": ones[0].has_magnitude,
         "fan_in_fan_out": plain == {True},
@@ -402,7 +410,4 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
       ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
     """
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
-    adapter = open_peft(path)
-    if adapter.options.get("lora_dropout"):
-        warn(f"{path}: lora_dropout={adapter.options['lora_dropout']} is not applied: jfsdp trains without it")
-    return loras_of(adapter, names, leaves)
+    return loras_of(open_peft(path), names, leaves)

@@ -27,7 +27,7 @@ from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source, Unprefixed
 from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
-from jfsdp.layout.lora import A
+from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
 
 # What no model computes with, and an export is to say again.
@@ -123,9 +123,11 @@ def load_pretrained(
     every = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
     codecs = model.model.codecs
     values = {name: jax.ShapeDtypeStruct(codecs[name].value_shape(every[name].shape), jnp.float32) for name in codecs}
-    beside = {*added, *map(scales_of, codecs)}
+    layers = layer_shapes(adapters)
+    beside = {*added, *layers, *map(scales_of, codecs)}
     leaves = {name: values.get(name, leaf) for name, leaf in every.items() if name not in beside}
-    read = {name: leaf for name, leaf in every.items() if adapter is not None or name not in added}
+    made = layers if adapter is not None else {**added, **layers}
+    read = {name: leaf for name, leaf in every.items() if name not in made}
     if adapter is not None and not adapters:
         raise ValueError(f"{adapter}: is an adapter, and the model has none; fully_shard(lora=jfsdp.read_loras(...))")
 

@@ -135,7 +135,8 @@ class _Trace:
             self.is_sum = hasattr(value, "total")
             return as_loss(value)
 
-        self.traced, self._flat = apply.trace(as_sum, to_leaves(apply.layout, dict(source)), model_state, rows)
+        leaves = to_leaves(apply.layout, dict(source))
+        self.traced, self._flat = apply.trace(as_sum, leaves, model_state, rows, trains=True)
         self.jaxpr = self.traced.jaxpr
         given = [x.ndim > 0 for x in jax.tree.leaves(rows)]
         num_root = len(self.jaxpr.invars) - self.traced.num_flat
