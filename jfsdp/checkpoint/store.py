@@ -23,6 +23,7 @@ from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Only, Source
+from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.table import close_names
@@ -317,6 +318,20 @@ def check_matches(
             "what fits into a live state: only=, skip="
         )
         raise ValueError(f"checkpoint {source.path} is of another model or optimizer:\n{lines}\n  {remedy}")
+    _check_scales(source, like, wanted)
+
+
+def _check_scales(source: CheckpointSource, like: TrainState, wanted: Collection[str]) -> None:
+    """Refuse adapters that are multiplied by another number than when they were trained."""
+    stated = (source.manifest["layout"] or {}).get("adapters", ())
+    there, read = {one["path"]: Adapter.from_dict(one) for one in stated}, {*wanted}
+    for ours in like.layout.adapters:
+        theirs = there.get(ours.path, ours)
+        if theirs.scale != ours.scale and f"params.{ours.name(A)}" in read:
+            raise ValueError(
+                f"checkpoint {source.path}: has the adapter [{theirs.describe()}], scale {theirs.scale:g}, and the "
+                f"model [{ours.describe()}], scale {ours.scale:g}; give fully_shard the alpha that it was trained with"
+            )
 
 
 def _show(array: Any, key_impl: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -239,6 +240,8 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
     import numpy as np
     from rich.table import Table
 
+    from jfsdp.layout.lora import Adapter
+
     console = make_console()
     arrays = found["arrays"]
     console.print(
@@ -251,6 +254,9 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
     if layout:
         mesh = ",".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items() if size > 1) or "one device"
         console.print(f"saved from: {layout.get('strategy')} on {mesh}")
+    kinds = collections.Counter(Adapter.from_dict(one).kind for one in layout.get("adapters", ()))
+    for kind, num in kinds.items():
+        console.print(f"adapters: {kind}, of {num} arrays")
     table = Table("array", "shape", "dtype", box=None, pad_edge=False)
     table.add_column("bytes", justify="right")
     total = 0

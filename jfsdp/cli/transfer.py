@@ -17,6 +17,7 @@ from jfsdp.trainer.options import Dtype, Name, Number, Real, optional
 from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
+    from jfsdp.checkpoint.disk.reader import CheckpointSource
     from jfsdp.checkpoint.foreign.export import Written
     from jfsdp.trainer.job import Job
 
@@ -124,10 +125,11 @@ class Export(_ModelOptions):
 
         check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
-        stored = CheckpointSource(path).manifest["config"] or {}
+        source = CheckpointSource(path)
+        stored, layout = (source.manifest[part] or {} for part in ("config", "layout"))
         job = _find_job(self, stored)
-        if "adapters" in stored:
-            return self._export_adapters(path, job, stored)
+        if layout.get("adapters"):
+            return self._export_adapters(source, job)
         config = stored.get("pretrained")
         if config is None and as_name_map(job.pretrained).to_config is not None:
             config = config_json(job.pretrained, job.config, self.max_length or job.seq_len)
@@ -151,31 +153,29 @@ class Export(_ModelOptions):
         _say_written(self.json, path, written)
         return 0
 
-    def _export_adapters(self, path: Path, job: Job, stored: dict[str, Any]) -> int:
-        """Write the adapters of a run for PEFT; the base is what the run began with."""
-        from jfsdp.checkpoint.disk.reader import CheckpointSource
+    def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
+        """Write the adapters of a checkpoint for PEFT; the base is what its run began with."""
         from jfsdp.checkpoint.foreign.peft import check_adapters_alone, write_peft
         from jfsdp.checkpoint.source import Renamed
         from jfsdp.layout.lora import Adapter, part_shapes
 
         if self.ema or self.max_length is not None:
-            raise ValueError(f"{path}: is of a run that trained adapters; leave out --ema and --max-length")
-        adapters = {one["path"]: Adapter.from_dict(one) for one in stored["adapters"]}
+            raise ValueError(f"{source.path}: holds adapters of a base; leave out --ema and --max-length")
+        layout, config = source.manifest["layout"], source.manifest["config"] or {}
+        adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
         names = part_shapes(adapters)
-        source = CheckpointSource(path)
-        leaves = (source.manifest["layout"] or {}).get("leaves", ())
-        check_adapters_alone((leaf["path"] for leaf in leaves if leaf["trainable"]), adapters)
+        check_adapters_alone((leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]), adapters)
         source.check([f"params.{name}" for name in names])
         written = write_peft(
             Renamed(source, {name: f"params.{name}" for name in names}),
             Path(self.target).expanduser(),
             job.pretrained,
             adapters,
-            base=stored.get("config", {}).get("init_from"),
+            base=config.get("config", {}).get("init_from"),
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,
         )
-        _say_written(self.json, path, written)
+        _say_written(self.json, source.path, written)
         return 0
 
 

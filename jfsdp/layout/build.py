@@ -12,8 +12,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jfsdp.arguments import check_call, checked
-from jfsdp.layout.codec import SCALES, Codec, scales_of
-from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts
+from jfsdp.layout.codec import Codec, scales_of
+from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts, part_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, PIPE, axis_sizes
@@ -71,13 +71,17 @@ class LeafRules:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """What was chosen for one leaf: its strategy, its dim if given by a PartitionSpec, and reasons in words."""
+    """What was chosen for one leaf: its strategy, its dim if given by a PartitionSpec, reasons in words, and how many
+    values an element holds.
+    """
 
     strategy: Strategy
     dim: int | None
     frozen: str | None
     placed: str | None
     cuts: tuple[Cut, ...]
+    coded: str | None = None
+    per_item: int = 1
 
     @property
     def is_ignored(self) -> bool:
@@ -131,20 +135,13 @@ def build_layout(
     if rules.shard_dim is not None:
         check_call("shard_dim", rules.shard_dim, "path", "shape")
     owners = {path: unit for unit in units.values() for path in unit.leaves}
-    adapters = (rules.adapters or {}).values()
-    parts = {adapter.name(part): (adapter, part) for adapter in adapters for part in adapter.leaves}
-    codecs = rules.codecs or {}
-    own = {path: leaf for path, leaf in leaves.items() if path not in parts and path not in map(scales_of, codecs)}
+    adapters, codecs = tuple((rules.adapters or {}).values()), rules.codecs or {}
+    beside = {one.name(part) for one in adapters for part in one.leaves} | {*map(scales_of, codecs)}
+    own = {path: leaf for path, leaf in leaves.items() if path not in beside}
     stacked = {path: owners[path].stacked for path in own}
     cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
     choices = _choose(own, strategy, rules, types or {}, sizes, cuts)
-    for path, (adapter, part) in parts.items():
-        placed = get_strategy(adapter.placement)
-        choices[path] = _Choice(placed, None, None, "an adapter's part", adapter.cuts(part, cuts[adapter.path]))
-    for path in codecs:
-        if choices[path].frozen is None:
-            raise ValueError(f"{path}: is quantized, and codes are not trained; freeze it (frozen=, or lora=)")
-        choices[scales_of(path)] = dataclasses.replace(choices[path], dim=None, frozen=_BY_CODEC)
+    choices |= _choose_beside(choices, adapters, codecs)
     build = functools.partial(
         _build_leaf,
         sizes=sizes,
@@ -163,7 +160,6 @@ def build_layout(
         )
         for path, leaf in leaves.items()
     )
-    table = tuple(_coded(leaf, codecs) for leaf in table)
     _check_stages(units, storage, sizes.get(PIPE, 1))
     layout = Layout(
         leaves=table,
@@ -173,19 +169,29 @@ def build_layout(
         strategy=strategy,
         mp_policy=mp_policy,
         min_size=min_size,
+        adapters=adapters,
     )
     _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
     return in_buffers(layout) if storage == FLAT else layout
 
 
-def _coded(leaf: Leaf, codecs: Mapping[str, Codec]) -> Leaf:
-    """Say of a leaf how many values its elements hold, and in which code."""
-    beside, _, word = leaf.path.rpartition(".")
-    if leaf.path in codecs:
-        codec = codecs[leaf.path]
-        reason = f"{leaf.reason}; in {codec.name}, blocks of {codec.block}"
-        return dataclasses.replace(leaf, per_item=codec.per_item, reason=reason)
-    return dataclasses.replace(leaf, per_item=0) if word == SCALES and beside in codecs else leaf
+def _choose_beside(
+    own: Mapping[str, _Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec]
+) -> dict[str, _Choice]:
+    """Choose for codes, and for what is beside the model's own leaves: parts of adapters, and scales."""
+    choices: dict[str, _Choice] = {}
+    for one in adapters:
+        placed = get_strategy(one.placement)
+        for part in one.leaves:
+            cuts = part_cuts(one, part, own[one.path].cuts)
+            choices[one.name(part)] = _Choice(placed, None, None, "an adapter's part", cuts)
+    for path, codec in codecs.items():
+        if own[path].frozen is None:
+            raise ValueError(f"{path}: is quantized, and codes are not trained; freeze it (frozen=, or lora=)")
+        said = f"in {codec.name}, blocks of {codec.block}"
+        choices[path] = dataclasses.replace(own[path], coded=said, per_item=codec.per_item)
+        choices[scales_of(path)] = dataclasses.replace(own[path], dim=None, frozen=_BY_CODEC, per_item=0)
+    return choices
 
 
 def _choose(
@@ -320,6 +326,7 @@ def _build_leaf(
         reason=_reason(split, choice, dtype, dict(unit.shared).get(path)),
         stages=tuple(stages.items()),
         cuts=choice.cuts,
+        per_item=choice.per_item,
     )
 
 
@@ -391,7 +398,7 @@ def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...
     integer = None if is_inexact(dtype) else f"not trained: {dtype}"
     shared = f"not in a unit of those that share it: {', '.join(users)}" if users else None
     cuts = [f"dim {cut.dim} cut over {cut.axis} by {cut.reason}" for cut in choice.cuts]
-    return "; ".join(part for part in (*cuts, split.reason, placed, frozen or integer, shared) if part)
+    return "; ".join(part for part in (*cuts, split.reason, placed, frozen or integer, shared, choice.coded) if part)
 
 
 _SPLIT_STAGES = ("param", "grad", "opt")

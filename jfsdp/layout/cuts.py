@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import checked
+from jfsdp.layout.lora import LAYER, A, Adapter, B
 from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
 from jfsdp.layout.select import chooses, select_leaves
 from jfsdp.layout.table import Cut, close_names, cut_sizes
@@ -222,3 +224,14 @@ def _checked(
             )
         cuts.append(Cut(dim, axis, parts, reason))
     return tuple(cut for cut in cuts if cut.parts > 1) if 0 not in shape else ()
+
+
+def part_cuts(adapter: Adapter, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """Return the cuts of a part of an adapter: those of its leaf in the dims that the part shares with it."""
+    middle = adapter.stacked + adapter.num_in
+    if part == LAYER:
+        return ()
+    if part == A:
+        return tuple(cut for cut in cuts if cut.dim < middle)
+    gone = adapter.num_in - (1 if part == B else 0)
+    return tuple(dataclasses.replace(cut, dim=cut.dim - gone) for cut in cuts if cut.dim >= middle)

@@ -12,7 +12,6 @@ import jax
 from jfsdp.arguments import Count, checked
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import Strategy
-from jfsdp.layout.table import Cut
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 LAYER = "lora_layer"  # the number of each layer of a stack, for dropout: what tells its masks from the others'
@@ -112,28 +111,20 @@ class Adapter:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "placement"}
 
     def describe(self) -> str:
-        """Say in a line what decides what it computes."""
-        kinds = (
-            ["rslora"] * self.rslora
-            + ["dora"] * self.has_magnitude
-            + [f"dropout {self.dropout:g}"] * bool(self.dropout)
-        )
-        return " ".join([f"{self.path}: rank {self.rank}, alpha {self.alpha:g}", *kinds])
+        """Say in a line what decides what it computes, and where."""
+        return f"{self.path}: {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """What decides what it computes, in words."""
+        more = ["rslora"] * self.rslora + ["dora"] * self.has_magnitude
+        more += [f"dropout {self.dropout:g}"] if self.dropout else []
+        return ", ".join([f"rank {self.rank}", f"alpha {self.alpha:g}", *more])
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Adapter:
         """Undo `to_dict`."""
         return Adapter(**{**data, "shape": tuple(data["shape"])})
-
-    def cuts(self, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
-        """Return the cuts of a part: those of the leaf in the dims that the part shares with it."""
-        middle = self.stacked + self.num_in
-        if part == LAYER:
-            return ()
-        if part == A:
-            return tuple(cut for cut in cuts if cut.dim < middle)
-        gone = self.num_in - (1 if part == B else 0)
-        return tuple(dataclasses.replace(cut, dim=cut.dim - gone) for cut in cuts if cut.dim >= middle)
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:

@@ -85,6 +85,7 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
         "num_parameters": num_parameters(layout.leaves),
         "num_frozen_parameters": num_parameters(frozen_leaves(layout)),
         "leaves": [leaf_to_dict(layout, leaf) for leaf in layout.leaves],
+        "adapters": [one.to_dict() for one in layout.adapters],
     }
 
 

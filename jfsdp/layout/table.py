@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, PIPE, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
@@ -194,6 +195,7 @@ class Layout:
 
     Attributes:
       packed: the arrays at rest, where leaves share them; else empty.
+      adapters: what low-rank adapters of leaves compute; their parts are leaves too.
     """
 
     leaves: tuple[Leaf, ...]
@@ -204,6 +206,7 @@ class Layout:
     mp_policy: MixedPrecisionPolicy
     min_size: int
     packed: tuple[Leaf, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))

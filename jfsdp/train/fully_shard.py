@@ -134,8 +134,8 @@ def fully_shard(
     resolved = resolve_units(units, flax_model.modules, shapes)
     if lora is not None or quantized is not None:
         stacked = {leaf: unit.stacked for unit in resolved.values() for leaf in unit.leaves}
-        given = flax_model.params, stacked, flax_model.types
-        flax_model = AdaptedModel(flax_model, find_adapters(lora, *given), find_codecs(quantized or {}, *given))
+        leaves = flax_model.params, stacked, flax_model.types
+        flax_model = AdaptedModel(flax_model, find_adapters(lora, *leaves), find_codecs(quantized or {}, *leaves))
         resolved = {name: with_leaves_beside(unit, flax_model.added) for name, unit in resolved.items()}
     policies = resolve_policies(
         resolved,
@@ -176,8 +176,7 @@ def fully_shard(
         warn(warning, LayoutWarning)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
     needs = [] if prefetch is None else [f"prefetch={prefetch!r}"]
-    given = None if prefetch is None else as_prefetch(prefetch)
-    asked = Asked(engine, given, (*needs, *needs_of(layout)))
+    asked = Asked(engine, None if prefetch is None else as_prefetch(prefetch), (*needs, *needs_of(layout)))
     choose(layout, asked)  # refuses what contradicts itself
     return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
 

@@ -119,6 +119,8 @@ class ShardedModel:
     def adopt(self, state: TrainState, tx: optax.GradientTransformation) -> TrainState:
         """Go on from a state of the same model that trained other leaves, or with another optimizer; it is given up.
 
+        Adapters that the state has not are made as `init` makes them, beside the weights that it has.
+
         Of the optimizer's state, what has the same name, shape and dtype is kept (moments, the count of updates); what
         is new is as `tx.init` makes it, and what `tx` has no place for is dropped.
 
@@ -126,16 +128,18 @@ class ShardedModel:
         Memory:  the state, and for a moment the old optimizer's state.
 
         Raises:
-          ValueError: naming the first parameter that is stored in another shape.
+          ValueError: naming the first parameter that is stored in another shape or dtype.
         """
         states.check_live("adopt", state)
         leaves, wanted = by_leaf(state).params, self.leaf_shapes()
+        wanted = {path: x for path, x in wanted.items() if path in leaves or path not in self._beside}
         for path in sorted({**leaves, **wanted}):
-            shapes = [x[path].shape if path in x else None for x in (leaves, wanted)]
-            if shapes[0] != shapes[1]:
+            kinds = [f"{x[path].dtype}{list(x[path].shape)}" if path in x else "nothing" for x in (leaves, wanted)]
+            if kinds[0] != kinds[1]:
                 raise ValueError(
-                    f"{path}: the state stores shape {shapes[0]}, and this model {shapes[1]}; adopt takes a state of "
-                    "the same model on the same mesh; first move it, by jfsdp.reshard, to one that freezes as it does"
+                    f"{path}: the state stores {kinds[0]}, and this model {kinds[1]}; adopt takes a state of the same "
+                    "model on the same mesh, and adds adapters; first move it, by jfsdp.reshard, to one that stores "
+                    "as this model does"
                 )
         fresh = self.init_from(tx, {path: jax.device_put(leaves[path], x.sharding) for path, x in wanted.items()})
         kept = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state)))
@@ -148,7 +152,7 @@ class ShardedModel:
             fresh,
             step=state.step,
             opt_state=fresh.roles.map(take, fresh.opt_state),
-            model_state=state.model_state,
+            model_state={name: state.model_state.get(name, x) for name, x in fresh.model_state.items()},
             num_skipped=state.num_skipped,
             loss_scale=(state.loss_scale if fresh.loss_scale else {}) or fresh.loss_scale,
         )
@@ -171,6 +175,11 @@ class ShardedModel:
         leaves = by_leaf(state).params
         shapes = {name: self.layout.by_path[name].shape for name in self.adapter_shapes()}
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
+
+    @property
+    def _beside(self) -> set[str]:
+        """The names of what adapters add to the model's own leaves."""
+        return {*part_shapes(self.model.adapters), *layer_shapes(self.model.adapters)}
 
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
         """Make what is not given of the adapters of parameters on the devices, as `init` makes them."""

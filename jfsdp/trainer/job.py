@@ -13,6 +13,7 @@ from typing import Any
 
 from jfsdp.arguments import Count, checked
 from jfsdp.layout.cuts import AxisRules
+from jfsdp.trainer.parse import split_pair
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
 DATA_KINDS = ("tokens", "images")
@@ -216,9 +217,7 @@ def parse_config(pairs: Sequence[str]) -> dict[str, Any]:
     """
     fields = {}
     for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise ValueError(f"--model-config {pair!r} is not KEY=VALUE, such as num_layers=2")
+        key, value = split_pair("--model-config", pair, "KEY=VALUE", "num_layers=2")
         fields[key] = _literal(value)
     return fields
 

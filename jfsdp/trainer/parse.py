@@ -10,6 +10,18 @@ OFFLOADABLE = ("params", "grads", "opt_state")
 REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
 
 
+def split_pair(option: str, pair: str, form: str, example: str) -> tuple[str, str]:
+    """Read a pair such as NAME=VALUE; the value may have a `=` of its own.
+
+    Raises:
+      ValueError: if there is no `=`, or nothing before it; with an example.
+    """
+    first, equals, last = pair.partition("=")
+    if not first or not equals:
+        raise ValueError(f"{option} {pair!r} is not {form}, such as {example}")
+    return first, last
+
+
 def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
 
@@ -19,9 +31,7 @@ def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
     words = {"true": True, "false": False, "none": None}
     found: dict[str, Any] = {}
     for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise ValueError(f"--xla {pair!r} is not NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true")
+        name, value = split_pair("--xla", pair, "NAME=VALUE", "xla_gpu_enable_latency_hiding_scheduler=true")
         found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
     return found
 
@@ -73,9 +83,7 @@ def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
     """
     found = {}
     for pair in pairs:
-        glob, equals, codec = pair.rpartition("=")
-        if not equals or not glob:
-            raise ValueError(f"--quantized {pair!r} is not GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
+        glob, codec = split_pair("--quantized", pair, "GLOB=CODEC", "'**.mlp.*.kernel=nf4'")
         if found.get(glob, codec) != codec:
             raise ValueError(f"--quantized {glob} is given {found[glob]} and {codec}; say one")
         found[glob] = codec
@@ -88,15 +96,15 @@ def parse_factors(pairs: Sequence[str]) -> dict[str, float]:
     Raises:
       ValueError: if a pair has no `=`, or X is no number from 0 on.
     """
-    found = {}
+    found, form = {}, "GLOB=X with a number X from 0 on"
     for pair in pairs:
-        glob, _, text = pair.rpartition("=")
+        glob, text = split_pair("--rate-scale", pair, form, "embed=0.1")
         try:
             found[glob] = float(text)
         except ValueError:
             found[glob] = math.nan
-        if not glob or not 0 <= found[glob] < math.inf:
-            raise ValueError(f"--rate-scale {pair!r} is not GLOB=X with a number X from 0 on, such as embed=0.1")
+        if not 0 <= found[glob] < math.inf:
+            raise ValueError(f"--rate-scale {pair!r} is not {form}, such as embed=0.1")
     return found
 
 

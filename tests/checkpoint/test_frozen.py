@@ -12,6 +12,8 @@ import jfsdp
 from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import frozen_digests
+from jfsdp.cli import main
+from jfsdp.layout.lora import Adapter
 from jfsdp.train.state import TrainState
 from tests.models_small import Block, Tower, make_batches, token_loss
 
@@ -81,6 +83,21 @@ def test_another_adapter_is_refused_by_the_names_of_its_leaves(saved):
         jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=2)).init(TX))
     with pytest.raises(ValueError, match=r"head\.kernel\.lora_a"):
         jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel", "head.kernel"], rank=4)).init(TX))
+
+
+def test_it_says_what_its_adapters_compute_and_refuses_another_scale(saved, capsys):
+    path, state = saved
+    (one, _) = CheckpointSource(path).manifest["layout"]["adapters"]
+    assert (one["rank"], one["alpha"], one["rslora"], one["has_magnitude"]) == (4, 32.0, False, False)
+    assert Adapter.from_dict(one) == state.layout.adapters[0]
+    assert main(["checkpoint", "inspect", str(path)]) == 0
+    assert "adapters: rank 4, alpha 32, of 2 arrays" in capsys.readouterr().out
+    other = shard(lora=jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4, alpha=16)).init(TX)
+    with pytest.raises(
+        ValueError, match=r"kernel: rank 4, alpha 32\], scale 8, and the model .*alpha 16\], scale 4; give"
+    ):
+        jfsdp.restore(path, other)
+    jfsdp.restore(path, other, only="step")
 
 
 def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):

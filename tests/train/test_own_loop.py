@@ -225,8 +225,26 @@ def test_a_state_goes_on_with_leaves_that_were_frozen():
     trained = logical(free.train_step(token_loss, tx, check_loss=False)(state, batches[2])[0])
     assert int(trained["step"]) == 3 and int(trained["opt_state.0.count"]) == 3
     assert (trained["params.embed.embedding"] != after["params.embed.embedding"]).any()
-    with pytest.raises(ValueError, match="the state stores shape"):
+    with pytest.raises(ValueError, match=r"the state stores float32\[.*by jfsdp.reshard"):
         shard(num_devices=4).adopt(frozen.init(tx), tx)
+
+
+def test_a_state_goes_on_with_adapters_beside_its_weights():
+    tx, batches = optax.adam(1e-2), make_batches(2, rows=12)
+    plain, adapted = shard(), shard(lora=jfsdp.LoRA("**.up.kernel", rank=2, dropout=0.5))
+    state, step = plain.init(tx), plain.train_step(token_loss, tx, check_loss=False)
+    state, _ = step(state, batches[0])
+    before = {name: x for name, x in logical(state).items() if name.startswith("params.")}
+    state = adapted.adopt(state, tx)
+    after = logical(state)
+    assert not [name for name, x in before.items() if (after[name] != x).any()]
+    assert {name for name in after if ".lora_" in name and name.startswith("params.")} == {
+        f"params.blocks.up.kernel.lora_{part}" for part in ("a", "b", "layer")
+    }
+    state, _ = adapted.train_step(token_loss, tx, check_loss=False)(state, batches[1])
+    assert int(state.step) == 2 and int(state.model_state["lora_dropout.count"]) == 1
+    with pytest.raises(ValueError, match=r"lora_a: the state stores float32\[.*, and this model nothing"):
+        plain.adopt(adapted.init(tx), tx)
 
 
 class Normed(linen.Module):

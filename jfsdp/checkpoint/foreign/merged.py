@@ -13,6 +13,7 @@ from jfsdp.checkpoint.foreign.peft import PeftAdapter, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, B
+from jfsdp.layout.precision import FLOAT_DTYPES
 
 
 class Merged:
@@ -26,8 +27,8 @@ class Merged:
       sign: 1 adds, -1 takes out.
 
     Raises:
-      ValueError: if the base lacks a weight that is adapted, or has it in another shape; to take DoRA out, which keeps
-        no norm of what was there.
+      ValueError: if the base lacks a weight that is adapted, or has it quantized or in another shape; to take DoRA out,
+        which keeps no norm of what was there.
     """
 
     def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
@@ -39,6 +40,11 @@ class Merged:
         prefix = _missing_prefix(base, adapter)
         self._weights = {prefix(weight): weight for weight in adapter.weights()}
         for name, weight in self._weights.items():
+            if name in base.arrays and base.arrays[name].dtype.name not in FLOAT_DTYPES:
+                raise ValueError(
+                    f"{name}: is {base.arrays[name].dtype.name} in the base, whose weights are quantized; take the "
+                    f"weights that these were made from, in {', '.join(FLOAT_DTYPES)}"
+                )
             a, b = (adapter.source.arrays[adapter.part(weight, part)].shape for part in (A, B))
             shape = (a[1], b[0]) if self._is_transposed else (b[0], a[1])
             if name not in base.arrays or tuple(base.arrays[name].shape) != shape:

@@ -185,8 +185,6 @@ class Run:
     def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
         described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
         described["begun"] = self.begun
-        if adapters := self.parts.model.model.adapters:
-            described["adapters"] = [one.to_dict() for one in adapters.values()]
         theirs = describe_model(self.parts.job, self.parts.row_items, self.theirs)
         return described if theirs is None else described | {"pretrained": theirs}
 

@@ -439,6 +439,29 @@ def test_a_base_may_leave_out_the_first_word_of_its_names(tmp_path):
         np.testing.assert_allclose(found[name.removeprefix("transformer.")], value, rtol=1e-5, atol=1e-5)
 
 
+def test_quantized_weights_are_not_merged(tmp_path):
+    given = Adapted("llama")
+    adapter, name = open_peft(given.write(tmp_path / "adapter")), f"{QUERY['llama'].format(0)}.weight"
+    for dtype in ("uint8", "int8", "float8_e4m3fn"):
+        base = given.base()
+        base[name] = np.zeros((128, 1), jnp.dtype(dtype))
+        with pytest.raises(ValueError, match=rf"q_proj\.weight: is {dtype} in the base, .* were made from, in float32"):
+            Merged(Arrays(base), adapter)
+
+
+def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
+    given = Adapted("llama")
+    model = jfsdp.fully_shard(given.job.model, units=given.job.units, lora=given.loras)
+    state = model.init(optax.sgd(1.0))
+    jfsdp.save(tmp_path / "saved", state, frozen=False)
+    jfsdp.export_peft(model, state, tmp_path / "right", given.names)
+    fields = [*LLAMA[1], "stacked=true"]
+    command = ["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "adapter"), "--model", "llama-tiny"]
+    assert main([*command, "--model-config", *fields]) == 0, capsys.readouterr().err
+    for file in (CONFIG, WEIGHTS):
+        assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "right" / file).read_bytes()
+
+
 def test_a_norm_is_not_taken_out_of_weights(tmp_path):
     given = Adapted("llama", dora=True)
     with pytest.raises(ValueError, match="is a DoRA"):
