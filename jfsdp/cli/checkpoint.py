@@ -80,6 +80,8 @@ class Verify:
 class Diff:
     """Compare two checkpoints: names, shapes, dtypes, and the largest differences. Stacked and listed layers match.
 
+    Two directories of safetensors will do, or two adapters of PEFT's.
+
     Of a run the newest step is taken. Exit status: 0 nothing differs, 4 something does, 2 there is no checkpoint.
     """
 
@@ -94,14 +96,11 @@ class Diff:
 
     def run(self) -> int:
         from jfsdp.checkpoint.diff import diff
-        from jfsdp.checkpoint.disk.places import find_checkpoint
-        from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+        from jfsdp.checkpoint.disk.reader import STREAM_BYTES
         from jfsdp.checkpoint.source import PIECE_BYTES, Only
         from jfsdp.layout.select import select_leaves
 
-        sources: list[Any] = [
-            CheckpointSource(find_checkpoint(path), cache_bytes=STREAM_BYTES) for path in (self.first, self.second)
-        ]
+        sources: list[Any] = [_open(path) for path in (self.first, self.second)]
         if self.only:
             chosen = [select_leaves("only", self.only, source.arrays, {}) for source in sources]
             sources = [
@@ -195,6 +194,22 @@ def _list(steps: list[int]) -> str:
 
 def _bytes_below(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _open(path: str) -> Any:
+    """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
+    from jfsdp.checkpoint.disk.places import find_checkpoint
+    from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+    from jfsdp.checkpoint.foreign.peft import CONFIG, open_peft
+    from jfsdp.checkpoint.foreign.pretrained import is_ours
+    from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+
+    place = Path(path).expanduser()
+    if (place / CONFIG).is_file():
+        return open_peft(place).source
+    if not is_ours(path) and any(place.glob("*.safetensors")):
+        return SafetensorsSource(place)
+    return CheckpointSource(find_checkpoint(path), cache_bytes=STREAM_BYTES)
 
 
 def _row(path: Path) -> dict[str, Any]:

@@ -164,6 +164,11 @@ class Export(_ModelOptions):
         layout, config = source.manifest["layout"], source.manifest["config"] or {}
         adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
         names = part_shapes(adapters)
+        if f"params.{next(iter(names))}" not in source.arrays:
+            raise ValueError(
+                f"{source.path}: was converted, and has no {next(iter(names))} as its layout says; export the "
+                "checkpoint that it was made from"
+            )
         check_adapters_alone((leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]), adapters)
         source.check([f"params.{name}" for name in names])
         written = write_peft(

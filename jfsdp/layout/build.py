@@ -187,7 +187,10 @@ def _choose_beside(
             choices[one.name(part)] = _Choice(placed, None, None, "an adapter's part", cuts)
     for path, codec in codecs.items():
         if own[path].frozen is None:
-            raise ValueError(f"{path}: is quantized, and codes are not trained; freeze it (frozen=, or lora=)")
+            raise ValueError(
+                f"{path}: is quantized, and codes are not trained; freeze it (frozen=, lora=), or leave it out of "
+                "quantized="
+            )
         said = f"in {codec.name}, blocks of {codec.block}"
         choices[path] = dataclasses.replace(own[path], coded=said, per_item=codec.per_item)
         choices[scales_of(path)] = dataclasses.replace(own[path], dim=None, frozen=_BY_CODEC, per_item=0)

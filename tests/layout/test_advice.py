@@ -140,3 +140,7 @@ def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
         jfsdp.fully_shard(Sharing, units=[nnx.Sequential], **options)
     jfsdp.fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
     jfsdp.fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)
+
+
+def test_adapters_are_whole_as_they_were_asked_for():
+    assert warnings({"fsdp": 8}, size=2048, lora=jfsdp.LoRA("weight", rank=1024)) == []

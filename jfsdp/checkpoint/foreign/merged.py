@@ -36,40 +36,33 @@ class Merged:
         self.arrays = base.arrays
         if sign < 0 and adapter.is_dora:
             raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
-        self._is_transposed = bool(adapter.options.get("fan_in_fan_out"))
         prefix = _missing_prefix(base, adapter)
         self._weights = {prefix(weight): weight for weight in adapter.weights()}
         for name, weight in self._weights.items():
-            if name in base.arrays and base.arrays[name].dtype.name not in FLOAT_DTYPES:
+            there = base.arrays.get(name)
+            if there is not None and there.dtype.name not in FLOAT_DTYPES:
                 raise ValueError(
-                    f"{name}: is {base.arrays[name].dtype.name} in the base, whose weights are quantized; take the "
-                    f"weights that these were made from, in {', '.join(FLOAT_DTYPES)}"
+                    f"{name}: is {there.dtype.name} in the base, whose weights are quantized; take the weights that "
+                    f"these were made from, in {', '.join(FLOAT_DTYPES)}"
                 )
-            a, b = (adapter.source.arrays[adapter.part(weight, part)].shape for part in (A, B))
-            shape = (a[1], b[0]) if self._is_transposed else (b[0], a[1])
-            if name not in base.arrays or tuple(base.arrays[name].shape) != shape:
-                there = list(base.arrays[name].shape) if name in base.arrays else "no array of that name"
-                raise ValueError(
-                    f"{adapter.path}: adapts {weight} {list(shape)}, and the base has {there}; it is an adapter of "
-                    f"another base ({adapter.base_name})"
-                )
+            adapter.check_fits(weight, None if there is None else tuple(there.shape))
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one weight, merged."""
         if name not in self._weights:
             return self._base.read(name, index)
         weight, dtype = self._weights[name], self._base.arrays[name].dtype
-        rows, columns = index[::-1] if self._is_transposed else index  # of [out, in]
+        rows, columns = index[::-1] if self._adapter.is_transposed else index  # of [out, in]
         a, b = (self._part(weight, part) for part in (A, B))
         every = slice(0, a.shape[1]) if self._adapter.is_dora else columns
-        wanted = (every, rows) if self._is_transposed else (rows, every)
+        wanted = (every, rows) if self._adapter.is_transposed else (rows, every)
         block = self._base.read(name, wanted).astype(np.float32)
-        block = block.T if self._is_transposed else block
+        block = block.T if self._adapter.is_transposed else block
         block = block + self._sign * self._adapter.scale(weight) * (b[rows] @ a[:, every])
         if self._adapter.is_dora:
             gain = self._part(weight, MAGNITUDE)[rows] / np.linalg.norm(block, axis=1)
             block = (block * gain[:, None])[:, columns]
-        return (block.T if self._is_transposed else block).astype(dtype)
+        return (block.T if self._adapter.is_transposed else block).astype(dtype)
 
     def _part(self, weight: str, part: str) -> np.ndarray:
         return read_whole(self._adapter.source, self._adapter.part(weight, part)).astype(np.float32)

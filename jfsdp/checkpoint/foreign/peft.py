@@ -110,6 +110,22 @@ class PeftAdapter:
                 return float(alpha)
         return float(self.options["lora_alpha"])
 
+    def check_fits(self, weight: str, shape: tuple[int, ...] | None) -> None:
+        """Refuse a base that has a weight in another shape than is adapted, or not at all (None)."""
+        a, b = (self.source.arrays[self.part(weight, part)].shape for part in (A, B))
+        adapted = (a[1], b[0]) if self.is_transposed else (b[0], a[1])
+        if shape != adapted:
+            there = "no array of that name" if shape is None else list(shape)
+            raise ValueError(
+                f"{self.path}: adapts {weight} {list(adapted)}, and the base has {there}; it is an adapter of another "
+                f"base ({self.base_name})"
+            )
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the base's weights are [in, out]."""
+        return bool(self.options.get("fan_in_fan_out"))
+
     @property
     def is_rslora(self) -> bool:
         return bool(self.options.get("use_rslora"))
@@ -184,6 +200,7 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
                 f"{adapter.path}: adapts {weight}, which is no weight of this model; it is an adapter of another base "
                 f"({adapter.base_name})"
             )
+        adapter.check_fits(weight, pieces[weight].their_shape)
         leaf = pieces[weight].leaf
         found.setdefault(leaf, set()).add((adapter.rank(weight), adapter.alpha(weight)))
         there[leaf] += 1

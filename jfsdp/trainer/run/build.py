@@ -167,6 +167,9 @@ def what_decides(
         "seq_len": row_items,
         "global_batch": global_batch,
         **options.what_decides(config),
-        "adapters": [one.describe() for one in adapters.values()] or None,
+        "adapters": {
+            one.kind: [of.path for of in adapters.values() if of.kind == one.kind] for one in adapters.values()
+        }
+        or None,
         **{name: getattr(config, name) for name in _DECIDING},
     }

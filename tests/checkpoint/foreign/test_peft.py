@@ -460,6 +460,29 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
     assert main([*command, "--model-config", *fields]) == 0, capsys.readouterr().err
     for file in (CONFIG, WEIGHTS):
         assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "right" / file).read_bytes()
+    assert main(["checkpoint", "convert", str(tmp_path / "saved"), str(tmp_path / "list"), "--unstack", "layers"]) == 0
+    assert (
+        main([*command[:2], str(tmp_path / "list"), str(tmp_path / "no"), *command[4:], "--model-config", *fields]) == 2
+    )
+    assert "was converted, and has no layers.attn.q_proj.kernel.lora_a" in capsys.readouterr().err
+
+
+def test_two_adapters_and_two_bases_are_compared(tmp_path, capsys):
+    one, other = (Adapted("llama", seed=seed).write(tmp_path / f"{seed}") for seed in (0, 1))
+    assert main(["checkpoint", "diff", str(one), str(one)]) == 0
+    assert main(["checkpoint", "diff", str(one), str(other)]) == 4
+    assert "self_attn.q_proj.lora_A.weight" in capsys.readouterr().out
+    base = write_base(Adapted("llama"), tmp_path / "base")
+    assert main(["checkpoint", "diff", str(base), str(base)]) == 0
+
+
+def test_an_adapter_of_a_base_with_other_sizes_is_refused_before_weights_are_read(tmp_path):
+    given, leaves = Adapted("llama"), dict(Adapted("llama").leaves)
+    leaves["layers.attn.q_proj.kernel"] = jax.ShapeDtypeStruct((2, 16, 32), "float32")
+    change(path := given.write(tmp_path / "adapter"), base_model_name_or_path="their/base")
+    message = r"q_proj\.weight \[16, 16\], and the base has \[32, 16\]; it is an adapter of another base \(their/base\)"
+    with pytest.raises(ValueError, match=message):
+        read_loras(path, given.names, leaves)
 
 
 def test_a_norm_is_not_taken_out_of_weights(tmp_path):
