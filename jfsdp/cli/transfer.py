@@ -155,21 +155,20 @@ class Export(_ModelOptions):
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
         """Write the adapters of a checkpoint for PEFT; the base is what its run began with."""
-        from jfsdp.checkpoint.foreign.peft import check_adapters_alone, write_peft
+        from jfsdp.checkpoint.foreign.peft import write_peft
         from jfsdp.checkpoint.source import Renamed
-        from jfsdp.layout.lora import Adapter, part_shapes
+        from jfsdp.layout.lora import Adapter
 
         if self.ema or self.max_length is not None:
             raise ValueError(f"{source.path}: holds adapters of a base; leave out --ema and --max-length")
         layout, config = source.manifest["layout"], source.manifest["config"] or {}
         adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
-        names = part_shapes(adapters)
-        if f"params.{next(iter(names))}" not in source.arrays:
+        names = [leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]]
+        if f"params.{names[0]}" not in source.arrays:
             raise ValueError(
-                f"{source.path}: was converted, and has no {next(iter(names))} as its layout says; export the "
+                f"{source.path}: was converted, and has no {names[0]} as its layout says; export the "
                 "checkpoint that it was made from"
             )
-        check_adapters_alone((leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]), adapters)
         source.check([f"params.{name}" for name in names])
         written = write_peft(
             Renamed(source, {name: f"params.{name}" for name in names}),

@@ -166,14 +166,14 @@ class ShardedModel:
         parts = part_shapes(self.model.adapters)
         return {name: shape for name, shape in self.leaf_shapes().items() if name in parts}
 
-    def adapter_arrays(self, state: TrainState) -> dict[str, np.ndarray]:
-        """Return the parts of the low-rank adapters of a state, whole, on the host.
+    def trained_arrays(self, state: TrainState) -> dict[str, np.ndarray]:
+        """Return the leaves of a state that are trained, whole, on the host.
 
         Cost:    one all-gather of each that is split. With several processes each calls it.
         """
         check_state(state, self.layout, self.loss_scale)
         leaves = by_leaf(state).params
-        shapes = {name: self.layout.by_path[name].shape for name in self.adapter_shapes()}
+        shapes = {leaf.path: leaf.shape for leaf in self.layout.leaves if leaf.trainable}
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
     @property

@@ -36,8 +36,15 @@ class Merged:
         self.arrays = base.arrays
         if sign < 0 and adapter.is_dora:
             raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
+        if sign < 0 and adapter.saved():
+            raise ValueError(
+                f"{adapter.path}: has {adapter.saved()[0]} whole, and merged weights do not say what it was"
+            )
         prefix = _missing_prefix(base, adapter)
         self._weights = {prefix(weight): weight for weight in adapter.weights()}
+        self._saved = {prefix(name): name for name in adapter.saved()}
+        for name, weight in self._saved.items():
+            adapter.check_saved(weight, tuple(base.arrays[name].shape) if name in base.arrays else None)
         for name, weight in self._weights.items():
             there = base.arrays.get(name)
             if there is not None and there.dtype.name not in FLOAT_DTYPES:
@@ -49,6 +56,8 @@ class Merged:
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one weight, merged."""
+        if name in self._saved:
+            return self._adapter.read_saved(self._saved[name], index).astype(self.arrays[name].dtype)
         if name not in self._weights:
             return self._base.read(name, index)
         weight, dtype = self._weights[name], self._base.arrays[name].dtype

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ _KNOWN = {
     "lora_alpha",
     "lora_dropout",
     "loftq_config",
+    "modules_to_save",
     "megatron_core",
     "peft_type",
     "peft_version",
@@ -92,6 +93,11 @@ class PeftAdapter:
         end = _PARTS[A]
         return [self._base(name, end) for name in self.source.arrays if name.endswith(end)]
 
+    def saved(self) -> list[str]:
+        """Return the arrays of the base that it has whole, trained as they are, under their own names."""
+        ends = tuple(_PARTS.values())
+        return [name.removeprefix(_PREFIX) for name in self.source.arrays if not name.endswith(ends)]
+
     def _base(self, name: str, end: str) -> str:
         return name.removeprefix(_PREFIX).removesuffix(end) + _WEIGHT
 
@@ -113,13 +119,23 @@ class PeftAdapter:
     def check_fits(self, weight: str, shape: tuple[int, ...] | None) -> None:
         """Refuse a base that has a weight in another shape than is adapted, or not at all (None)."""
         a, b = (self.source.arrays[self.part(weight, part)].shape for part in (A, B))
-        adapted = (a[1], b[0]) if self.is_transposed else (b[0], a[1])
-        if shape != adapted:
+        self._check_shape("adapts", weight, (a[1], b[0]) if self.is_transposed else (b[0], a[1]), shape)
+
+    def check_saved(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """Refuse a base that has an array in another shape than the adapter, or not at all (None)."""
+        self._check_shape("has", name, tuple(self.source.arrays[_PREFIX + name].shape), shape)
+
+    def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+        if shape != own:
             there = "no array of that name" if shape is None else list(shape)
             raise ValueError(
-                f"{self.path}: adapts {weight} {list(adapted)}, and the base has {there}; it is an adapter of another "
-                f"base ({self.base_name})"
+                f"{self.path}: {verb} {name} {list(own)}, and the base has {there}; it is an adapter of another base "
+                f"({self.base_name})"
             )
+
+    def read_saved(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of an array of `saved`."""
+        return self.source.read(_PREFIX + name, index)
 
     @property
     def is_transposed(self) -> bool:
@@ -174,6 +190,8 @@ def _check_arrays(adapter: PeftAdapter) -> None:
     """Refuse arrays that no weight's adapter has, and adapters that lack some."""
     parts = [A, B, MAGNITUDE] if adapter.is_dora else [A, B]
     wanted = {adapter.part(weight, part) for weight in adapter.weights() for part in parts}
+    modules = tuple(f".{module}" for module in adapter.options.get("modules_to_save") or ())
+    wanted |= {_PREFIX + name for name in adapter.saved() if f".{name}".rpartition(".")[0].endswith(modules)}
     for name in sorted(wanted ^ set(adapter.source.arrays)):
         what = "is missing" if name in wanted else "is an array that jfsdp does not know"
         raise ValueError(f"{adapter.path}: {name} {what}; the configuration says use_dora={adapter.is_dora}")
@@ -212,6 +230,14 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
                 f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
                 "apart (--model-config stacked=false)"
             )
+    also = sorted({_saved_leaf(adapter, name, pieces) for name in adapter.saved()})
+    whole = collections.Counter(pieces[name].leaf for name in adapter.saved())
+    for leaf in also:
+        if whole[leaf] < wanted[leaf]:
+            raise ValueError(
+                f"{leaf}: {adapter.path} has {whole[leaf]} of {wanted[leaf]} layers of it (modules_to_save), and "
+                "layers are stacked in one array here; keep them apart (--model-config stacked=false)"
+            )
     ins = {piece.leaf: _num_in(piece) for piece in pieces.values() if piece.leaf in found}
     groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, kinds in found.items():
@@ -224,9 +250,16 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
             dropout=float(adapter.options.get("lora_dropout") or 0),
             rslora=adapter.is_rslora,
             dora=adapter.is_dora,
+            also=(also or None) if place == 0 else None,
         )
-        for (rank, alpha), targets in groups.items()
+        for place, ((rank, alpha), targets) in enumerate(groups.items())
     ]
+
+
+def _saved_leaf(adapter: PeftAdapter, name: str, pieces: Mapping[str, Piece]) -> str:
+    """Return our leaf of an array that an adapter has whole."""
+    adapter.check_saved(name, pieces[name].their_shape if name in pieces else None)
+    return pieces[name].leaf
 
 
 def _num_in(piece: Piece) -> int:
@@ -235,7 +268,7 @@ def _num_in(piece: Piece) -> int:
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
-    """Return PEFT's names of the parts of a model's adapters, from the names of its weights.
+    """Return PEFT's names of the parts of a model's adapters, and of what it has whole, from the names of its weights.
 
     Raises:
       ValueError: for an adapted leaf without a rule, or whose other array has dims of input and output merged.
@@ -264,19 +297,25 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
         ]
     if left:
         raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(left)}")
-    return NameMap(rules)
+    return NameMap([*rules, *((ours, _PREFIX + theirs, *text) for ours, theirs, *text in names.rules)])
 
 
-def adapter_source(adapter: PeftAdapter, names: Names, adapters: Mapping[str, Adapter]) -> Imported:
+def adapter_source(
+    adapter: PeftAdapter, names: Names, adapters: Mapping[str, Adapter], leaves: Shapes | None = None
+) -> Imported:
     """Open an adapter's arrays under our names, after every check of names and shapes.
 
     Args:
       adapters: of the model, by leaf.
+      leaves: the model's own parameters, some of which the adapter may have whole.
 
     Raises:
       ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
-    shapes, rules = part_shapes(adapters), adapter_map(names, adapters)
+    leaves = leaves or {}
+    own = bind(as_name_map(names), leaves)
+    whole = {_saved_leaf(adapter, name, own) for name in adapter.saved()}
+    shapes, rules = part_shapes(adapters) | {leaf: leaves[leaf] for leaf in whole}, adapter_map(names, adapters)
     found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
     for weight in adapter.weights():
         one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
@@ -306,22 +345,8 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
         raise ValueError("export_peft: the model has no adapters; give what jfsdp.fully_shard(lora=...) returned")
-    check_adapters_alone((leaf.path for leaf in model.layout.leaves if leaf.trainable), model.model.adapters)
-    source = _Arrays(model.adapter_arrays(state))
+    source = _Arrays(model.trained_arrays(state))
     return only_first(lambda: write_peft(source, directory, names, model.model.adapters, base=base))
-
-
-def check_adapters_alone(trained: Iterable[str], adapters: Mapping[str, Adapter]) -> None:
-    """Refuse to export adapters alone where other leaves were trained too: with them goes what those learned.
-
-    Raises:
-      ValueError: naming the first.
-    """
-    if others := sorted(set(trained) - part_shapes(adapters).keys()):
-        raise ValueError(
-            f"{others[0]} and {len(others) - 1} more leaves were trained beside the adapters (also=), and an adapter "
-            "of PEFT's is written without such; model.to_flax(state) gives the whole model, merged"
-        )
 
 
 class _Arrays:
@@ -348,7 +373,7 @@ def write_peft(
     """Write adapters from any source; otherwise as `export_peft`.
 
     Args:
-      source: parts of adapters under our names, without `params.`.
+      source: under our names, without `params.`: parts of adapters, and leaves that were trained as they are.
       directory: must not exist yet.
       names: of the base's arrays, such as a job's field `pretrained`.
       base: what to write for `base_model_name_or_path`.
@@ -368,8 +393,13 @@ def write_peft(
 def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     """Return what `adapter_config.json` says of adapters."""
     modules: dict[str, Adapter] = {}
+    saved: list[str] = []
     for theirs, piece in exported.pieces.items():
-        modules[theirs.removeprefix(_PREFIX).rpartition(".lora_")[0]] = adapters[piece.leaf.rpartition(".")[0]]
+        module, is_part, _ = theirs.removeprefix(_PREFIX).rpartition(".lora_")
+        if is_part:
+            modules[module] = adapters[piece.leaf.rpartition(".")[0]]
+        else:
+            saved.append(theirs.removeprefix(_PREFIX).rpartition(".")[0])
     ones = list(modules.values())
     rank, alpha = (collections.Counter(values).most_common(1)[0][0] for values in zip(*_kinds(ones), strict=True))
     if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
@@ -391,6 +421,7 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         "fan_in_fan_out": plain == {True},
         "bias": "none",
         "inference_mode": True,
+        "modules_to_save": sorted(set(saved)) or None,
         "target_modules": _targets(modules, names, adapters),
         "rank_pattern": {module: one.rank for module, one in modules.items() if one.rank != rank},
         "alpha_pattern": {module: one.alpha for module, one in modules.items() if one.alpha != alpha},

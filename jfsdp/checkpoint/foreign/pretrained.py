@@ -143,7 +143,7 @@ def load_pretrained(
     source, check = in_all(open_source)
     check()
     if adapter is not None:
-        source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters)))
+        source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [one_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
     counted = Counted(source)
     cast = Recast(counted, {name: leaf.dtype for name, leaf in read.items() if name not in codecs})

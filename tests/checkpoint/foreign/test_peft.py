@@ -1,5 +1,6 @@
 """Adapters in PEFT's format: written and read, merged into weights and taken out of them, against numpy."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -212,7 +213,6 @@ OPTIONS = {
     "unknown": ({"use_qalora": True}, "option use_qalora=True is not available"),
     "other first values": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not"),
     "biases": ({"bias": "all"}, "bias='all' is not"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save=.'lm_head'. is not"),
     "norms": ({"use_dora": True}, "lora_magnitude_vector is missing"),
 }
 
@@ -483,6 +483,58 @@ def test_an_adapter_of_a_base_with_other_sizes_is_refused_before_weights_are_rea
     message = r"q_proj\.weight \[16, 16\], and the base has \[32, 16\]; it is an adapter of another base \(their/base\)"
     with pytest.raises(ValueError, match=message):
         read_loras(path, given.names, leaves)
+
+
+def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
+    given = Adapted("llama")
+    base = write_base(given, tmp_path / "base")
+    also = ["layers.attn_norm.scale", "lm_head.kernel"]
+    options: dict[str, Any] = {"units": given.job.units, "min_size": 8}
+    lora = jfsdp.LoRA(targets=TARGETS["llama-tiny"], rank=3, also=also)
+    model = jfsdp.fully_shard(given.job.model, lora=lora, **options)
+    state = load_pretrained(base, model, optax.sgd(1.0), given.names)
+    state = dataclasses.replace(state, params={name: x + 1 * (name in also) for name, x in state.params.items()})
+    jfsdp.export_peft(model, state, tmp_path / "adapter", given.names)
+    adapter = open_peft(tmp_path / "adapter")
+    assert adapter.options["modules_to_save"] == [
+        "lm_head",
+        *(f"model.layers.{layer}.input_layernorm" for layer in range(2)),
+    ]
+    np.testing.assert_array_equal(
+        read_whole(adapter.source, "base_model.model.lm_head.weight"), np.asarray(state.params["lm_head.kernel"]).T
+    )
+
+    loras = read_loras(tmp_path / "adapter", given.names, jfsdp.fully_shard(given.job.model, **options))
+    assert loras[0].also == also
+    again = jfsdp.fully_shard(given.job.model, lora=loras, **options)
+    found = load_pretrained(base, again, optax.sgd(1.0), given.names, adapter=tmp_path / "adapter")
+    for name, x in by_leaf(state).params.items():
+        np.testing.assert_array_equal(by_leaf(found).params[name], x, err_msg=name)
+
+    merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = arrays_of(SafetensorsSource(tmp_path / "merged"))
+    np.testing.assert_array_equal(merged["lm_head.weight"], np.asarray(state.params["lm_head.kernel"]).T)
+    with pytest.raises(ValueError, match=r"has .* whole, and merged weights do not say what it was"):
+        Merged(SafetensorsSource(tmp_path / "merged"), adapter, sign=-1)
+
+
+def test_whole_arrays_that_do_not_fit_are_refused_by_name(given, tmp_path):
+    adapted, path = given
+    arrays = arrays_of(open_peft(path).source)
+    norms = {f"base_model.model.model.layers.{i}.input_layernorm.weight": np.ones(16, np.float32) for i in range(2)}
+    change(path, modules_to_save=["input_layernorm"])
+    rewrite(path, arrays | norms)
+    (lora,) = read_loras(path, adapted.names, adapted.leaves)
+    assert lora.also == ["layers.attn_norm.scale"]
+    rewrite(path, arrays | dict([*norms.items()][:1]))
+    with pytest.raises(ValueError, match=r"layers\.attn_norm\.scale: .* has 1 of 2 layers of it \(modules_to_save\)"):
+        read_loras(path, adapted.names, adapted.leaves)
+    rewrite(path, arrays | {name: np.ones(8, np.float32) for name in norms})
+    with pytest.raises(ValueError, match=r"has model.*input_layernorm\.weight \[8\], and the base has \[16\]"):
+        read_loras(path, adapted.names, adapted.leaves)
+    change(path, modules_to_save=["norm"])
+    with pytest.raises(ValueError, match=r"input_layernorm\.weight is an array that jfsdp does not know"):
+        open_peft(path)
 
 
 def test_a_norm_is_not_taken_out_of_weights(tmp_path):
