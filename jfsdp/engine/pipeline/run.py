@@ -52,7 +52,14 @@ class Results(NamedTuple):
     state: Arrays
 
 
-_State = tuple[Waiting, Arrays, Any]  # with the sums of all other gradients, and of what the loss returns
+class _State(NamedTuple):
+    """What a tick finds: of the stages; the sums of all other gradients, and of what the loss returns; and what the
+    layers begin with, computed a tick ahead."""
+
+    waiting: Waiting
+    sums: Arrays
+    out: Any
+    entered: list[Any]
 
 
 def run_pipeline(
@@ -206,9 +213,10 @@ class _Pipeline:
 
     def run(self, ticks: Ticks, sums: Arrays, combine: Combine, start: Callable[[Any], Any]) -> Results:
         """Run all ticks."""
-        given = self.enter(0)[0], self.micro, self.states
+        tables = ticks.tables()
+        given = self.enter(max(tables["entering"][0], 0))[0], self.micro, self.states
         first, last = _on_stages(self.stage.ends, self.staged, given)
-        held, tables = Held(self.staged, first), ticks.tables()
+        held = Held(self.staged, first)
         state = self._begin(ticks, sums, held, given, start)
 
         def run(state: _State, segment: Segment, rows: Row) -> _State:
@@ -230,7 +238,7 @@ class _Pipeline:
                 state, _ = turn(state, {name: x[0] for name, x in rows.items()})
             else:
                 state, _ = jax.lax.scan(turn, state, rows)
-        waiting, sums, out = state
+        waiting, sums, out, _ = state
         staged = self._deal(_on_stages(self.stage.finish, (held, waiting), given), back=True)
         return Results(staged | self.engine.reduce_later(sums), out, self.state)
 
@@ -240,10 +248,9 @@ class _Pipeline:
         return _on_stages(functools.partial(self.stage.deal, back=back), arrays, ())
 
     def _tick(self, held: Held, last: Any, combine: Combine, kind: Segment, state: _State, row: Row) -> _State:
-        (waiting, sums, out), rows = state, (self.micro, self.states)
+        (waiting, sums, out, entered), rows = state, (self.micro, self.states)
         tables = {name: x for name, x in row.items() if x.ndim}  # the others are of all stages together
         if kind.has_forward:
-            entered, _ = self.enter(jnp.maximum(row["entering"], 0))
             waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
         found = inexact(self.stage.unread())
         if kind.has_loss:
@@ -256,7 +263,9 @@ class _Pipeline:
             left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # else what a later part of stage 0 had begun with
             _, add = self.enter(jnp.maximum(row["left"], 0))
             sums = add(left, sums)
-        return waiting, sums, out
+        if kind.has_forward:
+            entered, _ = self.enter(jnp.maximum(row["next"], 0))
+        return _State(waiting, sums, out, entered)
 
     def _begin(self, ticks: Ticks, sums: Arrays, held: Held, given: Any, start: Callable[[Any], Any]) -> _State:
         """Return what the first tick finds."""
@@ -278,7 +287,7 @@ class _Pipeline:
         rest = {name: zeros(x.shape, x.dtype) for name, x in shapes.items()}
         atoms = self.trace.traced.jaxpr.outvars
         outs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
-        return waiting, rest, start(jax.tree.unflatten(self.trace.traced.tree, outs)[0][1])
+        return _State(waiting, rest, start(jax.tree.unflatten(self.trace.traced.tree, outs)[0][1]), entered)
 
 
 def _on_stages(fn: Callable[..., Any], staged: Any, given: Any, out: Any = _STAGED) -> Any:

@@ -218,6 +218,7 @@ class Ticks:
     def tables(self) -> dict[str, np.ndarray]:
         """Return all tables by name."""
         found = {name: getattr(self, name) for name in ("forward", "backward", "entering", "leaving", "left")}
+        found["next"] = np.roll(self.entering, -1)
         for name in ("saved", "inputs", "cotangents", "hidden"):
             places = getattr(self, name)
             found |= {f"{name}_write": places.write, f"{name}_read": places.read}

@@ -197,7 +197,9 @@ class Stage:
         own = self._of_part(waiting.sums, task[0])
         backward = Backward(step, records, own, _own(last))
         if held.first is not None:
-            backward.begin(_own(waiting.left))
+            # Else XLA reduces them before the layers go forward, with nothing to hide behind.
+            begun, cotangents = jax.lax.optimization_barrier((_own(waiting.left), cotangents))
+            backward.begin(begun)
         own, left = backward.run(cotangents)
         sums = self._with_part(waiting.sums, own, task[0])
         sent = _put(waiting.cotangents, row["cotangents_write"], [self._send(x, -1) for x in left])
