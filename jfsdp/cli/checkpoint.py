@@ -200,7 +200,7 @@ def _open(path: str) -> Any:
     """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
     from jfsdp.checkpoint.disk.places import find_checkpoint
     from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
-    from jfsdp.checkpoint.foreign.peft import CONFIG, open_peft
+    from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
     from jfsdp.checkpoint.foreign.pretrained import is_ours
     from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 

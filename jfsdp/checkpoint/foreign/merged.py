@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.peft import PeftAdapter, open_peft
+from jfsdp.checkpoint.foreign.peft_files import PeftAdapter, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, B

@@ -19,7 +19,8 @@ from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
-from jfsdp.checkpoint.foreign.peft import adapter_source, open_peft
+from jfsdp.checkpoint.foreign.peft import adapter_source
+from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.safetensors import CONFIG, SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers

@@ -1,0 +1,181 @@
+"""An adapter as Hugging Face's PEFT writes it: its configuration and its arrays, under PEFT's names.
+
+[Note: PEFT's format]
+`adapter_config.json` says rank, alpha and targets; `adapter_model.safetensors` has, for a weight `X.weight` of the
+base, `base_model.model.X.lora_A.weight` [rank, in], `...lora_B.weight` [out, rank] and, with DoRA,
+`...lora_magnitude_vector` [out]; and `base_model.model.Y` for arrays of modules that were trained as they are
+(`modules_to_save`). Source: peft 0.21, `tuners/lora`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import Index, Source
+from jfsdp.layout.lora import MAGNITUDE, A, B, scale_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, WEIGHT = "base_model.model.", ".weight"
+PARTS = {A: ".lora_A.weight", B: ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
+# Options of PEFT that change nothing of what an adapter computes, or that are read here; any other must be off.
+_KNOWN = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "loftq_config",
+    "modules_to_save",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+}
+_OFF = (None, False, "none", [], {})
+_PLAIN_INIT = (True, False, "gaussian", None)  # others change the base's weights
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter as PEFT writes it.
+
+    Attributes:
+      options: its configuration.
+      source: its arrays, under PEFT's names.
+    """
+
+    path: Path
+    options: Mapping[str, Any]
+    source: Source
+
+    def weights(self) -> list[str]:
+        """Return the weights of the base that it adapts, under their own names, in order."""
+        end = PARTS[A]
+        return [self._base(name, end) for name in self.source.arrays if name.endswith(end)]
+
+    def saved(self) -> list[str]:
+        """Return the arrays of the base that it has whole, trained as they are, under their own names."""
+        ends = tuple(PARTS.values())
+        return [name.removeprefix(PREFIX) for name in self.source.arrays if not name.endswith(ends)]
+
+    def _base(self, name: str, end: str) -> str:
+        return name.removeprefix(PREFIX).removesuffix(end) + WEIGHT
+
+    def part(self, weight: str, part: str) -> str:
+        """Return its name of one part of the adapter of a weight."""
+        return PREFIX + weight.removesuffix(WEIGHT) + PARTS[part]
+
+    def rank(self, weight: str) -> int:
+        return int(self.source.arrays[self.part(weight, A)].shape[0])
+
+    def alpha(self, weight: str) -> float:
+        """Return the alpha of a weight: that of the first pattern that fits its module's name, as PEFT reads them."""
+        module = weight.removesuffix(WEIGHT)
+        for pattern, alpha in (self.options.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                return float(alpha)
+        return float(self.options["lora_alpha"])
+
+    def check_fits(self, weight: str, shape: tuple[int, ...] | None) -> None:
+        """Refuse a base that has a weight in another shape than is adapted, or not at all (None)."""
+        a, b = (self.source.arrays[self.part(weight, part)].shape for part in (A, B))
+        self._check_shape("adapts", weight, (a[1], b[0]) if self.is_transposed else (b[0], a[1]), shape)
+
+    def check_saved(self, name: str, shape: tuple[int, ...] | None) -> None:
+        """Refuse a base that has an array in another shape than the adapter, or not at all (None)."""
+        self._check_shape("has", name, tuple(self.source.arrays[PREFIX + name].shape), shape)
+
+    def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+        if shape != own:
+            there = "no array of that name" if shape is None else list(shape)
+            raise ValueError(
+                f"{self.path}: {verb} {name} {list(own)}, and the base has {there}; it is an adapter of another base "
+                f"({self.base_name})"
+            )
+
+    def read_saved(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of an array of `saved`."""
+        return self.source.read(PREFIX + name, index)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the base's weights are [in, out]."""
+        return bool(self.options.get("fan_in_fan_out"))
+
+    @property
+    def is_rslora(self) -> bool:
+        return bool(self.options.get("use_rslora"))
+
+    @property
+    def is_dora(self) -> bool:
+        return bool(self.options.get("use_dora"))
+
+    @property
+    def base_name(self) -> str:
+        """What it says that it was trained for."""
+        return self.options.get("base_model_name_or_path") or "unnamed"
+
+    def scale(self, weight: str) -> float:
+        return scale_of(self.rank(weight), self.alpha(weight), self.is_rslora)
+
+
+def open_peft(path: Any) -> PeftAdapter:
+    """Open an adapter of PEFT's. Reads headers, and no weights.
+
+    Raises:
+      ValueError: if files are missing or damaged, or it is of a kind, or has an option, that jfsdp lacks; by name.
+    """
+    directory = Path(path).expanduser()
+    file = directory / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{directory}: has no {CONFIG}, so it is no adapter of PEFT's; give the directory that has it")
+    try:
+        options = json.loads(file.read_text())
+        float(options["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: is no configuration of a LoRA ({error}); fetch it again") from error
+    if options.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type {options.get('peft_type')!r} is not available; LORA is")
+    for name, value in options.items():
+        if name == "init_lora_weights" and value in _PLAIN_INIT:
+            continue
+        if name not in _KNOWN and value not in _OFF:
+            raise ValueError(f"{file}: option {name}={value!r} is not available here; others are read")
+    adapter = PeftAdapter(directory, options, SafetensorsSource(directory / WEIGHTS))
+    _check_arrays(adapter)
+    return adapter
+
+
+def _check_arrays(adapter: PeftAdapter) -> None:
+    """Refuse arrays that no weight's adapter has, and adapters that lack some."""
+    parts = [A, B, MAGNITUDE] if adapter.is_dora else [A, B]
+    wanted = {adapter.part(weight, part) for weight in adapter.weights() for part in parts}
+    modules = tuple(f".{module}" for module in adapter.options.get("modules_to_save") or ())
+    wanted |= {PREFIX + name for name in adapter.saved() if f".{name}".rpartition(".")[0].endswith(modules)}
+    for name in sorted(wanted ^ set(adapter.source.arrays)):
+        what = "is missing" if name in wanted else "is an array that jfsdp does not know"
+        raise ValueError(f"{adapter.path}: {name} {what}; the configuration says use_dora={adapter.is_dora}")
+    if not wanted:
+        raise ValueError(f"{adapter.path}: {WEIGHTS} has no {PARTS[A]} of any weight; is it another kind of adapter?")
