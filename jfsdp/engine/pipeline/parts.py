@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
-from jfsdp.engine.dataflow import depends_on, is_literal, keep_outputs
+from jfsdp.engine.dataflow import all_eqns, depends_on, is_literal, keep_outputs
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, read_loop, read_program
 from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
@@ -123,6 +123,14 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
             f"one scan at the top of the model, forward, outside of a remat of the model's own (use remat=); {_REMEDY}"
         )
     ((at, loop),) = found.items()
+    outside = closed.jaxpr.replace(eqns=[eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at])
+    for eqn in all_eqns(outside):
+        call = calls.get(str(eqn.params.get("name", "")))
+        if call is not None and call.unit in staged:
+            raise ValueError(
+                f"unit {call.unit!r} is called outside of the scan over its layers too, and stages of a pipeline (mesh "
+                f"axis {PIPE!r}) have theirs alone; {_REMEDY}"
+            )
     parts = Parts(closed, loop, at, calls, shards, traced.num_flat)
     if keys := [atom for atom in parts.carried if is_key(atom.aval)]:
         raise ValueError(
