@@ -1,7 +1,9 @@
 """Device meshes and the roles of their axes.
 
-The axes, major to minor: `pipe`, `replica`, `fsdp`, `tensor`. Major axes span hosts, minor axes stay on the fast links
-inside a host. Code asks for the role of an axis ("the batch is split over ..."), never for a literal name.
+The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `tensor`. Outer axes span hosts, inner axes stay on the fast
+links inside a host. In a mesh they stand in the order in which a step's `shard_map`s open them, with `pipe` after the
+data axes: XLA (0.12) aborts where axes that are opened later stand before others. Code asks for the role of an axis
+("the batch is split over ..."), never for a literal name.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
 PIPE = "pipe"
-AXES = (PIPE, "replica", "fsdp", "tensor")
+AXES = ("replica", "fsdp", PIPE, "tensor")
+OUTER_FIRST = (PIPE, "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
 GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
 MODEL_AXES = ("tensor", PIPE)  # the model itself is split over these: what it computes, or which layers
+_PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
 # The parts of a data axis that some stage splits only in part (hpZ): `fsdp` is `fsdp_0`, `fsdp_1`, ..., major to minor.
 SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for axis in DATA_AXES}
@@ -56,7 +60,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
-        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}")
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}")
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad:
         raise ValueError(f"mesh axis sizes must be positive, or -1 for the rest; got {bad}")
@@ -98,11 +102,11 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
-    """Arrange devices into the mesh (pipe, replica, fsdp, tensor).
+    """Arrange devices into the mesh (replica, fsdp, pipe, tensor).
 
-    Devices of one host are neighbours along the minor axes, so that `tensor` and then `fsdp` use the links inside a
-    host and `replica` crosses hosts, however processes are spread over hosts. TPU slices keep the torus order that JAX
-    knows.
+    Devices of one host are neighbours along the inner axes, so that `tensor` and then `fsdp` use the links inside a
+    host, and `replica` and `pipe` cross hosts, however processes are spread over hosts. TPU slices keep the torus order
+    that JAX knows.
 
     Cost: for devices of several processes, what `jfsdp.launch.hosts.hosts` costs: every process must make the mesh.
 
@@ -121,14 +125,25 @@ def make_mesh(
     if len(set(devices)) < len(devices) or not all(hasattr(device, "platform") for device in devices):
         raise ValueError("devices must be a list of devices, as jax.devices() returns it, each in it once")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
-    shape = tuple(sizes.values())
+    shape = tuple(sizes[axis] for axis in OUTER_FIRST)
     if devices[0].platform == "tpu":
         grid = torus_mesh(shape, devices)
     else:
         host = dict(zip(devices, hosts(devices), strict=True))
         devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, host[d], d.process_index, d.id))
         grid = np.asarray(devices, dtype=object).reshape(shape)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return place_devices(grid, sizes)
+
+
+def place_devices(devices: np.ndarray, sizes: Mapping[str, int]) -> Mesh:
+    """Make the mesh of devices that stand from the outermost axis to the innermost."""
+    grid = devices.reshape([sizes.get(axis, 1) for axis in OUTER_FIRST])
+    return Mesh(grid.transpose(_PLACES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def outer_first(numbers: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """Return what stands in the order of a mesh of these sizes from the outermost axis to the innermost, flat."""
+    return numbers.reshape([sizes.get(axis, 1) for axis in AXES]).transpose(np.argsort(_PLACES)).reshape(-1)
 
 
 @checked
@@ -149,7 +164,9 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
-        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(AXES)}: use jfsdp.make_mesh")
+        raise ValueError(
+            f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}: use jfsdp.make_mesh"
+        )
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:
             raise ValueError(
@@ -304,8 +321,7 @@ def group_mesh(mesh: Mesh | AbstractMesh, size: int) -> Mesh | AbstractMesh:
             f"sharding_factor={size} does not divide the {num_shards} devices of axes {DATA_AXES}; use one of "
             f"{divisors}"
         )
-    sizes = {"pipe": mesh.shape.get("pipe", 1), "replica": num_shards // size, "fsdp": size}
-    sizes["tensor"] = mesh.shape.get("tensor", 1)
+    sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES} | {"replica": num_shards // size, "fsdp": size}
     if isinstance(mesh, AbstractMesh):
         return make_abstract_mesh(sizes)
     grid = mesh.devices.reshape(tuple(sizes.values()))

@@ -262,7 +262,7 @@ def make_plan(
         compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
     module = parse_module(compiled.text)
-    collectives = find_collectives(module, cluster.num_devices)
+    collectives = find_collectives(module, cluster.num_devices, dict(step.layout.mesh_sizes))
     return Plan(
         cluster=cluster,
         layout=step.layout,

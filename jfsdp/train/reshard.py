@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
-from jfsdp.layout.mesh import AXES, make_abstract_mesh, split_mesh
+from jfsdp.layout.mesh import AXES, SUB_AXES, make_abstract_mesh, outer_first, place_devices, split_mesh
 from jfsdp.layout.report import list_differences, summary
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.train.sharded import ShardedModel
@@ -147,7 +147,8 @@ def _reshape(old: Mesh, layout: Layout) -> Mesh:
             f"reshard: the new layout ({summary(layout)}) needs {math.prod(shape)} devices, and the state stands on "
             f"{old.devices.size}; pass mesh=, with the devices that are to hold it"
         )
-    mesh = Mesh(old.devices.reshape(shape), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    whole = {axis: math.prod(old.shape.get(name, 1) for name in (axis, *SUB_AXES.get(axis, ()))) for axis in AXES}
+    mesh = place_devices(outer_first(old.devices, whole), sizes)
     return split_mesh(mesh, layout.sub_axes)
 
 

@@ -101,7 +101,7 @@ def test_resolve_sizes_gives_the_rest_to_minus_one(sizes, num_devices, resolved)
 
 def test_resolve_sizes_orders_axes_major_to_minor():
     shuffled = {"tensor": 2, "fsdp": 3, "pipe": 5, "replica": 7}
-    assert list(resolve_sizes(shuffled, 210)) == ["pipe", "replica", "fsdp", "tensor"]
+    assert list(resolve_sizes(shuffled, 210)) == ["replica", "fsdp", "pipe", "tensor"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_tensor_stays_inside_a_host_where_fsdp_spans_hosts():
     mesh = make_mesh(fsdp=-1, tensor=4, devices=fake_hosts(4, 8))
     assert all(len(hosts) == 1 for hosts in hosts_along(mesh, "tensor"))
     # Walking along fsdp leaves each host once and never comes back.
-    line = [device.process_index for device in mesh.devices[0, 0, :, 0]]
+    line = [device.process_index for device in mesh.devices[0, :, 0, 0]]
     assert [host for host, _ in itertools.groupby(line)] == [0, 1, 2, 3]
 
 
@@ -177,7 +177,7 @@ def test_activations_between_hosts_are_told(monkeypatch):
 
 def test_pipe_crosses_hosts_first():
     mesh = make_mesh(pipe=2, replica=2, fsdp=8, devices=fake_hosts(4, 8))
-    assert [{d.process_index for d in stage.flat} for stage in mesh.devices] == [{0, 1}, {2, 3}]
+    assert [{d.process_index for d in stage.flat} for stage in mesh.devices.transpose(2, 0, 1, 3)] == [{0, 1}, {2, 3}]
 
 
 def test_devices_of_a_host_are_ordered_by_id():
@@ -189,7 +189,7 @@ def test_slices_stay_together_whatever_the_process_numbers():
     """A slice is joined by faster links than two slices are, so it outranks the process."""
     devices: list[Any] = [FakeDevice(id=i, process_index=i // 2, slice_index=(i // 2) % 2) for i in range(8)]
     mesh = make_mesh(replica=2, fsdp=4, devices=devices)
-    assert [{d.slice_index for d in group.flat} for group in mesh.devices[0]] == [{0}, {1}]
+    assert [{d.slice_index for d in group.flat} for group in mesh.devices] == [{0}, {1}]
 
 
 def test_hosts_of_a_deviceless_topology_are_its_processes():

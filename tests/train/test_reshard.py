@@ -128,7 +128,7 @@ def test_training_goes_on_after_resharding_as_if_nothing_had_been():
 
 def test_a_layout_alone_takes_the_devices_of_the_state_in_their_order():
     devices = jax.devices()[::-1]
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, 8, 1), ("pipe", "replica", "fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 8, 1, 1), ("replica", "fsdp", "pipe", "tensor"))
     state = jfsdp.reshard(lived_in("full8"), make("full8"), mesh=mesh)
     again = jfsdp.reshard(state, make("hybrid2x4").layout)
     assert list(again.step.sharding.mesh.devices.flat) == devices  # type: ignore[attr-defined]

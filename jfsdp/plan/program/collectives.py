@@ -8,6 +8,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
+from jfsdp.layout.mesh import outer_first
 from jfsdp.plan.program.groups import read_groups
 from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
 from jfsdp.plan.program.rounds import Execution, executions
@@ -83,7 +86,7 @@ class Collective:
         return self.start != self.done
 
 
-def find_collectives(module: Module, num_devices: int) -> list[Collective]:
+def find_collectives(module: Module, num_devices: int, mesh_sizes: Mapping[str, int] | None = None) -> list[Collective]:
     """List the collectives that a step executes, in the order of the text's execution, loops multiplied out.
 
     Found are the synchronous form, `-start` and `-done` pairs, those inside an `async-start`, and those that XLA has
@@ -92,12 +95,15 @@ def find_collectives(module: Module, num_devices: int) -> list[Collective]:
 
     Args:
       num_devices: the group of a collective that names none.
+      mesh_sizes: of the mesh of the program, for groups of devices numbered from its outermost axis to its innermost,
+        as they stand on hosts; None: as the program numbers them, which is another order only with axis `pipe`.
 
     Raises:
       ValueError: for groups in an unknown form, and where a loop's length is not known.
     """
     found: list[Collective] = []
     wrapped: set[str] = set()
+    places = np.argsort(outer_first(np.arange(num_devices), mesh_sizes)) if mesh_sizes else np.arange(num_devices)
     for execution in executions(module):
         if execution.computation.name in wrapped:
             continue
@@ -105,7 +111,8 @@ def find_collectives(module: Module, num_devices: int) -> list[Collective]:
             if _is_wrapper(instruction):
                 wrapped.update(instruction.called)
             for place, inner in _inside(module, execution.computation, instruction):
-                found.append(_collective(module, execution, instruction, place, inner, num_devices))
+                item = _collective(module, execution, instruction, place, inner, num_devices)
+                found.append(dataclasses.replace(item, group=tuple(places[list(item.group)].tolist())))
     return found
 
 

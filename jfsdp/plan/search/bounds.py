@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jfsdp.layout.mesh import AXES, MODEL_AXES
+from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.hardware import Cluster
@@ -98,7 +98,7 @@ def _bound(planned: Planned, cluster: Cluster) -> Bound:
     step = planned.step
     step.decide(planned.model.abstract_state(planned.tx), planned.batch)
     rows = [row for row in expected_wire(layout, program=str(step.program), **step.config.movement) if row.wire_bytes]
-    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in AXES}
+    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
         for row in rows
@@ -122,7 +122,7 @@ def _least_flops(planned: Planned) -> float:
 def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
     """Return the devices that share every index but those of `axes` with device 0, minor axes first."""
     group, stride = [0], 1
-    for axis in reversed(AXES):
+    for axis in reversed(OUTER_FIRST):
         if axis in axes:
             group = [device + index * stride for index in range(sizes[axis]) for device in group]
         stride *= sizes[axis]

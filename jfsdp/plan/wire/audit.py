@@ -99,7 +99,7 @@ def audit(
     """
     module = read_module(compiled)
     num_devices = _check_devices(module, layout)
-    collectives = find_collectives(module, num_devices)
+    collectives = find_collectives(module, num_devices, dict(layout.mesh_sizes))
     ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, trace=trace, **step)
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
     check = Check(layout, module, ledger, find_moves(layout, **step), allowed)

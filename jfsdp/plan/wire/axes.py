@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import Collective
 
@@ -13,14 +13,15 @@ from jfsdp.plan.program.collectives import Collective
 def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
     """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
 
-    Devices are numbered as in the mesh, its last axis fastest. An axis that a group spans only in part counts.
+    Devices are numbered from the mesh's outermost axis to its innermost, which counts fastest. An axis that a group
+    spans only in part counts.
     """
     places: list[list[int]] = []
-    rest = list(group)
-    for _, size in reversed(layout.mesh_sizes):
+    rest, sizes = list(group), [(axis, dict(layout.mesh_sizes).get(axis, 1)) for axis in OUTER_FIRST]
+    for _, size in reversed(sizes):
         places.append([device % size for device in rest])
         rest = [device // size for device in rest]
-    names = [name for name, _ in layout.mesh_sizes]
+    names = [name for name, _ in sizes]
     spans = {name: len(set(place)) for name, place in zip(names, reversed(places), strict=True)}
     axes = tuple(name for name in names if spans[name] > 1)
     return axes if math.prod(spans.values()) == len(set(group)) else ()
