@@ -82,11 +82,20 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`; and if no value has a name that a remat gives.
         """
-        traced, flat = self.trace(fn, to_leaves(self.layout, dict(params)), state, *inputs, trains=True)
-        _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
+        traced, flat = self.trace_loss(fn, to_leaves(self.layout, dict(params)), state, *inputs)
         outs, pull = self.engine.vjp(traced, flat, dict(params))
         (_, out), after = jax.tree.unflatten(traced.tree, outs)
         return out, after, pull
+
+    def trace_loss(self, fn: Callable[..., Any], *given: Any) -> tuple[Traced, list[Any]]:
+        """Trace as `trace` what is to be differentiated.
+
+        Raises:
+          ValueError: as `__call__`; and if no value has a name that a remat gives.
+        """
+        traced, flat = self.trace(fn, *given, trains=True)
+        _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
+        return traced, flat
 
     def trace(
         self,

@@ -149,7 +149,7 @@ def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, Nam
     return block, sorted(set(_left_in_place(block, calls)))
 
 
-def _named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
+def named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
     """Return the call that an equation is, if no transformation of JAX has changed it."""
     call = calls.get(eqn.params.get("name", "")) if eqn.primitive.name in ("jit", "pjit") else None
     if call is None:
@@ -161,7 +161,7 @@ def _named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
 
 
 def _holds_calls(jaxpr: Any, calls: Mapping[str, NamedCall]) -> bool:
-    return any(_named(eqn, calls) for eqn in all_eqns(jaxpr))
+    return any(named(eqn, calls) for eqn in all_eqns(jaxpr))
 
 
 def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
@@ -170,7 +170,7 @@ def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
     def is_around(eqn: Any) -> bool:
         return (
             eqn.primitive.name in ("jit", "pjit")
-            and _named(eqn, calls) is None
+            and named(eqn, calls) is None
             and any(_holds_calls(inner, calls) for inner in inner_jaxprs(eqn))
         )
 
@@ -251,7 +251,7 @@ def _make_code(jaxpr: Any, eqns: Sequence[Any], used: set[Any]) -> Code:
 
 
 def _read_call(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall]) -> Call | None:
-    call = _named(eqn, calls)
+    call = named(eqn, calls)
     if call is None:
         return None
     flat, weights = eqn.invars[: call.traced.num_flat], eqn.invars[call.traced.num_flat :]
@@ -268,7 +268,7 @@ def read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCal
     if eqn.primitive.name != "scan" or depth or eqn.params["reverse"] or not eqn.params["length"]:
         return None
     closed = inlined(eqn.params["jaxpr"], calls)
-    if not any(_named(inner, calls) for inner in closed.jaxpr.eqns):
+    if not any(named(inner, calls) for inner in closed.jaxpr.eqns):
         return None
     num_consts, num_carry = scan_counts(eqn)
     inside = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
 from jfsdp.engine.dataflow import all_eqns, depends_on, is_literal, keep_outputs
-from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, read_loop, read_program
+from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
 from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
 from jfsdp.layout.mesh import PIPE
@@ -47,6 +47,14 @@ class Parts:
     def carried(self) -> list[Any]:
         """What the layers hand on, as it comes in."""
         return self.loop.split(self.loop.inputs)[1]
+
+    @property
+    def begins(self) -> list[Any]:
+        """What a stage begins with: variables of its own, one for each value that the layers hand on.
+
+        In the trace these may be numbers, one variable several times, or one that the layers read besides.
+        """
+        return self.loop.split(self.loop.body.inputs)[1]
 
     @property
     def beside(self) -> list[Any]:
@@ -87,11 +95,11 @@ class Parts:
         return dict(zip(self.beside, values, strict=True))
 
     def stage(self, length: int) -> Block:
-        """Return the program of a stage of so many layers: from weights, what it reads besides and the carry, to the
+        """Return the program of a stage of so many layers: from weights, what it reads besides and `begins`, to the
         carry."""
-        loop = Loop(
-            self.loop.inputs, self.loop.outputs, length, *(self.loop.num_consts, self.loop.num_carry), self.loop.body
-        )
+        consts, _, xs = self.loop.split(self.loop.inputs)
+        given, counts = [*consts, *self.begins, *xs], (self.loop.num_consts, self.loop.num_carry)
+        loop = Loop(given, self.loop.outputs, length, *counts, self.loop.body)
         inputs = list(dict.fromkeys(atom for atom in loop.inputs if not is_literal(atom)))
         return Block(inputs, [loop], loop.outputs[: loop.num_carry], {})
 
@@ -116,10 +124,10 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     known = {closed.jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
     loops = {place: read_loop(eqn, known, calls, 0) for place, eqn in enumerate(closed.jaxpr.eqns)}
     found = {place: loop for place, loop in loops.items() if loop and any(x.unit in staged for x in loop.calls)}
-    named = ", ".join(map(repr, sorted(staged)))
+    stacks = ", ".join(map(repr, sorted(staged)))
     if len(found) != 1:
         raise ValueError(
-            f"{len(found)} scans of the model run over the layers of {named}, and a pipeline (mesh axis {PIPE!r}) is "
+            f"{len(found)} scans of the model run over the layers of {stacks}, and a pipeline (mesh axis {PIPE!r}) is "
             f"one scan at the top of the model, forward, outside of a remat of the model's own (use remat=); {_REMEDY}"
         )
     ((at, loop),) = found.items()
@@ -163,13 +171,13 @@ def _check_beside(parts: Parts) -> None:
             )
 
 
-def without_weights(traced: Traced, wanted: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """Return the program of some outputs of a trace, and which inputs it reads.
+def without_weights(traced: Traced, calls: Mapping[str, NamedCall], wanted: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Return the program of some outputs of a trace, and which inputs it reads; `calls` as `part` takes them.
 
     Raises:
       ValueError: if it reads weights.
     """
-    jaxpr, is_read = dce_jaxpr(traced.jaxpr, list(wanted))
+    jaxpr, is_read = dce_jaxpr(_opened(traced.jaxpr, calls), list(wanted))
     for place, name in enumerate(traced.names):
         if is_read[place] and name:
             raise ValueError(
@@ -177,6 +185,22 @@ def without_weights(traced: Traced, wanted: Sequence[bool]) -> tuple[Any, list[b
                 f"and stages of a pipeline (mesh axis {PIPE!r}) compute it without; {_REMEDY}"
             )
     return jaxpr, is_read
+
+
+def _opened(jaxpr: Any, calls: Mapping[str, NamedCall]) -> Any:
+    """Put what units compute in the place of their calls, whose derivatives hide which output needs weights.
+
+    Gathers go with them: what is left of weights must not be run.
+    """
+
+    def open_one(eqn: Any) -> Any:
+        call, inner = named(eqn, calls), eqn.params.get("jaxpr")
+        if call is None and not isinstance(inner, ClosedJaxpr):
+            return eqn
+        opened = ClosedJaxpr(call.traced.jaxpr, ()) if call else ClosedJaxpr(_opened(inner.jaxpr, calls), inner.consts)
+        return eqn.replace(params={**eqn.params, "jaxpr": opened})
+
+    return jaxpr.replace(eqns=[open_one(eqn) for eqn in jaxpr.eqns])
 
 
 def _only_needed(jaxpr: Any) -> Any:

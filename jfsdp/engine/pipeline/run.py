@@ -156,7 +156,7 @@ class _Pipeline:
             return {}, {}
         traced = self.trace.traced
         wanted = [place >= self.trace.num_out for place in range(len(traced.jaxpr.outvars))]
-        jaxpr, is_read = without_weights(traced, wanted)
+        jaxpr, is_read = without_weights(traced, self.trace.calls, wanted)
 
         def after(state: Arrays, rows: Any) -> tuple[Arrays, Arrays]:
             flat = self.trace.flat(rows, state, {})
@@ -171,7 +171,8 @@ class _Pipeline:
         """Divide the cotangent by the weight of all rows of all devices, and return that."""
         traced, num = self.trace.traced, self.trace.num_out
         (_, out), _ = jax.tree.unflatten(traced.tree, range(len(traced.jaxpr.outvars)))
-        jaxpr, is_read = without_weights(traced, [place == weight(out) for place in range(len(traced.jaxpr.outvars))])
+        wanted = [place == weight(out) for place in range(len(traced.jaxpr.outvars))]
+        jaxpr, is_read = without_weights(traced, self.trace.calls, wanted)
 
         def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
             flat = self.trace.flat(*rows_of((self.micro, self.states), microbatch), {})

@@ -135,10 +135,10 @@ class Stage:
                 values[atom] = jax.lax.dynamic_slice_in_dim(values[atom], first, length)
         names = {parts.closed.jaxpr.invars[place]: path for place, path in parts.shards.items() if path in source}
         values |= {var: source[path] for var, path in names.items()}
-        values |= {var: x for var, x in zip(parts.carried, carry, strict=True) if not is_literal(var)}
+        values |= dict(zip(parts.begins, carry, strict=True))
         block = parts.stage(length)
         shards = {place: names[var] for place, var in enumerate(block.inputs) if var in names}
-        given, live = inexact(parts.carried), inexact(block.outputs)
+        given, live = inexact(parts.begins), inexact(block.outputs)
         step = Step(self.engine, self.prefetch, block, shards, source, given, live, _own(held.first))
         return step, [values[var] for var in block.inputs]
 
@@ -221,7 +221,7 @@ class Stage:
 
     def unread(self) -> list[Any]:
         """Return values in the place of what the layers begin with, for a program that does not read them."""
-        return [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in self.trace.parts.carried]
+        return [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in self.trace.parts.begins]
 
     def _send(self, x: jax.Array, far: int) -> jax.Array:
         """Send to the next stage, or the one before; what nobody sends to is zeros. Several parts go round."""

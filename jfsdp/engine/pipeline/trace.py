@@ -18,17 +18,19 @@ class Trace:
     """A traced loss in its parts, and what it runs on.
 
     Attributes:
+      calls: the calls of units in it.
       num_out: how many outputs are not the model's state.
     """
 
     def __init__(self, apply: ShardedApply, fn: Callable[..., Any], source: Arrays, state: Arrays, rows: Any):
         layout = apply.layout
-        self.traced, flat = apply.trace(fn, dict(source), state, rows)
+        self.traced, flat = apply.trace_loss(fn, dict(source), state, rows)
         self.num_out = len(self.traced.jaxpr.outvars) - len(state)
         self.names = sorted(path for path in source if path not in layout.unit(ROOT).leaves)
         self.consts = flat[: self.traced.num_flat - len(jax.tree.leaves((rows, state))) - len(self.names)]
         staged = {leaf.unit for leaf in layout.leaves if leaf.is_staged}
-        self.parts: Parts = part(self.traced, dict(apply.engine.calls), staged)
+        self.calls = dict(apply.engine.calls)
+        self.parts: Parts = part(self.traced, self.calls, staged)
 
     def flat(self, rows: Any, state: Arrays, weights: Arrays) -> list[Any]:
         """Return the inputs of the trace but for the weights of the root; None for weights that are not given."""

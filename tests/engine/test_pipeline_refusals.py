@@ -1,0 +1,355 @@
+"""What cannot be a pipeline is refused by name, with a remedy; and what a layer may carry and read is right.
+
+The reference is plain JAX on one device, in float64. Microbatch a holds the rows b with b % A == a, as everywhere.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+
+LAYERS, VOCAB, DIM, ROWS, LENGTH = 4, 16, 8, 16, 5
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning"),
+    pytest.mark.filterwarnings("ignore:.*draws from random keys that are not in the model's state"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def linear(rngs, dim_in=DIM, dim_out=DIM):
+    return nnx.Linear(dim_in, dim_out, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = linear(rngs, DIM, 2 * DIM), linear(rngs, 2 * DIM, DIM)
+
+    def __call__(self, x, beside=0.0):
+        return x + self.down(jax.nn.silu(self.up(x + beside)))
+
+
+class Wider(Layer):
+    def __call__(self, x, beside=0.0):
+        return jnp.concatenate([x, super().__call__(x, beside)], 1)
+
+
+class Counting(Layer):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, beside=0.0):
+        return self.drop(super().__call__(x, beside))
+
+
+def stack(kind, rngs, layers=LAYERS):
+    return nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: kind(rngs), in_axes=0, out_axes=0))(rngs)
+
+
+def scan(fn, carry, layers, *beside, **options):
+    axes = (nnx.Carry, 0, *[None] * len(beside))
+    return nnx.scan(fn, in_axes=axes, out_axes=nnx.Carry, **options)(carry, layers, *beside)
+
+
+def plain(x, layers):
+    return scan(lambda x, layer: layer(x), x, layers)
+
+
+class Model(nnx.Module):
+    """An embedding, a stack, a head; `run(model, x, tokens)` is what goes between."""
+
+    def __init__(self, rngs, run=lambda model, x, tokens: plain(x, model.layers), kind=Layer, layers=LAYERS):
+        self.run = run
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
+        self.layers = stack(kind, rngs, layers)
+        self.other, self.gain = linear(rngs), nnx.Param(1.1 * jnp.ones(DIM, jnp.float64))
+        self.seen, self.head = nnx.Variable(jnp.zeros((), jnp.float64)), linear(rngs, DIM, VOCAB)
+
+    def __call__(self, tokens):
+        return self.head(self.run(self, self.embed[...][tokens], tokens))
+
+
+class Listed(Model):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+
+
+class Two(Model):
+    def __init__(self, rngs, run):
+        super().__init__(rngs, run)
+        self.more = stack(Layer, rngs)
+
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
+    return jfsdp.Loss(losses.sum(), jnp.float32(losses.size))
+
+
+def make_batch(rows=ROWS):
+    tokens, targets = np.random.default_rng(0).integers(0, VOCAB, (2, rows, LENGTH)).astype(np.int32)
+    return {"tokens": tokens, "targets": targets}
+
+
+def by_name(grads):
+    return {
+        jax.tree_util.keystr(path).removesuffix(".value"): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(grads)
+    }
+
+
+def make(factory: Any = Model, sizes=None, units=(Layer,), **options):
+    sizes = sizes or {"pipe": 2}
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    return jfsdp.fully_shard(factory, mesh=mesh, units=list(units), min_size=4, **options)
+
+
+def gradients(model, loss_fn=loss, accumulate=4, rows=ROWS, **step):
+    fn = model.grads(loss_fn, accumulate=accumulate, check_loss=False, **step)
+    _, grads, metrics = fn(model.init(optax.sgd(0.1)), make_batch(rows))
+    return float(metrics["loss"]), by_name(grads)
+
+
+def wanted(factory, accumulate=4):
+    graph, params, rest = nnx.split(factory(nnx.Rngs(0)), nnx.Param, ...)
+
+    @jax.jit
+    def total(params, rows):
+        grad = jax.value_and_grad(lambda params: loss(nnx.merge(graph, params, rest), rows).total)
+        return grad(params)
+
+    batch = make_batch()
+    parts = [total(params, jax.tree.map(lambda x, a=a: x[a::accumulate], batch)) for a in range(accumulate)]
+    value, grads = jax.tree.map(lambda *x: sum(x) / (ROWS * LENGTH), *parts)
+    return float(value), by_name(grads)
+
+
+def counted(model, x, _):
+    x, num = scan(lambda c, layer: (layer(c[0]) * (1 + 0.1 * c[1]), c[1] + 1), (x, jnp.int32(0)), model.layers)
+    return x * num
+
+
+def summed(model, x, _):
+    x, aux = scan(lambda c, layer: (layer(c[0]), c[1] + (c[0] ** 2).mean()), (x, 0.0), model.layers)
+    return x * (1 + aux)
+
+
+def doubled(model, x, _):
+    x, first = scan(lambda c, layer: (layer(c[0]), 0.5 * c[1] + c[0]), (x, x), model.layers)
+    return x + first
+
+
+def from_beside(model, x, tokens):
+    turn = jnp.cos(tokens * 1.0)[..., None]
+    body = lambda c, layer, turn: (layer(c[0], turn) + c[1] * turn, 0.5 * c[1] + turn)  # noqa: E731
+    x, last = scan(body, (x, turn), model.layers, turn)
+    return x + last
+
+
+def masked(model, x, tokens):
+    body = lambda c, layer: (jnp.where(c[1], layer(c[0]), c[0]), c[1])  # noqa: E731
+    return scan(body, (x, (tokens > 3)[..., None]), model.layers)[0]
+
+
+def from_weight(model, x, _):
+    x, gain = scan(lambda c, layer: (layer(c[0]) * c[1], c[1] * 1.1), (x, model.gain[...]), model.layers)
+    return x * gain
+
+
+def swapped(model, x, _):
+    x, before = scan(lambda c, layer: (layer(c[0]), c[0]), (x, jnp.zeros_like(x)), model.layers)
+    return x + before
+
+
+def with_keys_of_numbers(model, x, _):
+    def body(carry, layer):
+        key, own = jax.random.split(carry[1])
+        return layer(carry[0]) * jax.random.bernoulli(own, 0.8, carry[0].shape), key
+
+    return scan(body, (x, jax.random.PRNGKey(0)), model.layers)[0]
+
+
+def by_layer(model, x, _):
+    run = nnx.scan(lambda x, layer, scale: layer(x) * scale, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+    return run(x, model.layers, jnp.arange(1.0, LAYERS + 1))
+
+
+CARRIES = [counted, summed, doubled, from_beside, masked, from_weight, swapped, with_keys_of_numbers, by_layer]
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.proof] if place > 3 else []) for place, run in enumerate(CARRIES)]
+)
+def test_whatever_layers_carry_is_exact(run):
+    """Numbers, one array twice, an array that layers read besides, a weight, a mask: each stage has its own."""
+    place, factory = CARRIES.index(run), functools.partial(Model, run=run)
+    # A mean over the rows at hand couples those of a microbatch, of which each device has its own.
+    sizes = {"pipe": 2, "fsdp": 1 if run is summed else 1 + place // 2 % 2}
+    value, grads = gradients(make(factory, sizes), pipe_repeats=1 + place % 2)
+    mean, exact = wanted(factory)
+    assert value == pytest.approx(mean, rel=1e-6)
+    assert grads.keys() == exact.keys()
+    for name, grad in exact.items():
+        assert np.abs(grads[name] - grad).max() < 1e-12 * max(np.abs(grad).max(), 1), name
+
+
+@pytest.mark.parametrize("step", [pytest.param({}, marks=pytest.mark.proof), {"pipe_repeats": 2}])
+def test_dropout_inside_layers_draws_the_masks_of_the_same_data_shards(step):
+    factory = functools.partial(Model, kind=Counting)
+    value, grads = gradients(make(factory, {"pipe": 2, "fsdp": 2}, [Counting]), **step)
+    alone, same = gradients(make(factory, {"fsdp": 2}, [Counting], engine="manual"))
+    assert value == pytest.approx(alone, rel=1e-6)
+    for name, grad in same.items():
+        assert np.abs(grads[name] - grad).max() < 1e-12, name
+
+
+def with_all(model, x, _):
+    run = nnx.scan(lambda x, layer: (layer(x),) * 2, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    x, every = run(x, model.layers)
+    return x + every[1]
+
+
+def with_keys(model, x, _):
+    body = lambda c, layer: (layer(c[0]), jax.random.split(c[1])[0])  # noqa: E731
+    return scan(body, (x, jax.random.key(0)), model.layers)[0]
+
+
+def with_other(model, x, _):
+    return scan(lambda x, layer, other: other(layer(x)), x, model.layers, model.other)
+
+
+def with_gain(model, x, _):
+    return scan(lambda x, layer, gain: layer(x, gain), x, model.layers, model.gain[...])
+
+
+def around_remat(model, x, _):
+    return nnx.remat(lambda layers, x: plain(x, layers))(model.layers, x)
+
+
+def inside_remat(model, x, _):
+    return scan(nnx.remat(lambda x, layer: layer(x)), x, model.layers)
+
+
+def backwards(model, x, _):
+    return scan(lambda x, layer: layer(x), x, model.layers, reverse=True)
+
+
+def twice(model, x, _):
+    return plain(plain(x, model.layers), model.layers)
+
+
+def both(model, x, _):
+    return plain(plain(x, model.layers), model.more)
+
+
+def one_by_one(model, x, _):
+    graph, params = nnx.split(model.layers)
+    for place in range(LAYERS):
+        x = nnx.merge(graph, jax.tree.map(lambda x, at=place: x[at], params))(x)
+    return x
+
+
+def watching(model, x, _):
+    model.seen[...] = model.seen[...] + jnp.abs(model.gain[...]).sum()
+    return plain(x, model.layers)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (with_all, "reads what single layers give out .*sum it in what the layers carry"),
+        (with_keys, "hand on a random key .*give each layer a key of its own"),
+        (
+            with_gain,
+            r"layers read a value of shape \(8,\) that depends on weights .*hand it on in what the layers carry",
+        ),
+        (with_other, r"layers read a value of shape \(8,\) that depends on weights"),
+        (around_remat, "0 scans .*outside of a remat of the model's own .use remat=."),
+        (inside_remat, "0 scans .*outside of a remat of the model's own"),
+        (backwards, "0 scans .*one scan at the top of the model, forward"),
+        (one_by_one, "0 scans of the model run over the layers of 'layers'"),
+        (twice, "2 scans of the model run over the layers of 'layers'"),
+        (watching, "gain: the model's other state.* depends on this parameter"),
+    ],
+)
+def test_a_model_that_is_no_pipeline_is_refused_by_name(run, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(make(functools.partial(Model, run=run)))
+
+
+def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():
+    class Other(nnx.Linear):
+        pass
+
+    def factory(rngs):
+        model = Model(rngs, with_other)
+        model.other = Other(DIM, DIM, rngs=rngs)
+        return model
+
+    with pytest.raises(ValueError, match="unit 'other' is called in every layer with the same weights"):
+        gradients(make(factory, units=[Layer, Other]))
+    with pytest.raises(ValueError, match="2 scans of the model run over the layers of 'layers', 'more'"):
+        gradients(make(functools.partial(Two, run=both)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"factory": functools.partial(Model, layers=6), "sizes": {"pipe": 4}},
+            "6 layers of unit 'layers' cannot be cut",
+        ),
+        ({"factory": Listed}, "layers in a list are no pipeline; scan over stacked layers"),
+        ({"storage": "flat"}, "storage='flat': .* use storage='per_parameter'"),
+        ({"units": []}, "no unit is one .units: none."),
+        ({"engine": "xla"}, "mesh axis 'pipe' .size 2.: engine='xla' .* use engine='manual'"),
+        ({"cuts": {"layers.up.kernel": (-1, "pipe")}}, "layers.up.kernel: .*'pipe' cuts the layers of a stack"),
+    ],
+)
+def test_a_layout_that_is_no_pipeline_is_refused_by_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(make(**given))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ({"pipe_repeats": 3}, "4 layers do not fall into pipe_repeats=3 parts for each of 2 stages .*6 has to divide"),
+        ({"pipe_repeats": 2, "accumulate": 3}, "accumulate=3 .*take 4, or pipe_repeats=1"),
+        ({"pipe_repeats": 0}, "pipe_repeats=0 must be at least 1"),
+        ({"schedule": "zb"}, "schedule 'zb' is unknown; the schedules are 1f1b, gpipe"),
+        ({"schedule": None}, "schedule=None must be text or a Schedule"),
+        ({"loss_fn": lambda model, batch: loss(model, batch).total}, "the loss is a scalar.*return jfsdp.Loss"),
+    ],
+)
+def test_a_step_that_is_no_pipeline_is_refused_by_name(step, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(make(), **step)
+
+
+@pytest.mark.parametrize("step", [{"schedule": "gpipe"}, {"pipe_repeats": 2}, {"schedule": "zb"}])
+def test_a_schedule_without_a_pipeline_is_refused_by_name(step):
+    with pytest.raises(ValueError, match=r"there is no pipeline; make the mesh with one .make_mesh.pipe=P.."):
+        gradients(make(sizes={"fsdp": 2}), **step)
+
+
+def test_a_carry_that_changes_its_shape_is_jaxs_own_error_and_names_both():
+    with pytest.raises(TypeError, match=r"float64\[4,5,8\] but .* output carry .* float64\[4,10,8\]"):
+        gradients(make(functools.partial(Model, kind=Wider), units=[Wider]))
+
+
+def test_a_name_that_no_value_has_is_refused_by_a_pipeline_too():
+    with pytest.raises(ValueError, match="remat names nothing, and no value in the model has that name"):
+        gradients(make(remat=("nothing",)))
