@@ -15,7 +15,7 @@ GROUPS = {
     "model": "factory model_config init_from init_key allow_nonfinite",
     "sharding and memory": "sharding_factor reshard_after_forward remat offload engine prefetch storage min_size",
     "precision": "param_dtype reduce_dtype output_dtype opt_state_dtype",
-    "gradient accumulation": "accumulate reduce reshard_after_backward global_batch",
+    "gradient accumulation": "accumulate reduce reshard_after_backward schedule pipe_repeats global_batch",
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema rate_scale",
     "frozen weights and adapters": "lora init_adapter frozen frozen_dtype quantized",
     "data": "text_field extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows seed",

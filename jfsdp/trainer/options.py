@@ -87,9 +87,9 @@ class ShardingOptions:
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
-    """How many devices each axis has: replica, fsdp, tensor. -1 takes the rest.
+    """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
     fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy. tensor cuts the weights
-    that the model says, and what it computes with them."""
+    that the model says, and what it computes with them. pipe cuts the layers into stages of a pipeline."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
     """What is sharded: ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
@@ -142,6 +142,11 @@ class ShardingOptions:
     once needs manual. none: the strategy's."""
     reshard_after_backward: bool = True
     """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
+    schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = "1f1b"
+    """Of a pipeline (--mesh pipe=P): the order in which its stages compute the microbatches of --accumulate.
+    1f1b: at most 2P-1 of them wait for their backward. gpipe: all do."""
+    pipe_repeats: Count = 1
+    """Of a pipeline: into how many parts the layers of a stage fall. N parts make the bubble N times smaller."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None
     """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
     ema: Annotated[float | None, optional(float, "DECAY")] = None
@@ -224,7 +229,7 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
     Raises:
       ValueError: for a reduction that is neither every nor once, and no microbatch, or too many.
     """
-    check_numbers(options, accumulate=1)
+    check_numbers(options, accumulate=1, pipe_repeats=1)
     reduce = word_or_none(options.reduce)
     if reduce not in (None, "every", "once"):
         raise ValueError(f"--reduce {reduce!r} is unknown; use every, once, or none (as the strategy says)")
@@ -232,6 +237,8 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
         "accumulate": options.accumulate,
         "reduce": reduce,
         "reshard_after_backward": options.reshard_after_backward,
+        "schedule": options.schedule,
+        "pipe_repeats": options.pipe_repeats,
     }
 
 
@@ -316,7 +323,7 @@ ROUNDING = (
     "storage",
     "min_size",
 )
-ROUNDING += ("reduce", "reshard_after_backward")
+ROUNDING += ("reduce", "reshard_after_backward", "schedule", "pipe_repeats")
 
 
 def describe_error(error: Exception, kind: Any) -> str:
