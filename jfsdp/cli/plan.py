@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from jfsdp.cli.report import GIB, print_estimate, print_plan, print_search
+from jfsdp.cli.report import GB, GIB, print_estimate, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 from jfsdp.trainer.spelling import check_numbers
@@ -34,7 +34,7 @@ class PlanJob(StepOptions):
     """
 
     OWN_GROUPS: ClassVar = {
-        "cluster": "gpu nodes gpus_per_node reserve target_config documents_per_row",
+        "cluster": "gpu nodes gpus_per_node network reserve target_config documents_per_row",
         "output": "json dump_hlo timeline analytic",
         "search": "search budget write_recipe plot",
     }
@@ -46,6 +46,8 @@ class PlanJob(StepOptions):
     """How many machines."""
     gpus_per_node: Count = 0
     """GPUs of each machine. 0: what is usual for this GPU."""
+    network: Real = 0.0
+    """GB/s of a GPU's share of its machine's network adapters, one way. 0: what is usual for this GPU."""
     reserve: Real = RESERVE_BYTES / GIB
     """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
     target_config: File = None
@@ -74,8 +76,10 @@ class PlanJob(StepOptions):
         from jfsdp.plan.cluster.target import PlanUnavailable
         from jfsdp.plan.time.chart import plot_timeline
 
-        check_numbers(self, reserve=0, budget=0, documents_per_row=1)
-        cluster = Cluster(find_gpu(self.gpu), self.nodes, self.gpus_per_node)
+        check_numbers(self, network=0, reserve=0, budget=0, documents_per_row=1)
+        gpu = find_gpu(self.gpu)
+        gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB or gpu.network_bandwidth)
+        cluster = Cluster(gpu, self.nodes, self.gpus_per_node)
         self._check_files()
         if self.analytic:
             return self._estimate(cluster)

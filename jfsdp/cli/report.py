@@ -29,6 +29,12 @@ def print_plan(plan: Plan) -> None:
     if plan.prefetch:
         ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
         console.print(f"{ahead}, storage {plan.layout.storage}")
+    if pipe := plan.pipeline:
+        console.print(
+            f"pipeline {pipe.name}: {pipe.stages} stages of {pipe.repeats} part{'s' * (pipe.repeats > 1)}, "
+            f"{pipe.microbatches} microbatches, of which {pipe.live} wait at most for their backward; bubble "
+            f"{pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
+        )
     if plan.work.attention:
         console.print(f"attention {plan.work.attention}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"

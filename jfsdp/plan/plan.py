@@ -21,7 +21,8 @@ from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
 from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.program.hlo import Module, parse_module
+from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.wire.ledger import Ledger, make_ledger
 from jfsdp.train.account import StateBytes, account
@@ -70,6 +71,7 @@ class Plan:
     Attributes:
       program: "xla" or "manual", and the reason why.
       prefetch: how far gathers run ahead; None: XLA orders them.
+      pipeline: on a mesh with axis `pipe`.
     """
 
     cluster: Cluster
@@ -84,6 +86,7 @@ class Plan:
     program: str
     reason: str
     prefetch: Prefetch | None
+    pipeline: Pipeline | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -166,6 +169,7 @@ class Plan:
             "program": self.program,
             "reason": self.reason,
             "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
+            "pipeline": self.pipeline and self.pipeline.to_dict(),
             "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
             "peak_bytes": peak.peak_bytes,
@@ -263,6 +267,7 @@ def make_plan(
     on_progress("reading the program")
     module = parse_module(compiled.text)
     collectives = find_collectives(module, cluster.num_devices, dict(step.layout.mesh_sizes))
+    timeline = simulate(module, collectives, Rates(cluster, documents_per_row=work.documents_per_row))
     return Plan(
         cluster=cluster,
         layout=step.layout,
@@ -280,9 +285,18 @@ def make_plan(
         ledger=make_ledger(
             step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.movement
         ),
-        timeline=simulate(module, collectives, Rates(cluster, documents_per_row=work.documents_per_row)),
+        timeline=timeline,
         reserve_bytes=reserve_bytes,
         program=step.program or "",
         reason=step.reason,
         prefetch=step.prefetch,
+        pipeline=_pipeline(step, module, timeline),
     )
+
+
+def _pipeline(step: TrainStep, module: Module, timeline: Timeline) -> Pipeline | None:
+    if step.schedule is None:
+        return None
+    name = step.config.schedule if isinstance(step.config.schedule, str) else "own"
+    of = (step.config.pipe_repeats, step.config.accumulate)
+    return Pipeline(name, step.schedule, *of, tick_seconds(module, timeline), timeline.step_s)

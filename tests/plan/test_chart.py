@@ -70,7 +70,7 @@ def test_bars_stand_in_their_lane_and_neighbours_of_one_kind_are_one(clock):
 
 
 def test_what_runs_over_tensor_has_a_lane_of_its_own(clock):
-    _, layer = draw_timeline(clock, {"g": "layers"}, {"h", "a"}).axes
+    _, layer = draw_timeline(clock, {"g": "layers"}, {"h": "tensor", "a": "tensor"}).axes
     assert bars(layer) == {
         ("compute", "matmul"): [(0, 10_000)],
         ("compute", "wait"): [(10_000, 12_000)],

@@ -32,7 +32,7 @@ from jfsdp.engine.driver.program import Block
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import zeros
-from jfsdp.engine.engine import to_device
+from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.pipeline.parts import without_weights
 from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, Ticks, lay_out
 from jfsdp.engine.pipeline.stage import Held, Row, Stage, Waiting
@@ -221,7 +221,7 @@ class _Pipeline:
         state = self._begin(ticks, sums, held, given, start)
 
         def run(state: _State, segment: Segment, rows: Row) -> _State:
-            tick = functools.partial(self._tick, held, last, combine, segment)
+            tick = jax.named_scope(f"{SCOPE}.tick.shared")(functools.partial(self._tick, held, last, combine, segment))
             return jax.lax.scan(lambda state, row: (tick(state, row), None), state, rows)[0]
 
         for times, segments in ticks.rounds():
@@ -252,7 +252,8 @@ class _Pipeline:
         (waiting, sums, out, entered), rows = state, (self.micro, self.states)
         tables = {name: x for name, x in row.items() if x.ndim}  # the others are of all stages together
         if kind.has_forward:
-            waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
+            with jax.named_scope(f"{SCOPE}.tick.forward"):
+                waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
         found = inexact(self.stage.unread())
         if kind.has_loss:
             hidden = _on_stages(self.stage.ended, (waiting.hidden, tables), (), _WHOLE)
@@ -260,7 +261,8 @@ class _Pipeline:
             out = combine(out, one)
         if kind.has_backward:
             given = (held, last, waiting, tables), (found, *rows)
-            waiting, left = _on_stages(self.stage.backward, *given, (_STAGED, _WHOLE))
+            with jax.named_scope(f"{SCOPE}.tick.backward"):
+                waiting, left = _on_stages(self.stage.backward, *given, (_STAGED, _WHOLE))
             left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # else what a later part of stage 0 had begun with
             _, add = self.enter(jnp.maximum(row["left"], 0))
             sums = add(left, sums)

@@ -10,7 +10,8 @@ A buffer at the peak gets its part from the first of these that speaks:
   what it flows into      what is reduced over devices is a gradient, and so are the zeros it is added to;
   shapes                  the vocabulary as a dim: logits; the shape of a leaf's accumulator: a gradient;
   time                    what the forward makes and the backward reads is saved;
-  the model's own names   the rest of forward and backward is what the moment's computation needs.
+  the model's own names   the rest of forward and backward is what the moment's computation needs;
+  ticks of a pipeline     else what stands in their scope waits there, for a neighbour or for the backward.
 
 A buffer for which none of them speaks is unattributed.
 """
@@ -154,7 +155,7 @@ class Judge:
         if part is None and (after := self.flow.destination(self.flow.by_name[name], index)):
             place = self.flow.origin(after[0].name, after[1])
             part = self._part(value, place)
-        part = part or ("compute" if _is_models(self.flow.op_name(place)) else "unattributed")
+        part = part or _by_name(self.flow.op_name(place))
         return self.buffer(part, self._name(part, place, value), value, num_bytes, place[0])
 
     def _printed(self, value: Value) -> tuple[str, tuple[int, ...]]:
@@ -334,6 +335,13 @@ class Judge:
 
 def _is_attention(instruction: Instruction, op_name: str) -> bool:
     return "__cudnn$fmha" in instruction.attributes or "dot_product_attention" in op_name
+
+
+def _by_name(op_name: str) -> str:
+    """Decide by an operation's name alone."""
+    if _is_models(op_name):
+        return "compute"
+    return "activations" if "jfsdp.tick" in op_name and "jfsdp.backward" not in op_name else "unattributed"
 
 
 def _is_models(op_name: str) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.plan.picture import check_picture, make_figure
-from jfsdp.plan.wire.axes import is_own
+from jfsdp.plan.wire.axes import group_axes, is_own
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
+    from jfsdp.plan.time.pipeline import Pipeline
     from jfsdp.plan.time.timeline import Event, Timeline
     from jfsdp.plan.wire.ledger import Ledger
 
@@ -28,12 +29,18 @@ COLORS = {
     "reduce-scatter": "tab:orange",
     "all-reduce": "tab:purple",
     "host": "tab:olive",
+    "forward": "cornflowerblue",
+    "backward": "mediumseagreen",
+    "shared": "gold",
+    "idle": "mistyrose",
 }
 _LANES = ("compute", "wire", *MODEL_AXES, "host")
 _JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are drawn as one bar
 _LEAST = 0.01  # of the step: what takes less has no panel
 _WIDTH = 11.0  # inches
 _LETTER = 0.007  # of a panel's width
+_LEGEND = 8  # entries in a row
+_NONE: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,33 +95,56 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     path = Path(path)
     check_picture(path)
     collectives = (timed.collective for timed in plan.timeline.collectives)
-    own = {one.name for one in collectives if is_own(plan.layout, one)}
-    draw_timeline(plan.timeline, collective_units(plan.ledger), own).savefig(path)
+    own = {one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_own(plan.layout, one)}
+    draw_timeline(plan.timeline, collective_units(plan.ledger), own, plan.pipeline).savefig(path)
 
 
-def draw_timeline(timeline: Timeline, units: Mapping[str, str], own: Collection[str] = ()) -> Any:
-    """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use.
+def draw_timeline(
+    timeline: Timeline, units: Mapping[str, str], own: Mapping[str, str] = _NONE, pipeline: Pipeline | None = None
+) -> Any:
+    """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use; of a
+    pipeline first a panel with a lane for every stage.
 
     Args:
       units: the units of collectives, which stand in the bars that have room.
-      own: the collectives that the model's own shardings cost, over axis `tensor`: a lane beside the other collectives,
-        though the clock runs both on one stream.
+      own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane beside the
+        other collectives, though the clock runs all on one stream.
     """
     moved = [
-        dataclasses.replace(event, lane=MODEL_AXES[0]) if event.lane == "wire" and event.name in own else event
+        dataclasses.replace(event, lane=own[event.name]) if event.lane == "wire" and event.name in own else event
         for event in timeline.events
     ]
     panels = find_panels(dataclasses.replace(timeline, events=tuple(moved)))
-    num_lanes = [len(panel.lanes) for panel in panels]
-    figure = make_figure(_WIDTH, 0.6 + 0.75 * len(panels) + 0.3 * sum(num_lanes))
-    rows = figure.subplots(len(panels), squeeze=False, height_ratios=num_lanes)[:, 0]
-    for axes, panel in zip(rows, panels, strict=True):
+    num_lanes = ([pipeline.stages] if pipeline else []) + [len(panel.lanes) for panel in panels]
+    figure = make_figure(_WIDTH, 0.6 + 0.75 * len(num_lanes) + 0.3 * sum(num_lanes))
+    rows = figure.subplots(len(num_lanes), squeeze=False, height_ratios=num_lanes)[:, 0]
+    if pipeline:
+        _draw_stages(rows[0], pipeline)
+    for axes, panel in zip(rows[bool(pipeline) :], panels, strict=True):
         _draw_panel(axes, panel, units, {panel.computation: panel for panel in panels})
     rows[-1].set_xlabel("ms")
     shown = {bars.get_label(): bars for axes in rows for bars in axes.collections}
     handles = [shown[kind] for kind in sorted(shown, key=lambda kind: [*COLORS, kind].index(kind))]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), _LEGEND), fontsize="small", frameon=False
+    )
     return figure
+
+
+def _draw_stages(axes: Any, pipeline: Pipeline) -> None:
+    end_s = pipeline.step_s
+    for bar in pipeline.bars():
+        span, lane = (bar.begin_s * 1e3, (bar.end_s - bar.begin_s) * 1e3), pipeline.stages - bar.stage
+        axes.broken_barh([span], (lane - 0.4, 0.8), label=bar.kind, facecolor=COLORS[bar.kind], edgecolor="white")
+        if bar.kind != "idle" and 2 * _LETTER * end_s * 1e3 < span[1]:
+            axes.text(span[0] + span[1] / 2, lane, str(bar.microbatch), ha="center", va="center", fontsize="x-small")
+    axes.set_yticks(range(pipeline.stages, 0, -1), [f"stage {stage}" for stage in range(pipeline.stages)])
+    axes.set(xlim=(0, end_s * 1e3), ylim=(0.5, pipeline.stages + 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+    title = (
+        f"{pipeline.name}: microbatches by stage, ticks laid end to end; {pipeline.bubble_share:.1%} of the step idle"
+    )
+    axes.set_title(title, loc="left", fontsize="medium")
 
 
 def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], panels: Mapping[str, Panel]) -> None:

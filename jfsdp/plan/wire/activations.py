@@ -38,6 +38,7 @@ class Sent:
     """One value that crosses an axis.
 
     Attributes:
+      axis: the mesh axis.
       kind: of the collective.
       dtype: as HLO writes it.
       wire_bytes: sent per device and step.
@@ -45,6 +46,7 @@ class Sent:
       source: the operation by which it has to, by its name in the program.
     """
 
+    axis: str
     kind: str
     dtype: str
     wire_bytes: float
@@ -254,8 +256,11 @@ class _Walk:
             return
         share = 1 if rows is None else self.rows.parts
         size = wire_bytes(kind, _num_bytes(var.aval) / share, self.own.parts) * self.times
-        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
-        self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
+        self._add(kind, var, size, self.times, eqn)
+
+    def _add(self, kind: str, var: Any, size: float, times: int, eqn: Any) -> None:
+        (axis,), name = self.own.names, f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+        self.sent.append(Sent(axis, kind, hlo_dtype(str(var.aval.dtype)), size, times, name))
 
     def run(self, jaxpr: Any) -> None:
         """Follow the operations of a jaxpr, whose inputs have their forms."""
@@ -292,8 +297,7 @@ class _Walk:
             return
         for var in eqn.outvars:
             size = wire_bytes(kind, _num_bytes(var.aval), self.own.parts) * self.times
-            name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
-            self.sent.append(Sent(kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
+            self._add(kind, var, size, self.times, eqn)
 
     def _pass(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
         for axis in self.axes:

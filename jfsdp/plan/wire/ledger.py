@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import REDUCE, SCATTER
-from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
@@ -207,17 +206,17 @@ class _Rows:
 
     def expect_own(self, sent: Sequence[Sent]) -> None:
         """Add what must cross the axes that the model itself is split over."""
-        axes = tuple(axis for axis in MODEL_AXES if self.layout.num_shards((axis,)) > 1)
         for item in sent:
-            row = ROOT, OWN, item.kind, item.dtype, axes, self.layout.num_shards(axes)
+            row = ROOT, OWN, item.kind, item.dtype, (item.axis,), self.layout.num_shards((item.axis,))
             self.expected[row] += item.wire_bytes  # type: ignore[assignment]
             self.paths.setdefault(row, {})
 
     def measure_own(self, collectives: Sequence[Collective]) -> None:
         """Add what crosses the axes that the model itself is split over: of no unit."""
         for item in collectives:
+            axes = group_axes(self.layout, item.group)  # of a permutation the pairs may join fewer
             for dtype, size in item.wire_by_dtype.items():
-                row = ROOT, OWN, item.kind, dtype, group_axes(self.layout, item.group), item.group_size
+                row = ROOT, OWN, item.kind, dtype, axes, self.layout.num_shards(axes)
                 self.measured[row] += item.count * size  # type: ignore[assignment]
                 self.counts[row] += item.count
                 self.crosses[row] = self._crosses(item.group)
