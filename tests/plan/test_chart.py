@@ -87,7 +87,7 @@ def test_the_picture_of_a_plan_knows_which_collectives_run_over_tensor(clock, tm
     timed = [types.SimpleNamespace(collective=one) for one in collectives]
     timeline, ledger = dataclasses.replace(clock, collectives=tuple(timed)), types.SimpleNamespace(parts=())
     path = tmp_path / "step.svg"
-    plan: Any = types.SimpleNamespace(timeline=timeline, layout=layout, ledger=ledger)
+    plan: Any = types.SimpleNamespace(timeline=timeline, layout=layout, ledger=ledger, pipeline=None)
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot_timeline(plan, path)
     assert re.findall(">(compute|wire|tensor)<", path.read_text()) == ["compute", "compute", "wire", "tensor"]

@@ -27,9 +27,16 @@ NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = StepOptions(model="llama-tiny", seq_len=64)
 LIMIT = NODE.gpu.memory_bytes - 3 * 2**30
 SMALL = SearchSpace(
-    ("full_shard", "hybrid_shard"), (4,), ("full", "none", "dots"), None, ((("a=1",), ("b=2",)),), 2, tensor_sizes=()
+    ("full_shard", "hybrid_shard"),
+    (4,),
+    ("full", "none", "dots"),
+    None,
+    ((("a=1",), ("b=2",)),),
+    2,
+    tensor_sizes=(),
+    pipe_sizes=(),
 )
-ONE = SearchSpace(("full_shard",), (), (), (), (), engines=(), tensor_sizes=())
+ONE = SearchSpace(("full_shard",), (), (), (), (), engines=(), tensor_sizes=(), pipe_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.table import Layout
+from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import RESERVE_BYTES, limit_bytes
 from jfsdp.plan.search.jobs import Planned, find_planned_job, matmul_elements, shard_planned
@@ -26,7 +26,8 @@ class Bound:
 
     Attributes:
       state: bytes of the state per device.
-      compute_s: the model's FLOPs, with frozen leaves the fewest that may be left, at the datasheet's peak; 0: unknown.
+      compute_s: the model's FLOPs, with frozen leaves the fewest that may be left, at the datasheet's peak; with those
+        that the stages of a pipeline compute for nothing; 0: unknown.
       wire_bytes: what the strategy must send per device.
       wire_s: these, each at the best bandwidth of its group, one after the other.
       items: per device and step.
@@ -97,14 +98,16 @@ def _bound(planned: Planned, cluster: Cluster) -> Bound:
     layout, work = planned.model.layout, planned.work
     step = planned.step
     step.decide(planned.model.abstract_state(planned.tx), planned.batch)
-    rows = [row for row in expected_wire(layout, program=str(step.program), **step.config.movement) if row.wire_bytes]
+    movement = {name: value for name, value in step.movement.items() if name != "trace"}
+    rows = [row for row in expected_wire(layout, **movement) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
         for row in rows
     )
     items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
-    compute_s = _least_flops(planned) * items / cluster.gpu.peak_flops(work.dtype)
+    flops = _least_flops(planned) * _passes_per_microbatch(planned)
+    compute_s = flops * items / cluster.gpu.peak_flops(work.dtype)
     state = account(planned.model.abstract_state(planned.tx))
     return Bound(state, compute_s, sum(row.wire_bytes for row in rows), wire_s, items, work.item)
 
@@ -117,6 +120,17 @@ def _least_flops(planned: Planned) -> float:
         return flops
     forward = (flops + 2 * frozen) / 3
     return min(flops, forward + 2 * matmul_elements(job, layout, trainable=True))
+
+
+def _passes_per_microbatch(planned: Planned) -> float:
+    """Return how often a stage of a pipeline computes for each microbatch, and counts it once; 1 without."""
+    passes, num = planned.step.movement["passes"], planned.step.config.accumulate
+    frozen = matmul_elements(planned.job, planned.model.layout, trainable=False)
+    if passes is None or frozen:  # of frozen weights it is not known what they compute
+        return 1.0
+    leaves = [leaf for leaf in planned.model.layout.leaves if len(leaf.shape) - leaf.stacked > 1]
+    share = num_parameters([leaf for leaf in leaves if leaf.is_staged]) / num_parameters(leaves)
+    return 1 + share * (min(passes.forward, passes.backward) / (passes.repeats * num) - 1)
 
 
 def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:

@@ -2,12 +2,12 @@
 
 [Note: how the search goes]
 One kind of option after the other: where state is split, over how many devices the best of these splits the model
-itself (axis `tensor`), what the best then recomputes, how many rows per device for the best few; over again while that
-gains; engine, depth of prefetch and storage; XLA's options at last. Before a candidate is compiled, what can be said
-without a compiler may rule it out: its state alone does not fit, or computing at the GPU's peak or its bytes on the
-wire alone take longer than the best found (so that the front lacks what would be leaner and that slow). All of it in
-the same order each time, but a budget of seconds cuts it off where the machine's speed says. Seconds are predictions
-(plan/plan.py): differences of a few percent are within their error.
+itself (axes `tensor` and `pipe`, and by which schedule), what the best then recomputes, how many rows per device for
+the best few; over again while that gains; engine, depth of prefetch and storage; XLA's options at last. Before a
+candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
+at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
+leaner and that slow). All of it in the same order each time, but a budget of seconds cuts it off where the machine's
+speed says. Seconds are predictions (plan/plan.py): differences of a few percent are within their error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from jfsdp.plan.search.space import (
     changes,
     engines,
     leaner,
+    pipes,
     placements,
     remats,
+    schedules,
     tensors,
     value_names,
     xla_choices,
@@ -127,6 +129,10 @@ def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
     tries.try_all(placements(one, tries.cluster, space))
     for best in tries.best(1):
         tries.try_all(tensors(best, tries.default, tries.cluster, space))
+    for best in tries.best(1):
+        tries.try_all(pipes(best, tries.default, tries.cluster, space))
+    for best in tries.best(1):
+        tries.try_all(schedules(best, space))
 
 
 def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:

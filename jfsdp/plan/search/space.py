@@ -13,7 +13,7 @@ import jax
 from jfsdp.compat import effort, pipelining
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
-from jfsdp.layout.mesh import parse_mesh
+from jfsdp.layout.mesh import PIPE, parse_mesh
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
@@ -24,8 +24,10 @@ __all__ = [
     "changes",
     "engines",
     "leaner",
+    "pipes",
     "placements",
     "remats",
+    "schedules",
     "tensors",
     "value_names",
     "xla_choices",
@@ -41,6 +43,8 @@ ENGINES = (
 )
 _MAX_SUBSETS = 3  # of so many names or fewer, every subset is tried: 7 of 3
 _MAX_DOUBLINGS = 16
+_SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 1))
+_FULL = 4  # microbatches for each stage, with which a bubble is a fifth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,8 @@ class SearchSpace:
       engines: each as (engine, prefetch, storage); by default `ENGINES`.
       tensor_sizes: of axis `tensor`; by default the divisors of a host's GPUs, if the job has cuts and the given mesh
         leaves the axis open: it says -1 for some axis and does not name `tensor`.
+      pipe_sizes: of axis `pipe`; by default the divisors of the nodes, or of a single node's GPUs, that divide the
+        layers of every stack, if the given mesh leaves the axis open likewise.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -69,6 +75,7 @@ class SearchSpace:
     beam: int = 3
     engines: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
+    pipe_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.beam < 1:
@@ -92,7 +99,7 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
     mesh = _mesh({"fsdp": -1} | others)
     whole = dataclasses.replace(options, mesh=mesh, sharding_factor=None, reshard_after_forward=kept)
     names = _WHOLE_MESH + _GROUPS if space.strategies is None else space.strategies
-    domain = max(1, cluster.devices_per_domain // inner)
+    domain = min(num, max(1, cluster.devices_per_domain * others.get(PIPE, 1) // inner))  # of a stage
     for name in names:
         if name in _GROUPS:
             for size in _group_sizes(space, num, domain):
@@ -122,20 +129,74 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
       options: those to change.
       given: those that the user gave.
     """
-    parts = mesh_sizes(options.mesh, cluster.num_devices).get("tensor", 1)
-    both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((options.strategy, given.strategy))))
     for size in _tensor_sizes(given, cluster) if space.tensor_sizes is None else space.tensor_sizes:
-        rows, rest = divmod(options.batch_per_device * size, parts)
-        if not rest:
-            other = dataclasses.replace(options, mesh=_mesh({"fsdp": -1, "tensor": size}), batch_per_device=rows)
-            yield from placements(other, cluster, both)
+        for other in _resized(options, cluster, "tensor", size):
+            yield from placements(other, cluster, _both(space, options, given))
+
+
+def _both(space: SearchSpace, options: StepOptions, given: StepOptions) -> SearchSpace:
+    return dataclasses.replace(space, strategies=tuple(dict.fromkeys((options.strategy, given.strategy))))
+
+
+def _resized(options: StepOptions, cluster: Cluster, axis: str, size: int) -> Iterator[StepOptions]:
+    """Yield the options with another size of an axis of the model, and the same global batch if rows can be that."""
+    sizes = mesh_sizes(options.mesh, cluster.num_devices)
+    rows, rest = divmod(options.batch_per_device * size, sizes.get(axis, 1))
+    others = {name: num for name, num in sizes.items() if name in (PIPE, "tensor") and num > 1 and name != axis}
+    if not rest:
+        mesh = _mesh({"fsdp": -1} | others | {axis: size})
+        yield dataclasses.replace(options, mesh=mesh, batch_per_device=rows)
 
 
 def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
-    sizes, job = parse_mesh(given.mesh), find_planned_job(given)
-    is_fixed = "tensor" in sizes or -1 not in sizes.values()
+    job = find_planned_job(given)
     has_cuts = any((job.cuts or {}).values()) or job.axis_rules is not None
-    return [] if is_fixed or not has_cuts else _divisors(cluster.gpus_per_node)
+    return _divisors(cluster.gpus_per_node) if has_cuts and _is_open(given, "tensor") else []
+
+
+def _is_open(given: StepOptions, axis: str) -> bool:
+    sizes = parse_mesh(given.mesh)
+    return axis not in sizes and -1 in sizes.values()
+
+
+def pipes(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options with every size of axis `pipe`, some microbatches, and weights gathered per tick or per step.
+
+    The global batch stays if it is cut into microbatches as given, which are then of one or two rows. Else there are
+    also as many as fill the pipeline: a bound knows the bubble, and what has too few would be skipped.
+
+    Args: as `tensors`.
+    """
+    for size in _pipe_sizes(given, cluster) if space.pipe_sizes is None else space.pipe_sizes:
+        for other in _resized(options, cluster, PIPE, size):
+            rows = other.batch_per_device
+            fills = (
+                {rows: (rows, max(1, rows // 2))}
+                if given.accumulate > 1
+                else {rows: (rows,), _FULL * rows: (_FULL * rows,)}
+            )
+            for batch, counts in fills.items():
+                for count, reshards in itertools.product(counts, (True, False)):
+                    if batch % count == 0 and count >= size:
+                        more = {"batch_per_device": batch, "accumulate": count, "reshard_after_backward": reshards}
+                        piped = dataclasses.replace(other, engine="auto", **more)
+                        yield from placements(piped, cluster, _both(space, options, given))
+
+
+def _pipe_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
+    if not _is_open(given, PIPE):
+        return []
+    layout = shard_planned(given, find_planned_job(given), num_devices=cluster.num_devices).model.layout
+    stacks = {leaf.shape[0] for leaf in layout.leaves if leaf.stacked}
+    sizes = _divisors(cluster.nodes if cluster.nodes > 1 else cluster.gpus_per_node)
+    return [size for size in sizes if size > 1 and stacks and not any(layers % size for layers in stacks)]
+
+
+def schedules(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options of a pipeline under every schedule; nothing for a mesh without one."""
+    if space.pipe_sizes != () and parse_mesh(options.mesh).get(PIPE, 1) > 1:
+        for name, repeats in _SCHEDULES:
+            yield dataclasses.replace(options, schedule=name, pipe_repeats=repeats)
 
 
 def _mesh(sizes: Mapping[str, int]) -> str:
@@ -179,7 +240,11 @@ def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Ite
                 yield [dataclasses.replace(split, reshard_after_backward=False)]
     else:
         rows = [options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS)]
-        yield [dataclasses.replace(options, batch_per_device=count) for count in rows]
+        ladder = [dataclasses.replace(options, batch_per_device=count) for count in rows]
+        yield ladder
+        if parse_mesh(options.mesh).get(PIPE, 1) > 1:
+            count = options.accumulate
+            yield [dataclasses.replace(one, accumulate=count * 2**power) for power, one in enumerate(ladder)]
         if options.accumulate == 1:
             # Gathers and reductions once for two microbatches: what helps where the wire is the limit.
             twice = dataclasses.replace(options, batch_per_device=rows[1], accumulate=2)

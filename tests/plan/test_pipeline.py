@@ -1,0 +1,192 @@
+"""Pipelines compiled for H100s that are not there: bytes over each axis, memory, the bubble, and what a search tries.
+
+A narrow Llama of 8 layers on pipe=2,fsdp=4. The closed forms here are written from the schedules' definitions.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+import jfsdp
+from jfsdp.engine.pipeline.schedule import get_schedule
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.search.bounds import bound_job
+from jfsdp.plan.search.space import SearchSpace, batches, pipes, schedules
+from jfsdp.plan.time.chart import draw_timeline
+from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
+from jfsdp.plan.time.timeline import Rates, simulate
+from jfsdp.plan.wire.ledger import make_ledger
+from jfsdp.trainer.options import StepOptions
+from tests import hlo
+from tests.plan import programs
+from tests.plan.test_timeline import COPY, DOT, timeline
+
+LAYERS, DIM, FFN, VOCAB, KV, SEQ = 8, 1024, 2048, 4096, 512, 512
+P, F = 2, 4
+PER_STAGE = LAYERS // P
+LAYER = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * FFN + 2 * DIM  # elements
+ROOT = 2 * VOCAB * DIM // P + DIM  # on a stage: embedding and head are cut over the stages
+NODES = Cluster(find_gpu("h100"), 8)
+
+
+@functools.cache
+def compiled(schedule="1f1b", repeats=1, prefetch=1, microbatches=8, layers=LAYERS) -> tuple[Any, Any, Any]:
+    """Return the step, its module, and how it was compiled."""
+    job = programs.job(layers)
+    mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
+    model = jfsdp.fully_shard(
+        job.model,
+        mesh=mesh,
+        units=job.units,
+        cuts=job.cuts,
+        prefetch=prefetch,
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
+    )
+    tx = job.optimizer(3e-4)
+    more: dict[str, Any] = {"schedule": schedule, "pipe_repeats": repeats}
+    step = model.train_step(job.loss, tx, accumulate=microbatches, max_grad_norm=1.0, **more)
+    lowered = step.lower(model.abstract_state(tx), job.batch(F * microbatches, SEQ))
+    found = lowered.compile(step.compiler_options)
+    return step, parse_module(found.as_text()), found
+
+
+def gathers_and_sums(repeats, prefetch, microbatches):
+    """How often a step gathers a layer, and sums the gradient of one."""
+    passes, layers = repeats * microbatches + P - 1, PER_STAGE // repeats
+    if prefetch == 0 or repeats > 1:
+        return passes * 2 * layers, passes * layers
+    return passes * (2 * layers - 3) + 2, passes * layers + 1  # the ends of a stage stay
+
+
+SLOW = [pytest.param(*case, marks=pytest.mark.proof) for case in (("1f1b", 1, 0), ("gpipe", 1, 1), ("1f1b", 2, 1))]
+
+
+@pytest.mark.parametrize(("schedule", "repeats", "prefetch"), [("1f1b", 1, 1), *SLOW])
+def test_every_axis_carries_what_the_schedule_says(schedule, repeats, prefetch):
+    step, module, _ = compiled(schedule, repeats, prefetch)
+    ledger = make_ledger(step.layout, find_collectives(module, P * F), **step.movement)
+    sent: dict[tuple[str, str, str], float] = {}
+    for row in ledger.rows:
+        if row.what != "scalars":
+            key = row.axes[0], row.kind, row.dtype
+            sent[key] = sent.get(key, 0) + row.measured_bytes
+    gathers, sums = gathers_and_sums(repeats, prefetch, 8)
+    share, passes, hidden = 2 * (F - 1) / F, repeats * 8 + P - 1, 2 * SEQ * DIM
+    assert sent["fsdp", "all-gather", "bf16"] == share * (gathers * LAYER + ROOT)
+    assert sent["fsdp", "reduce-scatter", "bf16"] == share * (sums * LAYER + ROOT)
+    dealt = PER_STAGE * LAYER / F if repeats > 1 else 0  # two permutations of half of a stage's layers each
+    sends = 2 * passes - (repeats == 1)  # what stage 0 has left in the last tick goes nowhere
+    assert sent["pipe", "collective-permute", "bf16"] == sends * hidden + 2 * dealt
+    assert sent.get(("pipe", "collective-permute", "f32"), 0) == 4 * dealt  # gradients back, as they are summed
+    # What enters and what leaves in each tick, before them the shapes of the first; hidden states and their gradients.
+    assert sent["pipe", "all-reduce", "bf16"] == (2 * passes + 2 * 8 + 1) * hidden
+    assert ledger.unknown == ()
+    assert ledger.wire_ratio == pytest.approx(1, abs=1e-6)
+    assert ledger.own_ratio == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.proof
+def test_memory_and_program_are_the_same_for_8_microbatches_and_64():
+    """At most 2P-1 microbatches wait under 1f1b, and ticks that compute alike are one loop."""
+    (_, _, few), (_, _, many) = compiled(), compiled(microbatches=64)
+    assert few.memory_analysis().temp_size_in_bytes == many.memory_analysis().temp_size_in_bytes
+    lines = [len(found.as_text().splitlines()) for found in (few, many)]
+    assert lines[0] == pytest.approx(lines[1], rel=0.02)
+
+
+@pytest.mark.proof
+def test_all_microbatches_wait_under_gpipe():
+    """Hidden states before each layer, one more place for ticks of no use."""
+    sizes = [compiled("gpipe", microbatches=num)[2].memory_analysis().temp_size_in_bytes for num in (8, 16)]
+    assert (sizes[1] - sizes[0]) / (8 * PER_STAGE * 2 * SEQ * DIM) == pytest.approx(1, rel=0.3)
+
+
+def test_the_clock_finds_passes_and_what_stages_share():
+    step, module, _ = compiled()
+    clock = simulate(module, find_collectives(module, P * F), Rates(Cluster(find_gpu("h100"))))
+    seconds = tick_seconds(module, clock)
+    assert sum(seconds.values()) == pytest.approx(clock.step_s, rel=0.2)
+    assert 1.5 < seconds["backward"] / seconds["forward"] < 4
+    assert seconds["shared"] > 0
+    pipeline = Pipeline("1f1b", step.schedule, 1, 8, seconds, clock.step_s)
+    assert 0.5 / 9 < pipeline.bubble_share < pipeline.bubble
+
+
+def pipeline(name="1f1b", stages=4, microbatches=8, repeats=1):
+    schedule = get_schedule(name, stages, microbatches, repeats)
+    return Pipeline(name, schedule, repeats, microbatches, {"forward": 11.0, "backward": 22.0, "shared": 4.0}, 40.0)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_bubble_by_formula_and_by_the_clock(name, repeats):
+    found = pipeline(name, repeats=repeats)
+    assert found.bubble == pytest.approx(3 / (8 * repeats + 3))
+    assert found.bubble_share == pytest.approx(found.bubble * 33 / 40)
+    assert pipeline(name).live == {"1f1b": 7, "gpipe": 8}[name]
+    bars = list(found.bars())
+    idle_s = sum(bar.end_s - bar.begin_s for bar in bars if bar.kind == "idle" and bar.stage == 2)
+    assert idle_s == pytest.approx(found.bubble_share * 40)
+    assert max(bar.end_s for bar in bars) == pytest.approx(37)
+    for stage in range(4):
+        own = [bar for bar in bars if bar.stage == stage]
+        assert all(one.end_s == pytest.approx(other.begin_s) for one, other in itertools.pairwise(own))
+        for kind in ("forward", "backward"):
+            microbatches = [bar.microbatch for bar in own if bar.kind == kind]
+            assert sorted(microbatches) == sorted([*range(8)] * repeats)
+
+
+def test_a_picture_has_a_lane_for_every_stage():
+    stages, step = draw_timeline(timeline(f"%a {DOT}", f"%b {COPY}"), {}, {}, pipeline()).axes
+    assert [label.get_text() for label in stages.get_yticklabels()] == [f"stage {stage}" for stage in range(4)]
+    assert {bars.get_label() for bars in stages.collections} == {"forward", "backward", "shared", "idle"}
+    assert [label.get_text() for label in step.get_yticklabels()] == ["compute"]
+
+
+GIVEN = StepOptions(model="llama-8b", seq_len=512)
+
+
+def tried(given=GIVEN, space=None):
+    return list(pipes(given, given, NODES, space or SearchSpace()))
+
+
+def test_a_search_tries_stages_that_divide_nodes_and_layers():
+    found = {(one.mesh, one.batch_per_device, one.accumulate) for one in tried()}
+    assert found == {(f"fsdp=-1,pipe={size}", rows, rows) for size in (2, 4, 8) for rows in (size, 4 * size)}
+    assert {one.reshard_after_backward for one in tried()} == {True, False}
+    for mesh in ("fsdp=64", "pipe=2,fsdp=-1"):
+        assert tried(dataclasses.replace(GIVEN, mesh=mesh)) == []
+    odd = dataclasses.replace(GIVEN, model_config=("num_layers=6",))
+    assert {one.mesh for one in tried(odd)} == {"fsdp=-1,pipe=2"}
+
+
+def test_with_microbatches_given_the_global_batch_of_a_pipeline_stays():
+    given = dataclasses.replace(GIVEN, batch_per_device=4, accumulate=2)
+    found = {(one.mesh, one.batch_per_device, one.accumulate) for one in tried(given, SearchSpace(pipe_sizes=(4,)))}
+    assert found == {("fsdp=-1,pipe=4", 16, 16), ("fsdp=-1,pipe=4", 16, 8)}
+
+
+def test_schedules_and_more_microbatches_are_tried_of_a_pipeline_alone():
+    piped = dataclasses.replace(GIVEN, mesh="fsdp=-1,pipe=4", batch_per_device=4, accumulate=4)
+    found = [(one.schedule, one.pipe_repeats) for one in schedules(piped, SearchSpace())]
+    assert found == [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 1)]
+    assert list(schedules(GIVEN, SearchSpace())) == []
+    found = batches(piped, GIVEN, SearchSpace())
+    ladders = [[(one.batch_per_device, one.accumulate) for one in ladder][:3] for ladder in found]
+    assert ladders == [[(4, 4), (8, 4), (16, 4)], [(4, 4), (8, 8), (16, 16)]]
+
+
+def test_a_bound_counts_the_bubble_of_the_layers_and_the_ticks_gathers():
+    plain = bound_job(dataclasses.replace(GIVEN, batch_per_device=4), NODES)
+    piped = dataclasses.replace(GIVEN, mesh="pipe=4,fsdp=16", batch_per_device=16, accumulate=16)
+    found = bound_job(piped, NODES)
+    layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    share = layers / (layers + 2 * 128256 * 4096)
+    assert found.compute_s == pytest.approx(plain.compute_s * (1 + share * 3 / 16))
+    once = bound_job(dataclasses.replace(piped, reshard_after_backward=False, reduce="once"), NODES)
+    assert once.wire_bytes < found.wire_bytes / 15
