@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -366,14 +367,15 @@ def test_the_names_of_values_are_the_models():
     assert value_names(TINY, NODE) == ("attended", "mlp_hidden", "qkv")
 
 
-def test_this_xla_knows_every_choice():
+@pytest.mark.parametrize(("options", "groups"), [(TINY, 4), (dataclasses.replace(TINY, mesh="fsdp=-1,tensor=2"), 5)])
+def test_this_xla_knows_every_choice(options, groups):
     sharding = jax.sharding.SingleDeviceSharding(topology_devices(NODE)[0])
     double = jax.jit(lambda x: 2 * x, in_shardings=sharding, out_shardings=sharding)
     lowered = double.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
-    for choices in xla_choices(TINY, NODE):
-        for pairs in choices:
-            options = {name: value for name, value in parse_xla(pairs).items() if value is not None}
-            lowered.compile(compiler_options=options)
+    found = xla_choices(options, NODE)
+    assert len(found) == groups
+    for pairs in itertools.chain(*found):
+        lowered.compile(compiler_options={name: x for name, x in parse_xla(pairs).items() if x is not None})
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -273,11 +273,11 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
     defaults that they replace.
 
     Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined; XLA's
-    own effort, which turns on passes of its choice.
+    own effort, which turns on passes of its choice; with axis `tensor`, matrix products in windows (async tensor
+    parallelism, of which log.md says what it has brought).
     """
-    unit, shard = unit_bytes(
-        shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout
-    )
+    layout = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout
+    unit, shard = unit_bytes(layout)
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     twice = {"all_gather": 2 * unit, "reduce_scatter": 2 * shard, "all_reduce": 2 * unit}
     thresholds = [
@@ -285,7 +285,9 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
         for sizes in (dict.fromkeys(twice, "none"), twice)
     ]
     off, scatter = _pairs(pipelining("all_gather", is_on=False)), _pairs(pipelining("reduce_scatter"))
-    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds), (_pairs(effort(1)),)
+    windows = "xla_gpu_threshold_for_windowed_einsum_mib=0", "xla_gpu_multi_streamed_windowed_einsum=true"
+    own = ((windows,),) if layout.num_shards(("tensor",)) > 1 else ()
+    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds), (_pairs(effort(1)),), *own
 
 
 def _pairs(options: Mapping[str, Any]) -> tuple[str, ...]:
