@@ -304,6 +304,19 @@ def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():
         gradients(make(functools.partial(Two, run=both)))
 
 
+def test_a_weight_of_the_layers_outside_of_their_units_is_refused_by_name():
+    class Up(nnx.Linear):
+        pass
+
+    class Partly(Layer):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.up = Up(DIM, 2 * DIM, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+
+    with pytest.raises(ValueError, match=r"layers.down.\w+: this weight of the layers .*the whole layer in units="):
+        gradients(make(functools.partial(Model, kind=Partly), units=[Up]))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -312,6 +325,7 @@ def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():
             "6 layers of unit 'layers' cannot be cut",
         ),
         ({"factory": Listed}, "layers in a list are no pipeline; scan over stacked layers"),
+        ({"remat": jfsdp.SaveNames(save=("a",), offload=("b", "c"))}, "unit 'layers': remat keeps b, c in host memory"),
         ({"storage": "flat"}, "storage='flat': .* use storage='per_parameter'"),
         ({"units": []}, "no unit is one .units: none."),
         ({"engine": "xla"}, "mesh axis 'pipe' .size 2.: engine='xla' .* use engine='manual'"),

@@ -111,6 +111,41 @@ def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, nu
     assert told["in_order"] and told["seconds"]["down"] > 0 and 0 < told["goodput"] < 1
 
 
+STACKED = ("--model-config", "dim=32", "num_layers=4", "ffn_dim=64", "stacked=True", "--checkpoint-every", "2")
+
+
+@pytest.mark.proof
+def test_a_run_goes_on_from_stages_to_none_and_back(start, tmp_path):
+    options = (*STACKED, "--decay-steps", "6", "--resume", "auto", "--param-dtype", "none", "--global-batch", "16")
+    for steps, mesh in ((2, "pipe=2,fsdp=2"), (4, "fsdp=4"), (6, "pipe=4")):
+        status, out = finish(start("parts", 1, 4, *options, "--steps", str(steps), "--mesh", mesh))
+        assert status == 0, out
+    status, out = finish(start("whole", 1, 4, *options, "--steps", "6", "--mesh", "fsdp=4"))
+    assert status == 0, out
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("nproc", "devices"), [(2, 1), (2, 2), (4, 1)])
+def test_stages_of_several_processes_are_those_of_one_and_all_end_with_one(start, tmp_path, nproc, devices):
+    """Neighbours along `pipe` read the same rows; a stage that is killed ends all, and the run goes on."""
+    options = (*STACKED, "--mesh", f"pipe={nproc},fsdp=-1", "--steps", "40", "--resume", "auto", "--timeout", "15")
+    assert finish(start("whole", 1, nproc * devices, *options))[0] == 0
+    process = start("hurt", nproc, devices, *options, launch=("--max-restarts", "2", "--grace", "10"))
+    metrics = tmp_path / "hurt" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while time.monotonic() < until and (not metrics.exists() or len(losses(metrics.parent)) < 5):
+        time.sleep(0.05)
+    os.kill(ranks(metrics.parent)[nproc - 1][0], signal.SIGKILL)
+    begin = time.monotonic()
+    while any(attempt == 0 for _, attempt in ranks(metrics.parent).values()):
+        assert time.monotonic() - begin < 60, "all of the attempt end within --timeout, --grace and some seconds"
+        time.sleep(0.1)
+    status, out = finish(process)
+    assert status == 0, out
+    np.testing.assert_allclose(losses(tmp_path / "hurt"), losses(tmp_path / "whole"), rtol=2e-6)
+
+
 FLAKY = """
 import os, runpy, signal, sys, threading, time
 run_dir = sys.argv[sys.argv.index("--run-dir") + 1]

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
-from jfsdp.engine.dataflow import all_eqns, depends_on, is_literal, keep_outputs
+from jfsdp.engine.dataflow import all_eqns, depends_on, is_literal, keep_outputs, passes_through
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
 from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
@@ -146,7 +146,7 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
             f"{PIPE!r}) do not send; give each layer a key of its own (split_rngs), or {_REMEDY}"
         )
     _check_body(loop, staged)
-    _check_beside(parts)
+    _check_beside(parts, traced.names)
     return parts
 
 
@@ -159,10 +159,17 @@ def _check_body(loop: Loop, staged: Collection[str]) -> None:
             )
 
 
-def _check_beside(parts: Parts) -> None:
+def _check_beside(parts: Parts, names: Sequence[str]) -> None:
     jaxpr = parts.closed.jaxpr.replace(outvars=parts.beside)
     weights = [place in parts.shards or place >= parts.num_flat for place in range(len(jaxpr.invars))]
-    for atom, depends in zip(parts.beside, depends_on(jaxpr, weights), strict=True):
+    by_layer, origins = parts.loop.split(parts.loop.inputs)[2], passes_through(jaxpr)
+    for atom, depends, at in zip(parts.beside, depends_on(jaxpr, weights), origins, strict=True):
+        if depends and at is not None and any(atom is x for x in by_layer):
+            raise ValueError(
+                f"{names[at]}: this weight of the layers is in no unit that they call, and stages of a pipeline (mesh "
+                f"axis {PIPE!r}) have weights of such units only; name the class of the whole layer in units=, or "
+                f"{_REMEDY}"
+            )
         if depends:
             raise ValueError(
                 f"the layers read a value of shape {atom.aval.shape} that depends on weights and is not handed from "

@@ -29,6 +29,7 @@ from jfsdp.arguments import Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.movements import Passes
 from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.policy import SaveNames
 from jfsdp.layout.table import Layout
 
 IDLE = -1
@@ -103,7 +104,8 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
     """Return the schedule of a step on a layout; None where there is no pipeline.
 
     Raises:
-      ValueError: for a schedule or repeats without a pipeline, layers that fall into no such parts; as `get_schedule`.
+      ValueError: for a schedule or repeats without a pipeline, layers that fall into no such parts, activations of
+        layers in host memory; as `get_schedule`.
     """
     stages = layout.num_stages
     if stages == 1:
@@ -111,8 +113,14 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
             given = f"pipe_repeats={repeats}" if repeats != 1 else f"schedule={asked!r}"
             raise ValueError(f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P))")
         return None
-    for leaf in layout.leaves:
-        if leaf.is_staged and leaf.shape[0] % (stages * repeats):
+    for leaf in (leaf for leaf in layout.leaves if leaf.is_staged):
+        remat = layout.policy(leaf.unit).remat
+        if isinstance(remat, SaveNames) and remat.offload:
+            raise ValueError(
+                f"unit {leaf.unit!r}: remat keeps {', '.join(remat.offload)} in host memory, and what waits for the "
+                f"backward of a stage (mesh axis {PIPE!r}) stays on the device; name them in SaveNames(save=), or not"
+            )
+        if leaf.shape[0] % (stages * repeats):
             raise ValueError(
                 f"{leaf.path}: {leaf.shape[0]} layers do not fall into pipe_repeats={repeats} parts for each of "
                 f"{stages} stages (mesh axis {PIPE!r}); {stages * repeats} has to divide them"
