@@ -69,7 +69,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.proof) for case in (("1f1b", 1, 0)
 @pytest.mark.parametrize(("schedule", "repeats", "prefetch"), [("1f1b", 1, 1), *SLOW])
 def test_every_axis_carries_what_the_schedule_says(schedule, repeats, prefetch):
     step, module, _ = compiled(schedule, repeats, prefetch)
-    ledger = make_ledger(step.layout, find_collectives(module, P * F), **step.movement)
+    ledger = make_ledger(step.layout, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), **step.movement)
     sent: dict[tuple[str, str, str], float] = {}
     for row in ledger.rows:
         if row.what != "scalars":
@@ -108,7 +108,7 @@ def test_all_microbatches_wait_under_gpipe():
 
 def test_the_clock_finds_passes_and_what_stages_share():
     step, module, _ = compiled()
-    clock = simulate(module, find_collectives(module, P * F), Rates(Cluster(find_gpu("h100"))))
+    clock = simulate(module, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), Rates(Cluster(find_gpu("h100"))))
     seconds = tick_seconds(module, clock)
     assert sum(seconds.values()) == pytest.approx(clock.step_s, rel=0.2)
     assert 1.5 < seconds["backward"] / seconds["forward"] < 4
