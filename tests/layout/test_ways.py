@@ -189,7 +189,7 @@ def test_node_size_is_the_part_of_the_batch_that_is_on_one_host(axes, hosts, siz
 def test_node_size_is_refused_where_hosts_differ_or_lie_scattered():
     with pytest.raises(ValueError, match="equal blocks"):
         node_size(make_mesh(devices=on_hosts(4, 2)))
-    scattered = np.array(on_hosts(2, 2))[[0, 2, 1, 3]].reshape(1, 1, 4, 1)
+    scattered = np.array(on_hosts(2, 2))[[0, 2, 1, 3]].reshape(1, 4, 1, 1)
     with pytest.raises(ValueError, match="equal blocks"):
         node_size(Mesh(scattered, AXES, axis_types=(AxisType.Auto,) * 4))
 

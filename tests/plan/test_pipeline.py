@@ -108,7 +108,9 @@ def test_all_microbatches_wait_under_gpipe():
 
 def test_the_clock_finds_passes_and_what_stages_share():
     step, module, _ = compiled()
-    clock = simulate(module, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), Rates(Cluster(find_gpu("h100"))))
+    clock = simulate(
+        module, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), Rates(Cluster(find_gpu("h100")))
+    )
     seconds = tick_seconds(module, clock)
     assert sum(seconds.values()) == pytest.approx(clock.step_s, rel=0.2)
     assert 1.5 < seconds["backward"] / seconds["forward"] < 4

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.arguments import Amount, Count, Share, checked
-from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout, Leaf
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import Instruction, Module, parse_module
 from jfsdp.plan.program.scopes import find_argument
 from jfsdp.plan.time.timeline import overlapped_share
 from jfsdp.plan.wire.axes import is_own
-from jfsdp.plan.wire.ledger import Ledger, make_ledger
+from jfsdp.plan.wire.ledger import OWN, Ledger, make_ledger
 from jfsdp.plan.wire.theory import SCALARS_BYTES, find_moves
 from jfsdp.plan.wire.traps import Check, Finding, gb
 from jfsdp.train.step.step import Trace
@@ -167,8 +166,9 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
 
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
+        axes = dict.fromkeys(axis for row in ledger.rows if row.what == OWN for axis in row.axes)
         yield (
-            f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(MODEL_AXES)}: "
+            f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(axes)}: "
             f"{_own_theory(ledger)}"
         )
     if not arguments:
