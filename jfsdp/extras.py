@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 _CLI = ("tyro", "rich")
-EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "tensorboardX", "matplotlib")}
+EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "jinja2", "tensorboardX", "matplotlib")}
 
 _INSTALL = "this part of jfsdp needs {}; install the extra: pip install 'jfsdp[{}]'"
 

@@ -17,6 +17,7 @@ from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.checkpoint import CHECKPOINT_COMMANDS, Checkpoint
 from jfsdp.cli.console import BROKEN
+from jfsdp.cli.data import DATA_COMMANDS, Data
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.launch import Launch, split_command
@@ -39,11 +40,12 @@ COMMANDS = {
     "audit": AuditProgram,
     "explain": Explain,
     "checkpoint": Checkpoint,
+    "data": Data,
     "models": Models,
     "doctor": Doctor,
     "launch": Launch,
 }
-COMMANDS_OF = {Checkpoint: CHECKPOINT_COMMANDS}
+COMMANDS_OF: dict[type, dict[str, Any]] = {Checkpoint: CHECKPOINT_COMMANDS, Data: DATA_COMMANDS}
 
 
 def find_command(args: Sequence[str]) -> tuple[str, Any, list[str]]:
@@ -64,8 +66,11 @@ def parse(args: Sequence[str]) -> Any:
     prog, kind, rest = find_command(args)
     config: Any = (tyro.conf.OmitArgPrefixes,)
     if isinstance(kind, dict):
-        listed = functools.reduce(operator.or_, [_listed(name, one) for name, one in kind.items()])
-        description = DESCRIPTION if kind is COMMANDS else inspect.getdoc(Checkpoint)
+        listed = [_listed(name, one) for name, one in kind.items()]
+        owner = next((inspect.getdoc(one) for one, table in COMMANDS_OF.items() if table is kind), None)
+        description = DESCRIPTION if kind is COMMANDS else owner
+        # Of one command alone tyro would make no subcommand.
+        listed = functools.reduce(operator.or_, listed) if len(listed) > 1 else tyro.conf.AvoidSubcommands[listed[0]]
         return tyro.cli(listed, prog=prog, args=rest, description=description, config=config)
     rest, command = split_command(rest) if kind is Launch else (rest, [])
     check_known(rest, kind)

@@ -25,7 +25,7 @@ def num_runs(segment_ids):
 def test_a_stream_is_filled_where_its_rows_end(elements, seq_len, most):
     ends, token, given_, filled = RowEnds(seq_len, most), 1, [], []
     for lengths in elements:
-        pairs = np.zeros((sum(lengths), 3), np.int32)
+        pairs = np.zeros((sum(lengths), 4), np.int32)
         pairs[:, INPUT] = np.arange(token, token + len(pairs))
         token += len(pairs)
         pairs[np.cumsum([0, *lengths[:-1]]), START] = 1
@@ -35,7 +35,7 @@ def test_a_stream_is_filled_where_its_rows_end(elements, seq_len, most):
     is_padding = stream[:, START] == PADDING
     np.testing.assert_array_equal(stream[~is_padding], np.concatenate(given_))
     stream = np.pad(stream, ((0, -len(stream) % seq_len), (0, 0)), constant_values=PADDING)
-    rows, is_padding = stream.reshape(-1, seq_len, 3), (stream[:, START] == PADDING).reshape(-1, seq_len)
+    rows, is_padding = stream.reshape(-1, seq_len, 4), (stream[:, START] == PADDING).reshape(-1, seq_len)
     is_start = rows[:, :, START] > 0
     is_start[:, 0] = True
     ids = np.cumsum(is_start, axis=1) * ~is_padding

@@ -10,14 +10,15 @@ Importing this needs numpy only; grain, tokenizers and scikit-learn are imported
 """
 
 from jfsdp.trainer.data.corpus import Corpus, CorpusStats, Document, open_corpus
-from jfsdp.trainer.data.documents import DataConfig, Documents, TokenData, open_data
+from jfsdp.trainer.data.documents import Documents
 from jfsdp.trainer.data.entropy import NgramEntropies, ngram_entropies
 from jfsdp.trainer.data.files import standard_library_path
 from jfsdp.trainer.data.image_pipeline import make_image_eval_iterator, make_image_train_iterator
 from jfsdp.trainer.data.images import ImageConfig, ImageData, open_images
 from jfsdp.trainer.data.iterator import DataIterator
-from jfsdp.trainer.data.pipeline import make_eval_iterator, make_train_iterator
+from jfsdp.trainer.data.pipeline import make_eval_iterator, make_pass_iterator, make_train_iterator
 from jfsdp.trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jfsdp.trainer.data.tokens import DataConfig, TokenData, open_data
 
 __all__ = [
     "ByteTokenizer",
@@ -36,6 +37,7 @@ __all__ = [
     "make_eval_iterator",
     "make_image_eval_iterator",
     "make_image_train_iterator",
+    "make_pass_iterator",
     "make_train_iterator",
     "ngram_entropies",
     "open_corpus",

@@ -6,13 +6,14 @@ import array
 import collections
 import dataclasses
 import hashlib
-import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jfsdp.trainer.data.files import find_files
+from jfsdp.trainer.data.records import check_form, place, read_record, text_of
 from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
 _MIN_DOCUMENT_BYTES = 16
@@ -51,12 +52,13 @@ class Document:
     """One document, or one piece of a file too long to be one.
 
     Attributes:
-      content: the text; for a token file the ids int64 [n + 1], the last of them only as a target.
+      content: the text; for a token file the ids int64 [n + 1], the last of them only as a target; for JSONL of another
+        form than text the record.
       starts: whether it begins where a document begins.
       ends: whether it ends where a document ends.
     """
 
-    content: str | np.ndarray
+    content: Any
     starts: bool = True
     ends: bool = True
 
@@ -70,9 +72,10 @@ class Corpus:
       stats: what was found and what was skipped.
       digest: hash over names, offsets and contents; two corpora with the same digest hold the same documents.
       token_format: dtype and end-of-document id of token files; None for text.
+      form: of its records (see `FORMS`); "text" for what is no JSONL.
     """
 
-    def __init__(self, root: Path, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str):
+    def __init__(self, root: Path, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str | None):
         self._root, self._files, self._text_field = root, files, text_field
         self._file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.offsets) for f in files])
         self._offsets = np.concatenate([f.offsets for f in files])
@@ -81,7 +84,8 @@ class Corpus:
         itemsize = np.dtype(self.token_format.dtype).itemsize if self.token_format else 1
         num_bytes = int(self._lengths.sum()) * itemsize
         self.stats = CorpusStats(num_seen, len(files), len(self), num_bytes, skipped)
-        self.digest = _digest(files, text_field)
+        self.form = self._find_form()
+        self.digest = _digest(files, text_field or ("text" if self.form == "text" else f"form {self.form}"))
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -89,6 +93,11 @@ class Corpus:
     def name(self, index: int) -> str:
         """Return "path@offset", the path relative to the corpus: the identity of the document."""
         return f"{self._files[self._file_of[index]].name}@{self._offsets[index]}"
+
+    def place(self, index: int) -> str:
+        """Return where a document begins, for people: with the number of the line in JSONL."""
+        path, offset = self._root / self._files[self._file_of[index]].name, int(self._offsets[index])
+        return place(path, offset) if _is_jsonl(path) else f"{path} at {offset}"
 
     def order_keys(self, seed: int) -> np.ndarray:
         """Return one pseudo-random uint64 per document [len(self)], from its identity and `seed` alone."""
@@ -99,7 +108,7 @@ class Corpus:
         """Read one document.
 
         Raises:
-          ValueError: if the file changed since it was opened, or a JSONL line is not an object with the text field.
+          ValueError: if the file changed since it was opened, or a JSONL line is not an object of the corpus's form.
         """
         file = self._files[self._file_of[index]]
         offset, length = int(self._offsets[index]), int(self._lengths[index])
@@ -108,22 +117,30 @@ class Corpus:
             return Document(read_tokens(path, file.token_format, offset, length), starts=offset == 0, ends=False)
         data = _read_bytes(path, offset, length)
         if _is_jsonl(path):
-            return Document(_json_text(data, path, offset, self._text_field))
+            record = read_record(data, path, offset)
+            check_form(record, self.form, self._text_field, path, offset)
+            return Document(record if self.form != "text" else text_of(record, self._text_field, path, offset))
         return Document(_decode(data, path, offset), starts=offset == 0, ends=offset + length == file.num_bytes)
 
-    def check_first_lines(self):
-        """Read the first document of each JSONL file, so that a wrong text field shows now and not hours into a run."""
-        firsts = np.cumsum([0] + [len(file.offsets) for file in self._files[:-1]])
-        for first, file in zip(firsts, self._files):
-            if _is_jsonl(Path(file.name)):
-                self.read(int(first))
+    def _find_form(self) -> str:
+        """Look at the first record of each JSONL file: so a wrong one shows now, and not hours into a run."""
+        form = None if all(_is_jsonl(Path(file.name)) for file in self._files) else "text"
+        for file in self._files:
+            path = self._root / file.name
+            if _is_jsonl(path):
+                offset = int(file.offsets[0])
+                record = read_record(_read_bytes(path, offset, int(file.lengths[0])), path, offset)
+                form = check_form(record, form, self._text_field, path, offset)
+                if form == "text":
+                    text_of(record, self._text_field, path, offset)
+        return form or "text"
 
 
 def open_corpus(
     data: str,
     *,
     extensions: tuple[str, ...] = (),
-    text_field: str = "text",
+    text_field: str | None = None,
     max_document_bytes: int = 65536,
     token_dtype: str | None = None,
     eod_id: int | None = None,
@@ -135,6 +152,7 @@ def open_corpus(
     file longer than `max_document_bytes` is cut into pieces (text after a newline where there is one), each shuffled,
     split and packed by itself; the transition over a cut of a text file is the only one that is not trained on. Lines
     of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate becomes "?".
+    What a record is, is seen by its fields (`FORMS`), and is the same in all files of a corpus.
 
     Cost: reads every text and JSONL file once, whole, to check and to hash it; of a token file its ends only.
     Memory: see `Corpus`; a JSONL line is held whole, up to `MAX_LINE_BYTES`.
@@ -142,7 +160,7 @@ def open_corpus(
     Args:
       data: see `find_files`.
       extensions: keep only these files of a directory or glob; (".bin",) to read the token files of a directory.
-      text_field: field of a JSONL object that holds the text.
+      text_field: field of a JSONL object that holds the text; None: found by looking.
       max_document_bytes: length at which a file is cut.
       token_dtype: "uint16" or "uint32" for token files; default: the "dtype" of the sidecar `FILE.bin.json`.
       eod_id: end-of-document id in token files; default: the sidecar's "eod_id"; without one, no boundaries are known.
@@ -164,9 +182,7 @@ def open_corpus(
     if not files:
         raise ValueError(_nothing_found(data, extensions, found.num_seen, skipped))
     _check_one_format(data, files)
-    corpus = Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
-    corpus.check_first_lines()
-    return corpus
+    return Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,33 +289,6 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from error
 
 
-def _json_text(line: bytes, path: Path, offset: int, text_field: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{path}, line {_line_number(path, offset)}: not JSON ({error}); write one JSON object per line"
-        ) from error
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if isinstance(text, str):
-        # Not every JSON string is text: "\ud800" alone has no UTF-8, and becomes "?".
-        return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
-    fields = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-    raise ValueError(
-        f"{path}, line {_line_number(path, offset)}: no string field {text_field!r} (found: {fields or 'no fields'}); "
-        "name the field that holds the text with text_field="
-    )
-
-
-def _line_number(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        number = 1
-        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
-            number += block.count(b"\n")
-            offset -= len(block)
-    return number
-
-
 def _nothing_found(data: str, extensions: tuple[str, ...], num_seen: int, skipped: collections.Counter) -> str:
     wanted = f"UTF-8 text files with extension {', '.join(extensions)}" if extensions else "UTF-8 text or JSONL files"
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
@@ -316,8 +305,8 @@ def _check_one_format(data: str, files: list[_File]):
         raise ValueError(f"data {data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
 
 
-def _digest(files: list[_File], text_field: str) -> str:
-    digest = hashlib.blake2b(text_field.encode(), digest_size=12)
+def _digest(files: list[_File], what: str) -> str:
+    digest = hashlib.blake2b(what.encode(), digest_size=12)
     for file in files:
         digest.update(f"{file.name}\0{file.num_bytes}\0{file.checksum}\0{file.token_format}\0".encode())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from jfsdp.trainer.data.documents import INPUT, START, TARGET, Documents
+from jfsdp.trainer.data.documents import INPUT, START, TARGET, Joined
 
 # Below this many possible n-grams a table is faster than sorting; the table of byte trigrams has 17 million.
 _MAX_TABLE = 1 << 25
@@ -37,7 +37,7 @@ class NgramEntropies:
         )
 
 
-def ngram_entropies(documents: Documents, *, max_tokens: int = 30_000_000) -> NgramEntropies:
+def ngram_entropies(documents: Joined, *, max_tokens: int = 30_000_000) -> NgramEntropies:
     """Count the (context, target) pairs that training sees and return their conditional entropies.
 
     Counted are the same transitions, with the same boundaries, as one epoch trains on without `cross_documents`: each
@@ -65,7 +65,7 @@ def ngram_entropies(documents: Documents, *, max_tokens: int = 30_000_000) -> Ng
     return NgramEntropies(unigram, bigram, trigram, num_tokens, is_sample)
 
 
-def _sample(documents: Documents, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+def _sample(documents: Joined, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """Return, as int64 [n], each target, the input before it, and 1 + the input before that (0: none)."""
     if not len(documents):
         raise ValueError("no documents to count; for the held-out ones set eval_fraction above 0")

@@ -6,7 +6,10 @@
     targets      int32    the next token of the same document (see [Note: pairs]); 0 in padding
     segment_ids  int32    1, 2, .. in each row; 0 in padding: attend only within equal ids
     positions    int32    from 0 in every segment of a row
-    weights      float32  1 where the target counts, 0 in padding
+    weights      float32  1 where the target is trained, 0 elsewhere and in padding
+
+Of choices between two answers: tokens, targets and weights [B 2 T], the chosen answer first, each with its prompt
+before it and padding behind it; and index int32 [B], which document of `TokenData` it is.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from jfsdp.extras import load
-from jfsdp.trainer.data.documents import INPUT, START, TARGET, DataConfig, TokenData
+from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED, Joined
 from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
 from jfsdp.trainer.data.lanes import batch_lanes, count_lanes, join_lanes
-from jfsdp.trainer.data.rows import PADDING, end_rows
+from jfsdp.trainer.data.rows import end_rows
+from jfsdp.trainer.data.tokens import DataConfig, TokenData
 
 
 def make_train_iterator(
@@ -30,13 +34,13 @@ def make_train_iterator(
 
     The rows of all processes together are the same for any number of them that shares the global batch; see
     [Note: lanes]. Each epoch of a lane has its own order, drawn from `seed`, and every document is in exactly one lane
-    in it.
+    in it. Of several sources each has its own order and epochs, and documents are taken from them by their weights.
 
     Rows cut from one document would otherwise follow each other, so that a batch is one topic: the rows of a window are
     shuffled again.
 
-    Memory: the batches read ahead; of each lane read, one document and its part of `shuffle_rows` rows as pairs, 12
-      bytes per token.
+    Memory: the batches read ahead; of each lane read, one document and its part of `shuffle_rows` rows as pairs, 16
+      bytes per token, and of records the `OPEN_ROWS` that are being packed.
 
     Args:
       data: from `open_data`.
@@ -50,42 +54,59 @@ def make_train_iterator(
     """
     check_share(batch_size, process_index, process_count)
     grain, config, num_rows = load("grain"), data.config, batch_size * process_count
-    documents = grain.MapDataset.source(data.train).shuffle(seed=config.seed)
+    sources = [source.shuffle(seed=config.seed) for source in _sources(data.train)]
     own = range(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=config.cross_documents)
 
     def open_lanes(num_lanes: int) -> tuple[Any, dict[str, Any]]:
         def open_lane(lane: int) -> Any:
-            return _shuffle_rows(_pack(documents[lane::num_lanes].repeat(), config), config, lane, num_lanes)
+            shares = [source[lane::num_lanes].repeat() for source in sources]
+            documents = shares[0] if len(shares) == 1 else grain.MapDataset.mix(shares, weights=data.weights)
+            return _shuffle_rows(_pack(documents, data), config, lane, num_lanes)
 
         batches = batch_lanes(open_lane, num_lanes, num_rows, own).map(to_batch)
         return prefetch(batches, prefetch_batches), _describe(data, "train", num_rows) | {"num_lanes": num_lanes}
 
-    opened = open_lanes(count_lanes(len(data.train), num_rows))
+    opened = open_lanes(count_lanes(min(map(len, sources)), num_rows))
     return DataIterator(*opened, join=join_lanes, lanes=open_lanes)
 
 
-def make_eval_iterator(
-    data: TokenData, *, batch_size: int, process_index: int = 0, process_count: int = 1, prefetch_batches: int = 2
-) -> DataIterator:
-    """Return an iterator that passes once over the held-out documents, in the order of the corpus.
-
-    Every process packs the same rows and takes its part of each global batch: so all have equally many batches
-    (processes that run a step together must), and the rows do not depend on the number of processes. The last batch is
-    filled with rows of weight 0. The price is that every process reads the whole held-out set.
-
-    Args: as for `make_train_iterator`.
+def make_eval_iterator(data: TokenData, **share: int) -> DataIterator:
+    """Return an iterator that passes once over the held-out documents; see `make_pass_iterator`.
 
     Raises:
       ValueError: if no documents are held out, or numbers that make no sense.
     """
-    check_share(batch_size, process_index, process_count)
     if not len(data.eval):
         raise ValueError(f"data {data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
-    grain = load("grain")
+    return make_pass_iterator(data, data.eval, **share)
+
+
+def make_pass_iterator(
+    data: TokenData,
+    documents: Joined,
+    *,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    prefetch_batches: int = 2,
+) -> DataIterator:
+    """Return an iterator that passes once over documents of `data`, in the order of the corpus.
+
+    Every process packs the same rows and takes its part of each global batch: so all have equally many batches
+    (processes that run a step together must), and the rows do not depend on the number of processes. The last batch is
+    filled with rows of weight 0. The price is that every process reads all of them.
+
+    Args: as for `make_train_iterator`.
+
+    Raises:
+      ValueError: for numbers that make no sense.
+    """
+    check_share(batch_size, process_index, process_count)
+    grain, sources = load("grain"), _sources(documents)
 
     global_size = batch_size * process_count
-    rows = _pack(grain.MapDataset.source(data.eval), data.config)
+    rows = _pack(sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources), data)
     from jfsdp.compat import grain_experimental
 
     pad = functools.partial(grain_experimental().batch_and_pad, batch_size=global_size)
@@ -95,7 +116,54 @@ def make_eval_iterator(
     return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
-def _pack(documents: Any, config: DataConfig) -> Any:
+def _sources(documents: Joined) -> list[Any]:
+    """Return the documents of each source as a grain dataset of what `_pack` takes."""
+    grain, starts = load("grain"), np.cumsum([0] + [len(part) for part in documents.parts])
+    parts = zip(documents.parts, starts, strict=False)
+    return [grain.MapDataset.source(_Numbered(documents, int(start), len(part))) for part, start in parts]
+
+
+class _Numbered:
+    """Documents of one source by their place in it, with their number among those of all."""
+
+    def __init__(self, documents: Joined, start: int, length: int):
+        self._documents, self._start, self._length = documents, start, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        place = self._start + index
+        return {"pairs": self._documents[place], "index": np.asarray(self._documents.number(place), np.int32)}
+
+
+def _pack(documents: Any, data: TokenData) -> Any:
+    """Fill rows of `seq_len` pairs: texts are cut where rows end, answers are not, and choices are rows already."""
+    config = data.config
+    if data.form == "pairs":
+        return documents.to_iter_dataset(read_in_caller())
+    documents = documents.map(_pairs_only)
+    return _concatenate(documents, config) if data.form == "text" else _fit(documents, config)
+
+
+OPEN_ROWS = 32
+
+
+def _fit(documents: Any, config: DataConfig) -> Any:
+    """Put each document whole into the first of `OPEN_ROWS` rows that has room for it (first fit)."""
+    from jfsdp.compat import grain_experimental
+
+    most = None if config.documents_per_row is None else config.documents_per_row - 1  # padding counts as one
+    return grain_experimental().FirstFitPackIterDataset(
+        documents.to_iter_dataset(read_in_caller()),
+        length_struct={"pairs": config.seq_len},
+        num_packing_bins=OPEN_ROWS,
+        shuffle_bins=False,
+        max_sequences_per_bin=most,
+    )
+
+
+def _concatenate(documents: Any, config: DataConfig) -> Any:
     """Lay documents end to end and cut the stream into rows of `seq_len` pairs, of a bounded number of documents.
 
     grain's concat-then-split does exactly this for one feature, padding only the last row of a finite stream, and its
@@ -103,8 +171,7 @@ def _pack(documents: Any, config: DataConfig) -> Any:
     but a piece of a token file holds many documents: `_to_batch` takes both from the START column instead. First-fit
     packing was not taken: it pads rows, and leaves the cutting of long documents to others.
     """
-
-    elements = documents.map(_named_pairs).to_iter_dataset(read_in_caller())
+    elements = documents.to_iter_dataset(read_in_caller())
     if config.documents_per_row is not None and not config.cross_documents:
         elements = end_rows(elements, config.seq_len, config.documents_per_row)
     from jfsdp.compat import grain_experimental
@@ -122,13 +189,18 @@ def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> A
     return grain_experimental().WindowShuffleIterDataset(rows, window_size=window, seed=seed)
 
 
-def _named_pairs(pairs: np.ndarray) -> Batch:
-    return {"pairs": pairs}
+def _pairs_only(document: Batch) -> Batch:
+    return {"pairs": document["pairs"]}
 
 
 def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
-    """Split pairs [B T 3] into the arrays of [Note: batches of tokens]."""
+    """Split pairs [B T 4], or [B 2 T 4] of choices, into the arrays of [Note: batches of tokens]."""
     pairs = packed["pairs"][rows]
+    if "index" in packed:
+        is_real = pairs[..., START] != PADDING
+        arrays = {"tokens": pairs[..., INPUT], "targets": pairs[..., TARGET], "index": packed["index"][rows]}
+        arrays["weights"] = (is_real * pairs[..., TRAINED]).astype(np.float32)
+        return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     is_real = (packed["pairs_segment_ids"][rows] > 0) & (pairs[:, :, START] != PADDING)
     is_start = np.zeros_like(is_real) if cross_documents else pairs[:, :, START] > 0
     is_start[:, 0] = True
@@ -139,7 +211,7 @@ def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)
         "targets": np.ascontiguousarray(pairs[:, :, TARGET]),
         "segment_ids": np.cumsum(is_start, axis=1, dtype=np.int32) * is_real,
         "positions": (column - first) * is_real,
-        "weights": is_real.astype(np.float32),
+        "weights": (is_real * pairs[:, :, TRAINED]).astype(np.float32),
     }
 
 
@@ -159,4 +231,5 @@ def _describe(data: TokenData, split: str, global_batch: int) -> dict[str, Any]:
         "shuffle_rows": config.shuffle_rows,
         "documents_per_row": None if config.cross_documents else config.documents_per_row,
         "global_batch": global_batch,
+        **({} if len(data.weights) == 1 else {"weights": list(data.weights)}),
     }

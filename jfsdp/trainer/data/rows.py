@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from jfsdp.extras import load
-from jfsdp.trainer.data.documents import START
-
-PADDING = -1  # in the START column
+from jfsdp.trainer.data.documents import COLUMNS, PADDING, START
 
 
 class RowEnds:
@@ -28,7 +26,7 @@ class RowEnds:
         self.place, self.documents = 0, 0
 
     def fill(self, pairs: np.ndarray) -> np.ndarray:
-        """Return pairs [n 3], the next of the stream, with padding where rows are to end."""
+        """Return pairs [n 4], the next of the stream, with padding where rows are to end."""
         begins = np.flatnonzero(pairs[:, START] > 0)
         pieces = np.split(pairs, begins[begins > 0])
         return np.concatenate([part for piece in pieces for part in self._place(piece)])
@@ -36,7 +34,7 @@ class RowEnds:
     def _place(self, piece: np.ndarray) -> list[np.ndarray]:
         parts = [piece]
         if self.place and self.documents >= self.most - 1 and len(piece) and piece[0, START] > 0:
-            padding = np.zeros((self.seq_len - self.place, 3), np.int32)
+            padding = np.zeros((self.seq_len - self.place, len(COLUMNS)), np.int32)
             padding[:, START] = PADDING
             parts, self.place = [padding, piece], 0
         self.documents = self.documents + 1 if self.place else 1

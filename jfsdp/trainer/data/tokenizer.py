@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,9 @@ class Tokenizer(Protocol):
       name: identity, written into iterator states; equal names must mean equal ids for equal text.
       vocab_size: one more than the largest id.
       eod_id: the id that stands between documents.
+      start_ids: int32 [n], what a text begins with: the tokens that the tokenizer itself puts before one (Llama's BOS),
+        else that which stands between documents.
+      special_tokens: ids by the text that stands for them, such as "<|im_end|>".
     """
 
     @property
@@ -33,12 +38,24 @@ class Tokenizer(Protocol):
     @property
     def eod_id(self) -> int: ...
 
+    @property
+    def start_ids(self) -> np.ndarray: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]: ...
+
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids int32 [n] of what a chat template wrote, special tokens among them, and the characters of each:
+        int [n 2], from and to.
+        """
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text` as int32 [n], without any special token."""
         ...
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of `ids`."""
+    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """Return the text of `ids`; `special`: with that of special tokens."""
         ...
 
 
@@ -48,14 +65,23 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eod_id = 256
+    start_ids = np.array([256], np.int32)
+    special_tokens: Mapping[str, int] = MappingProxyType({})
+
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Raise: bytes have no special token that could end a turn."""
+        raise ValueError("conversations need a tokenizer.json with special tokens; bytes have none (--tokenizer PATH)")
 
     def encode(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of `text` as int32 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text; end-of-document ids are left out, and bytes that are no UTF-8 become U+FFFD."""
+    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """Return the text; bytes that are no UTF-8 become U+FFFD. What ends documents is left out, or "<eod>"."""
         ids = np.asarray(ids)
+        if special:
+            parts = np.split(ids, np.flatnonzero(ids == self.eod_id))
+            return "<eod>".join(self.decode(part) for part in parts)
         return ids[ids != self.eod_id].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -66,12 +92,22 @@ class _HuggingFaceTokenizer:
         self.name = name
         # Not get_vocab_size(): ids may have holes.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: id for id, token in added if token.special}
+        special = set(self.special_tokens.values())
+        own = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
+        self.start_ids = np.array(own or [eod_id], np.int32)
+        self._parsing = type(tokenizer).from_str(tokenizer.to_str())  # which reads special tokens in the text
+
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._parsing.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
+    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
 def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> Tokenizer:

@@ -18,12 +18,18 @@ class TrainConfig(StepOptions):
     """Named defaults, which any other option overrides; or a file of them, as `jfsdp plan --search` writes it."""
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = "stdlib"
-    """What to train on: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources).
+    """What to train on: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources); or several
+    with weights, a.jsonl:0.7,b.jsonl:0.3. JSONL may hold texts, conversations, prompts and completions, or choices;
+    `jfsdp data show FILE` shows how it is read.
     For image models: digits (those of scikit-learn), or a file *.npz with arrays images and labels."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|PATH")] = "byte"
     """byte, or the path of a tokenizer.json or of its directory."""
-    text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
-    """The field of a JSONL object that holds the text."""
+    text_field: Name = None
+    """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
+    chat_template: Location = None
+    """A file with the jinja template of conversations. none: the tokenizer's own."""
+    answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
+    """Which of the assistant's messages in a conversation are trained."""
     extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = ()
     """Keep only these files of a directory or glob: --extensions .py .md"""
     token_dtype: Dtype = None

@@ -33,7 +33,8 @@ class TokenSource:
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
-        options = {name: getattr(config, name) for name in (*names, "cross_documents", "shuffle_rows", "seed")}
+        names += ("chat_template", "answers", "cross_documents", "shuffle_rows", "seed")
+        options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
         self.config, self.seq_len = config, seq_len
@@ -60,7 +61,7 @@ class TokenSource:
         return len(self.data.eval)
 
     def describe(self) -> str:
-        return f"{self.data.stats}{self._padding()}"
+        return f"{self.data.found}{self._padding()}"
 
     def _padding(self) -> str:
         """Say how much of a row is padding because of its bounded number of documents, where that is much.
@@ -68,7 +69,7 @@ class TokenSource:
         Cost: reads at most 64 documents.
         """
         config, train = self.data.config, self.data.train
-        if config.documents_per_row is None or config.cross_documents or not len(train):
+        if config.documents_per_row is None or config.cross_documents or self.data.form == "pairs":
             return ""
         some = [train[int(at)] for at in np.linspace(0, len(train) - 1, min(64, len(train)))]
         mean = sum(map(len, some)) / max(1, sum(int((pairs[:, START] > 0).sum()) for pairs in some))
@@ -120,5 +121,6 @@ class TokenSource:
 def token_options(config: TrainConfig) -> list[str]:
     """List the options given that mean something for tokens only."""
     names = ("tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "cross_documents", "seq_len", "prompt")
+    names += ("chat_template", "answers")
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != defaults[name]]

@@ -1,0 +1,289 @@
+"""Records as tokens of which some are trained: conversations, prompts with completions, choices between answers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jfsdp.trainer.data.chat import ChatTemplate, Message, Span
+from jfsdp.trainer.data.records import Record
+from jfsdp.trainer.data.tokenizer import Tokenizer
+
+ANSWERS = ("all", "last")
+
+
+class Example(NamedTuple):
+    """One row or part of a row.
+
+    Attributes:
+      tokens: ids, int32 [n + 1]: the last one is only a target, the first only an input.
+      trained: whether a token is to be predicted, bool [n + 1].
+      num_tokens: tokens before it was cut.
+      num_cut: trained tokens that were cut off.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    num_tokens: int
+    num_cut: int
+
+
+class Examples:
+    """Turns records of one form into examples.
+
+    Args:
+      tokenizer: for the text.
+      load: returns the template of conversations; called where there is one.
+      form: of the records, see `FORMS`.
+      answers: "all" or "last": which of the assistant's messages are trained.
+      seq_len: tokens to be predicted that an example may have; what is longer is cut at its end.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, load: Callable[[], ChatTemplate], form: str, *, answers: str, seq_len: int
+    ):
+        self._tokenizer, self._load, self.form = tokenizer, load, form
+        self._answers, self.seq_len = answers, seq_len
+        strings = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, strings))) if strings else None
+
+    def encode(self, record: Record) -> list[Example]:
+        """Return a record's example; of form "pairs" two: the chosen answer's and the rejected one's.
+
+        Raises:
+          ValueError: if nothing or everything of it would be trained, or the template cannot render it; see
+            [Note: answers].
+        """
+        return [self._cut(*self._encode(*parts, record.get("tools"))) for parts in self._parts(record)]
+
+    def encode_prompt(self, prompt: str | Sequence[Message], tools: Any = None) -> np.ndarray:
+        """Return the ids [n] after which a model is to write an answer.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        if isinstance(prompt, str):
+            return np.concatenate([self._tokenizer.start_ids, self._tokenizer.encode(prompt)]).astype(np.int32)
+        self._check(prompt)
+        return self._ids(self._render(prompt, tools, prompt=True))
+
+    def _parts(self, record: Record) -> list[tuple[Any, Any]]:
+        """Return the prompt and what answers it, as texts or as messages: of each of the record's examples."""
+        if self.form == "messages":
+            return [([], _check_messages(record["messages"]))]
+        if self.form == "prompt":
+            return [(record["prompt"], record["completion"])]
+        chosen, rejected = record["chosen"], record["rejected"]
+        if "prompt" in record and not _begins_with(chosen, record["prompt"]):
+            return [(record["prompt"], chosen), (record["prompt"], rejected)]
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            raise ValueError(
+                "chosen and rejected are texts, and there is no field prompt; write what both answer there"
+            )
+        _check_messages(chosen)
+        _check_messages(rejected)
+        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+        for answer in (chosen[same:], rejected[same:]):
+            if not answer or answer[0]["role"] != "assistant":
+                raise ValueError(
+                    "chosen and rejected are to differ from an answer of the assistant on, and differ "
+                    f"{'before' if answer else 'nowhere'}; write what both answer alike"
+                )
+        return [(chosen[:same], chosen[same:]), (rejected[:same], rejected[same:])]
+
+    def _encode(self, prompt: Any, answer: Any, tools: Any) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(prompt, str) and isinstance(answer, str):
+            return self._encode_texts(prompt, answer)
+        if isinstance(prompt, str) or isinstance(answer, str):
+            raise ValueError("prompt and answer are of two kinds; write both as texts, or both as lists of messages")
+        messages = [*_check_messages(prompt), *_check_messages(answer)]
+        of_assistant = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+        trained = [i for i in of_assistant if i >= len(prompt) and _weight(messages[i])]
+        trained = trained[-1:] if self._answers == "last" else trained
+        if not trained:
+            roles = ", ".join(dict.fromkeys(one["role"] for one in messages)) or "none"
+            raise ValueError(
+                f"nothing of it would be trained: there is no message of role assistant (roles: {roles}), or all have "
+                "weight 0; add an answer, or take the record out"
+            )
+        messages = messages[: trained[-1] + 1]
+        self._check(messages)
+        text, spans = self._template.render(messages, tools=tools)
+        self._check_dropped(messages, text, tools)
+        if self._template.marks:
+            ids, mask = self._by_marks(text, spans, messages, trained)
+        else:
+            ids, mask = self._by_prefixes(text, messages, trained, tools)
+        if not mask.any() or mask[1:].all():
+            raise ValueError(
+                f"{'every' if mask.any() else 'no'} token of it would be trained: so chat template "
+                f"{self._template.name} marks it; repair its {{% generation %}}"
+            )
+        return ids, self._up_to_stops(ids, mask)
+
+    def _encode_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
+        if not prompt or not answer:
+            raise ValueError(
+                f"its {'completion' if prompt else 'prompt'} is empty; take it out, or write what is all trained as "
+                "field text"
+            )
+        before = self.encode_prompt(prompt)
+        after = np.concatenate([self._tokenizer.encode(answer), [self._tokenizer.eod_id]])
+        return np.concatenate([before, after]).astype(np.int32), np.arange(len(before) + len(after)) >= len(before)
+
+    def _by_prefixes(
+        self, text: str, messages: list[Message], trained: list[int], tools: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._ids(text)
+        mask = np.zeros(len(ids), bool)
+        for at in trained:
+            before, after = self._render(messages[:at], tools, prompt=True), self._render(messages[: at + 1], tools)
+            shared = self._shared(text, after)
+            # Some templates end a conversation, and not its turns, with one more special token.
+            rest = after[shared:] if self._special is None else self._special.sub("", after[shared:])
+            if rest.strip() or not after[:shared].startswith(before):
+                raise ValueError(
+                    f"chat template {self._template.name} renders message {at + 1} otherwise where more follow, or "
+                    "otherwise than its prompt promises: it rewrites history, so that what the answer was cannot be "
+                    "told; train the last answer of each conversation only by --answers last, or give a template with "
+                    "{% generation %} by --chat-template"
+                )
+            begin, end = (self._ids(part) for part in (before, after[:shared]))
+            if not (np.array_equal(ids[: len(begin)], begin) and np.array_equal(ids[: len(end)], end)):
+                raise ValueError(
+                    f"message {at + 1} begins or ends with characters that the tokenizer joins with what stands beside "
+                    "them, so that its tokens cannot be told; take white space off its ends"
+                )
+            mask[len(begin) : len(end)] = True
+        return ids, mask
+
+    def _shared(self, text: str, other: str) -> int:
+        """Return how many characters two texts begin alike with, cutting no special token."""
+        shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
+        found = self._special.finditer(other) if self._special else ()
+        return next((one.start() for one in found if one.start() < shared < one.end()), shared)
+
+    def _by_marks(
+        self, text: str, spans: list[Span], messages: list[Message], trained: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        of_assistant = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+        if trained != of_assistant:
+            if len(spans) != len(of_assistant):
+                raise ValueError(
+                    f"chat template {self._template.name} marks {len(spans)} places for {len(of_assistant)} messages "
+                    "of the assistant, so that those trained cannot be told from the others; train all of them"
+                )
+            spans = [spans[of_assistant.index(at)] for at in trained]
+        ids, offsets = self._tokenizer.encode_chat(text)
+        mask = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            mask |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+        return ids, mask
+
+    def _up_to_stops(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return a mask whose every run of tokens ends with a special one: cut there, or one token longer.
+
+        Raises:
+          ValueError: if a run has none and none follows.
+        """
+        special = np.append(np.isin(ids, list(self._tokenizer.special_tokens.values())), False)
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+        for begin, end in edges.reshape(-1, 2):
+            stops = np.flatnonzero(special[begin : end + 1])
+            if not len(stops):
+                raise ValueError(
+                    f"chat template {self._template.name} ends an answer without a special token of the tokenizer: a "
+                    "model would never learn to stop; end answers with one, in a template given by --chat-template"
+                )
+            last = begin + stops[-1]
+            if last == end and special[begin:end].any():
+                last = begin + stops[-2]
+            mask[begin : last + 1], mask[last + 1 : end] = True, False
+        return mask
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return self._load()
+
+    @property
+    def has_conversations(self) -> bool:
+        """Tell whether a record was read that needs the template."""
+        return "_template" in self.__dict__
+
+    @property
+    def digest(self) -> str:
+        """Return what tokens depend on beside tokenizer and records; known once a record was read."""
+        template = self.__dict__.get("_template")
+        return f"{self.form}:{self._answers}" + (f":{template.digest}" if template else "")
+
+    def _render(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+        return self._template.render(messages, prompt=prompt, tools=tools)[0]
+
+    def _ids(self, text: str) -> np.ndarray:
+        return self._tokenizer.encode_chat(text)[0]
+
+    def _check(self, messages: Any) -> None:
+        """Refuse what are no messages, and text that forges the end of a turn."""
+        _check_messages(messages)
+        for number, message in enumerate(messages, 1):
+            for text in _texts(message.get("content")):
+                if self._special is not None and (found := self._special.search(text)):
+                    raise ValueError(
+                        f"message {number} holds {found[0]!r} as text, which the tokenizer would read as its special "
+                        "token; take it out"
+                    )
+
+    def _check_dropped(self, messages: Sequence[Message], text: str, tools: Any) -> None:
+        """Refuse a message that makes no difference: of a role that the template does not know."""
+        for at, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and content.strip() and content.strip() not in text:
+                other = [*messages[:at], {**message, "content": content + "."}, *messages[at + 1 :]]
+                if self._render(other, tools) == text:
+                    raise ValueError(
+                        f"chat template {self._template.name} leaves out message {at + 1} of role {message['role']!r}; "
+                        "take it out, or give a template that knows the role by --chat-template"
+                    )
+
+    def _cut(self, tokens: np.ndarray, trained: np.ndarray) -> Example:
+        most = self.seq_len + 1
+        return Example(tokens[:most], trained[:most], len(tokens), int(trained[most:].sum()))
+
+
+def _check_messages(messages: Any) -> Sequence[Message]:
+    is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
+    if not is_list or not all(isinstance(one.get("role"), str) for one in messages):
+        raise ValueError(
+            'its messages are no list of objects with "role" and "content"; write them as OpenAI does: '
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        )
+    for number, one in enumerate(messages, 1):
+        if not isinstance(one.get("content", ""), (str, list, type(None))):
+            raise ValueError(f"the content of message {number} is neither text nor a list of parts")
+    return messages
+
+
+def _texts(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _weight(message: Message) -> bool:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"a message has weight {weight!r}; it may be 0 (not trained) or 1")
+    return bool(weight)
+
+
+def _begins_with(messages: Any, prompt: Any) -> bool:
+    """Tell whether an answer is the whole conversation, prompt and all, as some data sets have it."""
+    return (
+        isinstance(messages, list)
+        and isinstance(prompt, (str, list))
+        and (isinstance(prompt, str) or messages[: len(prompt)] == prompt)
+    )

@@ -1,0 +1,246 @@
+"""The data of a run as tokens: their sources, their tokenizer, and the split into training and held-out documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from jfsdp.trainer.data.chat import load_template
+from jfsdp.trainer.data.corpus import Corpus, open_corpus
+from jfsdp.trainer.data.documents import COLUMNS, Documents, Joined
+from jfsdp.trainer.data.examples import ANSWERS, Examples
+from jfsdp.trainer.data.survey import survey_examples
+from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
+
+MAX_SHUFFLED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on: plain fields, made for a command line.
+
+    Attributes:
+      data: "stdlib" (Python's own sources), a directory, a file, or a glob; see `open_corpus` for what files may hold.
+        Or several of these with weights, "a.jsonl:0.7,b.jsonl:0.3": of ten documents seven are then of the first.
+      seq_len: tokens per example, T.
+      tokenizer: "byte", or the path of a `tokenizer.json`. Token files (`*.bin`) ignore it.
+      eod_token: end-of-document token of the tokenizer.json; default: see `load_tokenizer`.
+      extensions: keep only these files of a directory or glob.
+      text_field: field of a JSONL object that holds the text; None: what a record is, is found by looking (`FORMS`).
+      token_dtype: "uint16" or "uint32" for token files without a sidecar.
+      eod_id: end-of-document id in token files without a sidecar.
+      max_document_bytes: files longer than this are cut into pieces.
+      eval_fraction: share of the documents held out; 0 holds out none.
+      split_seed: chooses which; apart from `seed`, so that runs with other seeds share the held-out text.
+      cross_documents: False: a token sees its own document only. True: a row is one segment of the concatenated stream.
+      seed: the order of documents and rows.
+      documents_per_row: the most documents of a row, its padding included; the row is padded where it would hold more.
+        None: any number. Means nothing where documents are crossed.
+      shuffle_rows: rows of a training window that are shuffled among themselves; 0 keeps those of a document together.
+      chat_template: a file with the template of conversations; None: the tokenizer's own.
+      answers: "all" or "last": which of the assistant's messages in a conversation are trained.
+    """
+
+    data: str
+    seq_len: int = 1024
+    tokenizer: str = "byte"
+    eod_token: str | None = None
+    extensions: tuple[str, ...] = ()
+    text_field: str | None = None
+    token_dtype: str | None = None
+    eod_id: int | None = None
+    max_document_bytes: int = 65536
+    eval_fraction: float = 0.05
+    split_seed: int = 0
+    cross_documents: bool = False
+    seed: int = 0
+    shuffle_rows: int = 1024
+    documents_per_row: int | None = None
+    chat_template: str | None = None
+    answers: str = "all"
+
+    def __post_init__(self):
+        if self.seq_len < 1:
+            raise ValueError(f"seq_len={self.seq_len}: must be at least 1")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
+        if self.documents_per_row is not None and self.documents_per_row < 2:
+            raise ValueError(f"documents_per_row={self.documents_per_row}: must be at least 2, or None for any number")
+        if self.shuffle_rows < 0:
+            raise ValueError(f"shuffle_rows={self.shuffle_rows}: must be 0 (no shuffling of rows) or more")
+        if self.answers not in ANSWERS:
+            raise ValueError(f"answers={self.answers!r}: must be one of {', '.join(ANSWERS)}")
+        if 4 * len(COLUMNS) * self.shuffle_rows * self.seq_len > MAX_SHUFFLED_BYTES:
+            raise ValueError(f"shuffle_rows={self.shuffle_rows} would take over {MAX_SHUFFLED_BYTES:,} bytes; lower it")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: must be in 0..2**32-1")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenData:
+    """A tokenized corpus, or several, split in two.
+
+    Attributes:
+      config: what it was opened with.
+      found: files and documents found and skipped, a line of each source; print it.
+      tokenizer: None for token files.
+      train: documents to train on.
+      eval: held-out documents; empty if `eval_fraction` is 0.
+      weights: how many of the documents trained on are of each of `train.parts`, as parts of 1.
+      form: of all of them: "pairs" for choices between two answers, "text" for text alone, else "answers".
+      digest: hash over the contents of the corpus.
+      encoding: what the ids mean: the name of the tokenizer, or the format of the token files.
+      vocab_size: one more than the largest id the data may hold; None: not known.
+    """
+
+    config: DataConfig
+    found: str
+    tokenizer: Tokenizer | None
+    train: Joined
+    eval: Joined
+    weights: tuple[float, ...]
+    form: str
+    digest: str
+    encoding: str
+    vocab_size: int | None
+
+
+def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData:
+    """Open a corpus or several, their tokenizer and their split.
+
+    The split is by document (a piece, where a file was cut): held out are of each source those `round(eval_fraction *
+    n)`, at least one, whose hash of path, offset and `split_seed` is smallest. It depends on nothing else, so it is the
+    same in every process. The path is relative to the source: a corpus may move.
+
+    Records of conversations, completions and choices are all read once, so that what cannot be trained on shows now,
+    and what is cut or left out is said; see `Survey`.
+
+    Cost: see `open_corpus`; records are also rendered and tokenized. Moves no data to devices.
+
+    Args:
+      config: see `DataConfig`.
+      vocab_size: of the model; ids that do not fit it raise, at once for a tokenizer, when read for token files.
+
+    Raises:
+      ValueError: see `open_corpus`, `load_tokenizer`, `Examples.encode`; if the tokenizer has more ids than the model,
+        sources do not go together, or there are too few documents to hold one out.
+    """
+    sources = split_sources(config.data)
+    corpora = [_open_corpus(source, config) for source, _ in sources]
+    tokenizer, encoding, needed = _open_encoding(config, corpora, vocab_size)
+    found, trained, held_out, first, has_conversations = [], [], [], 0, False
+    for (source, _), corpus in zip(sources, corpora, strict=True):
+        examples = None if corpus.form == "text" else _open_examples(corpus.form, tokenizer, config)
+        documents, line = Documents(corpus, tokenizer, examples, vocab_size, first), str(corpus.stats)
+        kept = np.ones(len(corpus), bool)
+        if examples is not None:
+            kept, survey = survey_examples(documents)
+            line, encoding = f"{line}; {survey}", f"{encoding}:{examples.digest}"
+            has_conversations |= examples.has_conversations
+        train, evaluated = (documents.only(part[kept[part]]) for part in _split(corpus, config, source))
+        if not len(train):
+            raise ValueError(f"data {source!r}: of its {len(corpus)} documents none is left to train on; {line}")
+        found, trained, held_out = [*found, line], [*trained, train], [*held_out, evaluated]
+        first += len(corpus)
+    for name, default in (("chat_template", None), ("answers", "all")):
+        if not has_conversations and getattr(config, name) != default:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is for conversations, and the data have none; leave it out"
+            )
+    total = sum(weight for _, weight in sources)
+    digest = corpora[0].digest if len(corpora) == 1 else f"{[(c.digest, w) for c, (_, w) in zip(corpora, sources)]}"
+    return TokenData(
+        config,
+        "\n  ".join(found),
+        tokenizer,
+        Joined(trained),
+        Joined(held_out),
+        tuple(weight / total for _, weight in sources),
+        _one_form([corpus.form for corpus in corpora]),
+        digest,
+        encoding,
+        needed,
+    )
+
+
+def split_sources(data: str) -> list[tuple[str, float]]:
+    """Return the sources that `data` names, and the weight of each: "a.jsonl:0.7,b.jsonl:0.3", or one alone.
+
+    Raises:
+      ValueError: for a weight that is not positive.
+    """
+    parts = [re.fullmatch(r"(.+):([0-9.eE+-]+)", part) for part in data.split(",")]
+    if Path(data).exists() or not all(parts):
+        return [(data, 1.0)]
+    return [(part[1].strip(), _weight(part[2], data)) for part in parts if part]
+
+
+def _weight(text: str, data: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < math.inf:
+        raise ValueError(f"data {data!r}: weight {text} must be a positive number, as in 'a.jsonl:0.7,b.jsonl:0.3'")
+    return weight
+
+
+def _open_corpus(source: str, config: DataConfig) -> Corpus:
+    names = ("extensions", "text_field", "max_document_bytes", "token_dtype", "eod_id")
+    return open_corpus(source, **{name: getattr(config, name) for name in names})
+
+
+def _open_encoding(
+    config: DataConfig, corpora: list[Corpus], vocab_size: int | None
+) -> tuple[Tokenizer | None, str, int | None]:
+    """Return the tokenizer of all sources, what their ids mean, and how many there are."""
+    formats = {corpus.token_format for corpus in corpora}
+    if len(formats) > 1:
+        raise ValueError(
+            f"data {config.data!r}: token files with text, or of several formats, cannot be joined "
+            f"({'; '.join(map(str, formats))}); write all of them with one tokenizer and dtype"
+        )
+    (token_format,) = formats
+    tokenizer = None if token_format else load_tokenizer(config.tokenizer, eod_token=config.eod_token)
+    needed = tokenizer.vocab_size if tokenizer else token_format and token_format.vocab_size
+    if needed and vocab_size and needed > vocab_size:
+        what = f"tokenizer {config.tokenizer!r}" if tokenizer else f"data {config.data!r}"
+        raise ValueError(
+            f"{what}: token ids go up to {needed - 1}, beyond the model's "
+            f"vocabulary size {vocab_size}; set the model's vocabulary size to at least {needed}"
+        )
+    return tokenizer, tokenizer.name if tokenizer else str(token_format), needed
+
+
+def _open_examples(form: str, tokenizer: Tokenizer | None, config: DataConfig) -> Examples:
+    assert tokenizer is not None
+    if config.cross_documents:
+        raise ValueError(f"data {config.data!r}: cross_documents joins texts, and these are records of form {form}")
+    load = functools.partial(load_template, config.tokenizer, config.chat_template)
+    return Examples(tokenizer, load, form, answers=config.answers, seq_len=config.seq_len)
+
+
+def _one_form(forms: list[str]) -> str:
+    if "pairs" in forms and len(set(forms)) > 1:
+        raise ValueError(f"sources of form pairs go with their like only; these are {', '.join(forms)}")
+    return forms[0] if forms[0] in ("pairs", "text") and len(set(forms)) == 1 else "answers"
+
+
+def _split(corpus: Corpus, config: DataConfig, source: str) -> tuple[np.ndarray, np.ndarray]:
+    if config.eval_fraction == 0:
+        return np.arange(len(corpus)), np.arange(0)
+    num_eval = max(1, round(config.eval_fraction * len(corpus)))
+    if num_eval >= len(corpus):
+        raise ValueError(
+            f"data {source!r}: eval_fraction={config.eval_fraction} of {len(corpus)} documents leaves none to "
+            "train on; lower it, set it to 0, or give more (a file is cut into documents of "
+            f"{config.max_document_bytes} bytes)"
+        )
+    order = np.argsort(corpus.order_keys(config.split_seed), kind="stable")
+    return np.sort(order[num_eval:]), np.sort(order[:num_eval])

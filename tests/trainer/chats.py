@@ -1,0 +1,68 @@
+"""A tokenizer and chat templates for tests: one token for each byte, and special tokens."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA3 = """{{ bos_token }}{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}
+{{ raise_exception('no role ' + m.role) }}{% endif %}<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>{% endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+# No prompt for an answer of its own; and no role but these two.
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
+{%- elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+
+# The stop token stands outside the marks.
+MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>
+{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Thoughts before the last answer are dropped, as Qwen 3 does.
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>{{ m.thoughts }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def save_tokenizer(directory: Path, template: str | None = CHATML, merges: list[tuple[str, str]] = []) -> str:  # noqa: B006
+    """Write a tokenizer as Hugging Face has them; return the directory. It puts <s> before every text."""
+    directory.mkdir(exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: number for number, char in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    start = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    stated = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in stated.items() if v}))
+    return str(directory)
+
+
+def write_jsonl(path: Path, records: list) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def chat(*contents: str, roles: str = "ua") -> dict:
+    """A conversation of a user and an assistant in turns."""
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    roles = roles * len(contents) if roles == "ua" else roles
+    return {"messages": [{"role": names[role], "content": text} for role, text in zip(roles, contents)]}
