@@ -214,6 +214,7 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b")], "{% include '/etc/passwd' %}", {}, ["line 1", "fails"]),
         ([chat("a", "b")], "{{ messages.__class__.__mro__ }}", {}, ["line 1", "fails", "unsafe"]),
         ([chat("a", "b")], "{{ 'x' * 10 ** 9 }}", {}, ["line 1", "characters"]),
+        ([chat("a", "b")], "{{ 9 ** 999999999 }}", {}, ["line 1", "characters"]),
         ([chat("a", "b")], "{% if %}", {}, ["no jinja"]),
         ([chat("a", "b")], "{{ strftime_now('%Y') }}", {}, ["strftime_now"]),
         ([chat("a", "b"), chat("a", roles="u")], CHATML, {}, ["line 2", "assistant", "roles: user"]),

@@ -177,9 +177,25 @@ def _environment() -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, in which no product or power is larger than what a template may write."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size_of_product(operator, left, right) > _MOST_CHARACTERS:
+                raise jinja2.exceptions.TemplateError(f"{operator} makes over {_MOST_CHARACTERS:,} characters")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+def _size_of_product(operator: str, left: Any, right: Any) -> int:
+    """Return the length of a sequence times a number, or the bits of a power."""
+    if operator == "**":
+        return left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
+    count, of = (left, right) if isinstance(left, int) else (right, left)
+    return len(of) * abs(count) if isinstance(count, int) and hasattr(of, "__len__") else 0
