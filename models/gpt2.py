@@ -35,9 +35,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_mask, document_positions, document_view
+from .cache import Cache, attend_cached, cache_shapes, last_of, of_layer, with_layer
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
-from .losses import LossSums, head_loss, loss_of_model, token_batch
+from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw
 from .over_tensor import HEADS, Cuts, by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
 
@@ -72,16 +73,19 @@ class Attention(nn.Module):
     config: GPT2Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         config = self.config
         parts = QKV(config, name="c_attn")(x)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
-        if config.attention_dropout and not deterministic:  # not `by_heads`, where all devices would draw one mask
+        if cache is not None:  # in place of documents there are positions
+            attended, cache = attend_cached(query, key, value, cache, documents, choice=config.attention)
+        elif config.attention_dropout and not deterministic:  # not `by_heads`, where all devices would draw one mask
             attended = self._attend_with_dropout(query, key, value, documents)
         else:
             attended = by_heads(partial(attend, choice=config.attention), query, key, value, documents=documents)
         attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(x.shape)
-        return _dense(config.dim, _residual_init(config), "c_proj")(attended)
+        attended = _dense(config.dim, _residual_init(config), "c_proj")(attended)
+        return attended if cache is None else (attended, cache)
 
     def _attend_with_dropout(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
@@ -113,11 +117,15 @@ class Block(nn.Module):
     config: GPT2Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
-        attended = Attention(self.config, name="attn")(whole_rows(_norm(eps, "ln_1")(x)), documents, deterministic)
+        normed = whole_rows(_norm(eps, "ln_1")(x))
+        attended = Attention(self.config, name="attn")(normed, documents, deterministic, cache)
+        if cache is not None:
+            attended, cache = attended
         x = x + drop(split_tokens(attended))
-        return x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(_norm(eps, "ln_2")(x)))))
+        x = x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(_norm(eps, "ln_2")(x)))))
+        return x if cache is None else (x, cache)
 
 
 def _norm(eps: float, name: str) -> nn.LayerNorm:
@@ -142,10 +150,12 @@ class GPT2(nn.Module):
         deterministic: bool = True,
         targets: jax.Array | None = None,
         weights: jax.Array | None = None,
-    ) -> jax.Array | LossSums:
-        """Compute logits, or with targets the sums of their losses.
+        cache: Cache | None = None,
+        lengths: jax.Array | None = None,
+    ) -> Any:
+        """Compute logits, or with targets the sums of their losses, or with a cache the logits of what comes next.
 
-        Layout:  [B T] int32 -> [B T V], or scalars
+        Layout:  [B T] int32 -> [B T V], or scalars, or [B V] and the cache
         Dtype:   that of the weights; losses float32.
 
         Args:
@@ -155,6 +165,9 @@ class GPT2(nn.Module):
           positions: `[B T]`, rows of the table of positions; None: counted from the start of each document.
           deterministic: False draws dropout masks from the rng "dropout", if the configuration has any.
           targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
+          cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
+            then be given.
+          lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
 
         Raises:
           ValueError: if a row is longer than the table of positions.
@@ -169,11 +182,16 @@ class GPT2(nn.Module):
             one_row = jnp.arange(seq_len, dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
         init = nn.initializers.normal(_INIT_STD)
+        if cache is not None:  # padding has no position
+            positions = jnp.minimum(positions, config.num_positions - 1)
         wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
         wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
         x = nn.Dropout(config.dropout, deterministic=deterministic)(
             split_tokens(looked_up(wte(tokens))) + wpe(positions)
         )
+        if cache is not None and lengths is not None:
+            x, cache = self._extend(x, positions, cache)
+            return wte.attend(_norm(config.norm_eps, "ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
         if config.attention_dropout and not deterministic:
             documents = document_mask(segment_ids)
         else:
@@ -186,6 +204,27 @@ class GPT2(nn.Module):
         if targets is None or weights is None:
             return wte.attend(x)
         return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True)
+
+    def _extend(self, x: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        if not self.config.stacked:
+            for index in range(self.config.num_layers):
+                x, part = Block(self.config, name=f"h_{index}")(x, positions, True, of_layer(cache, index))
+                cache = with_layer(cache, index, part)
+            return x, cache
+
+        def run_block(block: Block, carry: Any, number: jax.Array, positions: jax.Array) -> tuple[Any, None]:
+            x, part = block(carry[0], positions, True, of_layer(carry[1], number))
+            return (x, with_layer(carry[1], number, part)), None
+
+        scan = nn.scan(
+            run_block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),  # type: ignore[arg-type]
+            length=self.config.num_layers,
+        )
+        numbers = jnp.arange(self.config.num_layers)
+        return scan(Block(self.config, name="h"), (x, cache), numbers, positions)[0]
 
     def _run_blocks(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         if not self.config.stacked:
@@ -214,6 +253,15 @@ def cuts(config: GPT2Config) -> Cuts:
     """
     rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel")
     return make_cuts(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows, {} if config.vocab_size % 8 else {"wte": 0})
+
+
+def _cache(config: GPT2Config, rows: int, length: int, dtype: Any) -> Cache:
+    if length > config.num_positions:
+        raise ValueError(
+            f"{length} tokens in a row, and GPT2Config.num_positions={config.num_positions}; shorten prompts or answers"
+        )
+    heads = (config.num_heads, config.dim // config.num_heads)
+    return cache_shapes(config.num_layers, *heads, config.stacked, rows, length, dtype)
 
 
 def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
@@ -245,6 +293,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "configure": configure,
         "pretrained": PRETRAINED,
         "cuts": cuts(config),
+        "cache": partial(_cache, config),
     }
 
 

@@ -33,11 +33,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_positions, document_view
+from .cache import Cache, attend_cached, cache_shapes, last_of, of_layer, with_layer
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
-from .losses import LossSums, head_loss, loss_of_model, token_batch
+from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw
 from .over_tensor import HEADS, Cuts, by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+
+Rope = tuple[jax.Array, jax.Array]
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -132,7 +135,7 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
         config = self.config
         batch, seq_len, _ = x.shape
         query = self.q_proj(x).reshape(batch, seq_len, config.num_heads, config.head_size)
@@ -142,9 +145,14 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rope(query, rope), apply_rope(key, rope)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in (query, key, value))
-        kernel = partial(attend, choice=config.attention, window=config.local_window_size)
-        attended = by_heads(kernel, query, key, value, documents=documents)
-        return self.o_proj(checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(batch, seq_len, -1))
+        if cache is None:
+            kernel = partial(attend, choice=config.attention, window=config.local_window_size)
+            attended = by_heads(kernel, query, key, value, documents=documents)
+        else:  # in place of documents there are positions
+            kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
+            attended, cache = kernel(query, key, value, cache, documents)
+        attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(batch, seq_len, -1)
+        return self.o_proj(attended) if cache is None else (self.o_proj(attended), cache)
 
 
 class MLP(nnx.Module):
@@ -175,9 +183,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
-        x = x + split_tokens(self.attn(whole_rows(self.attn_norm(x)), rope, documents))
-        return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
+    def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
+        attended = self.attn(whole_rows(self.attn_norm(x)), rope, documents, cache)
+        if cache is not None:
+            attended, cache = attended
+        x = x + split_tokens(attended)
+        x = x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
+        return x if cache is None else (x, cache)
 
 
 class LMHead(Linear):
@@ -210,10 +222,12 @@ class Llama(nnx.Module):
         *,
         targets: jax.Array | None = None,
         weights: jax.Array | None = None,
-    ) -> jax.Array | LossSums:
-        """Compute logits, or with targets the sums of their losses.
+        cache: Cache | None = None,
+        lengths: jax.Array | None = None,
+    ) -> Any:
+        """Compute logits, or with targets the sums of their losses, or with a cache the logits of what comes next.
 
-        Layout:  [B T] int32 -> [B T V], or scalars
+        Layout:  [B T] int32 -> [B T V], or scalars, or [B V] and the cache
         Dtype:   that of the weights; losses float32.
 
         Args:
@@ -222,7 +236,14 @@ class Llama(nnx.Module):
             0 is padding, which no document sees; logits at padding are finite and mean nothing.
           positions: `[B T]`, for the rotary embedding; None: counted from the start of each document.
           targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
+          cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
+            then be given.
+          lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
         """
+        if cache is not None and positions is not None and lengths is not None:
+            x = split_tokens(looked_up(self.embed(tokens)))
+            x, cache = self._extend(x, rope_table(self.config, positions), positions, cache)
+            return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
         if positions is None:
             one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
@@ -237,11 +258,28 @@ class Llama(nnx.Module):
         )
         x = whole_rows(self.norm(self._run_layers(x, rope, documents)))
         if targets is None or weights is None:
-            return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+            return self._logits(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
         return head_loss(x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None)
 
-    def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], documents: Any) -> jax.Array:
+    def _logits(self, x: jax.Array) -> jax.Array:
+        return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def _extend(self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        if isinstance(self.layers, nnx.List):
+            for number, layer in enumerate(self.layers):
+                x, part = layer(x, rope, positions, of_layer(cache, number))
+                cache = with_layer(cache, number, part)
+            return x, cache
+
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None), out_axes=nnx.Carry)
+        def scan_layers(carry, layer, number, rope, positions):
+            x, part = layer(carry[0], rope, positions, of_layer(carry[1], number))
+            return x, with_layer(carry[1], number, part)
+
+        return scan_layers((x, cache), self.layers, jnp.arange(self.config.num_layers), rope, positions)
+
+    def _run_layers(self, x: jax.Array, rope: Rope, documents: Any) -> jax.Array:
         if isinstance(self.layers, nnx.List):
             for layer in self.layers:
                 x = layer(x, rope, documents)
@@ -291,6 +329,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "configure": configure,
         "pretrained": PRETRAINED,
         "cuts": cuts(config),
+        "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }
 
 

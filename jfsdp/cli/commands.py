@@ -20,6 +20,7 @@ from jfsdp.cli.console import BROKEN
 from jfsdp.cli.data import DATA_COMMANDS, Data
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.explain import Explain
+from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
@@ -41,6 +42,7 @@ COMMANDS = {
     "explain": Explain,
     "checkpoint": Checkpoint,
     "data": Data,
+    "generate": Generate,
     "models": Models,
     "doctor": Doctor,
     "launch": Launch,

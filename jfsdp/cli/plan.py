@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from jfsdp.cli.report import GB, GIB, print_estimate, print_plan, print_search
+from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 from jfsdp.trainer.spelling import check_numbers
@@ -34,7 +34,7 @@ class PlanJob(StepOptions):
     """
 
     OWN_GROUPS: ClassVar = {
-        "cluster": "gpu nodes gpus_per_node network reserve target_config documents_per_row",
+        "cluster": "gpu nodes gpus_per_node network reserve target_config documents_per_row inference",
         "output": "json dump_hlo timeline analytic",
         "search": "search budget write_recipe plot",
     }
@@ -54,6 +54,8 @@ class PlanJob(StepOptions):
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
     documents_per_row: Count = 1
     """How many documents of equal length a packed row is taken to hold: for seconds alone. 1: the most attention."""
+    inference: bool = False
+    """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
     dump_hlo: File = None
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
     timeline: File = None
@@ -89,6 +91,8 @@ class PlanJob(StepOptions):
             print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
             self._estimate(cluster)
             return 1
+        if self.inference:
+            return self._inference(cluster)
         if self.search:
             return self._search(cluster)
         with failing_factory(self.factory):
@@ -112,6 +116,8 @@ class PlanJob(StepOptions):
         if (self.dump_hlo or self.timeline) and (self.search or self.analytic):
             option = "--dump-hlo" if self.dump_hlo else "--timeline"
             raise ValueError(f"{option} goes with a plan of one program: without --search and --analytic")
+        if self.inference and (self.search or self.analytic or self.dump_hlo or self.timeline):
+            raise ValueError("--inference is a plan by itself: without --search, --analytic, --dump-hlo and --timeline")
         if self.search and self.analytic:
             raise ValueError("--search compiles, and --analytic does not; give one of them")
         suffixes = {
@@ -133,6 +139,18 @@ class PlanJob(StepOptions):
 
         with progress(quiet=self.json) as tell:
             return plan_job(self, cluster, **self._machine(), on_progress=tell)
+
+    def _inference(self, cluster: Cluster) -> int:
+        from jfsdp.plan.inference import plan_inference
+
+        machine = {name: value for name, value in self._machine().items() if name != "documents_per_row"}
+        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+            plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, **machine, on_progress=tell)
+        if self.json:
+            print(json.dumps(plan.to_dict(), indent=2))
+        else:
+            print_inference(plan)
+        return 0 if plan.fits else FITS_NOT
 
     def _search(self, cluster: Cluster) -> int:
         from jfsdp.plan.search.pareto import plot_front

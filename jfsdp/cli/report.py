@@ -68,6 +68,27 @@ def print_plan(plan: Plan) -> None:
     )
 
 
+def print_inference(plan: Any) -> None:
+    """Print a plan of generation."""
+    from jfsdp.layout.report import summary
+
+    console, gib = make_console(), lambda size: f"{size / GIB:.2f} GiB"
+    console.print(f"{plan.cluster.describe()}: {summary(plan.layout)}")
+    console.print(f"generation, {plan.rows} rows of {plan.length} tokens for each data shard, prompts among them")
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    console.print(f"{verdict}: needs {gib(plan.needed_bytes)} of {gib(plan.limit_bytes)} per GPU")
+    console.print(
+        f"by formula: weights {gib(plan.weight_bytes)}, cache {gib(plan.cache_bytes)}; the compiler's inputs "
+        f"{gib(plan.token.argument_bytes)}"
+    )
+    for name, program in (("a token of each row", plan.token), ("prompts that fill the rows", plan.prompts)):
+        console.print(
+            f"{name}: needs {gib(program.needed_bytes)}, sends {program.wire_bytes / GB:.3f} GB, estimated "
+            f"{program.seconds * 1000:.1f} ms"
+        )
+    console.print(f"estimated: {plan.tokens_per_s:,.0f} tokens/s/GPU after the prompts (docs/generate.md)")
+
+
 def short(place: str) -> str:
     """Cut the working directory off a line of source."""
     return place.replace(f"{Path.cwd()}/", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -268,13 +268,16 @@ class ShardedModel:
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
 
-    def forward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self, fn: Callable[..., Any], *, donate: Sequence[int] = ()) -> Callable[..., Any]:
         """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.
 
         Layout:  inputs as they come; outputs as XLA leaves them. With several processes, an input that is not a global
                  array is the same in all of them; rows of each process's own go through `TrainStep.shard_batch` first.
         Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped. With several
                  processes, the first call compares inputs that have dims and are not global arrays.
+
+        Args:
+          donate: which of the inputs, counted from 0, are given up: their memory is that of outputs like them.
 
         Raises:
           ValueError: in every process, if an input that is to be the same in all differs between them.
@@ -289,7 +292,8 @@ class ShardedModel:
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
-        compiled = jax.jit(run, compiler_options=compiler_options(self.mesh))
+        given_up = tuple(place + 1 for place in donate)
+        compiled = jax.jit(run, compiler_options=compiler_options(self.mesh), donate_argnums=given_up)
         first_checks = [compare_inputs] if spans_run(self.mesh) else []
 
         def call(state: TrainState, *inputs: Any) -> Any:

@@ -53,6 +53,11 @@ class Job:
       config: the model's configuration, any dataclass; written beside checkpoints.
       pretrained: how checkpoints of Hugging Face call the model's parameters, a dict (docs/pretrained.md); None: the
         model has none there.
+      cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, of what generation keeps of tokens seen, empty
+        where it is zeros; its arrays are [.. rows length heads size]. The model is then called as `model(tokens [B T],
+        positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
+        at their ends by positions of `length`, and then with one token at a time. None: `jfsdp generate` does not take
+        the job.
 
     Raises:
       ValueError: for an unknown kind of data.
@@ -77,6 +82,7 @@ class Job:
     pretrained: Mapping[str, Any] | None = None
     axis_rules: AxisRules | None = None
     cuts: Mapping[Any, Any] | None = None
+    cache: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:

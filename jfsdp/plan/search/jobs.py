@@ -19,7 +19,7 @@ from jfsdp.plan.plan import Plan, Work, make_plan
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
-from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.options import ShardingOptions, StepOptions
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
@@ -46,7 +46,7 @@ class Planned:
         return make_batch(self.job, rows, self.seq_len, cross_documents=self.cross_documents)
 
 
-def find_planned_job(options: StepOptions) -> Job:
+def find_planned_job(options: ShardingOptions) -> Job:
     """Load the job that options name, with the fields of its configuration changed as they say."""
     return load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
 

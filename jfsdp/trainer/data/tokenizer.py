@@ -82,7 +82,7 @@ class ByteTokenizer:
         if special:
             parts = np.split(ids, np.flatnonzero(ids == self.eod_id))
             return "<eod>".join(self.decode(part) for part in parts)
-        return ids[ids != self.eod_id].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return ids[ids < self.eod_id].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class _HuggingFaceTokenizer:

@@ -1,0 +1,148 @@
+"""`jfsdp generate`: answers of a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jfsdp.trainer.options import Count, Location, Name, Number, optional
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Generate from the model of a run, or of a directory as Hugging Face has them: to see what was learned.
+
+    Prompts are computed together, with a cache of keys and values that is split like the model. This is no server:
+    the whole model is gathered unit by unit for every token, unless --mesh splits it over tensor alone.
+    """
+
+    path: tyro.conf.Positional[
+        Annotated[
+            str, tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or config.json and weights.")
+        ]
+    ]
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """What to go on from. May be repeated."""
+    data: Location = None
+    """A file of prompts: *.jsonl with prompt or messages, or a text with one in each line."""
+    chat: bool = False
+    """Take each --prompt for a user's message, and render it by the chat template."""
+    adapter: Location = None
+    """An adapter of PEFT's, a directory."""
+    max_tokens: Count = 128
+    """Tokens of an answer at most."""
+    temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
+    """How random answers are. 0: always the likeliest token."""
+    top_k: Number = None
+    """Draw among the N likeliest tokens. none: among all."""
+    top_p: Annotated[float | None, optional(float, "X")] = None
+    """Draw among the likeliest tokens that together have this probability. none: among all."""
+    seed: Count = 0
+    """Of the draws."""
+    rows: Count = 16
+    """Prompts computed together."""
+    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
+    """fsdp=8, or tensor=4,fsdp=2. none: all devices on fsdp."""
+    param_dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = "bfloat16"
+    """Of weights, cache and compute: bfloat16, float16 or float32."""
+    model: Name = None
+    """The job that computes weights of Hugging Face. none: the first that can."""
+    step: Annotated[str, tyro.conf.arg(metavar="auto|STEP")] = "auto"
+    """The checkpoint of a run. auto: the newest."""
+    tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
+    """none: that of the run, or of the directory."""
+    chat_template: Location = None
+    """A file with the jinja template of conversations. none: the tokenizer's own."""
+    json: bool = False
+    """Print a line of JSON for each prompt: prompt, text, and the ids of the tokens."""
+
+    def run(self) -> int:
+        from jfsdp.extras import need
+
+        need("train")
+        if bool(self.prompt) == (self.data is not None):
+            raise ValueError("give prompts: either --prompt TEXT, which may be repeated, or --data FILE")
+        if self.max_tokens < 1 or self.rows < 1:
+            raise ValueError(f"--max-tokens {self.max_tokens} and --rows {self.rows} must be at least 1")
+        from jfsdp.trainer.generate import Generator, Sampling
+        from jfsdp.trainer.run.config import TrainConfig
+        from jfsdp.trainer.run.opened import open_model
+
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        prompts = self._prompts()
+        given = TrainConfig(
+            model=self.model,
+            mesh=self.mesh or "fsdp=-1",
+            param_dtype=self.param_dtype,
+            init_adapter=self.adapter,
+            tokenizer=self.tokenizer or self._own_tokenizer(),
+            check_loss=False,
+        )
+        opened = open_model(self.path, given, step=self.step, chat_template=self.chat_template)
+        print(f"{opened.said}; answers end with {_words(opened)}", file=sys.stderr)
+        ids = [self._encode(opened, prompt, place) for place, prompt in prompts]
+        generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
+        for first in range(0, len(ids), self.rows):
+            answers = generate(opened.state, ids[first : first + self.rows], self.max_tokens, first_row=first)
+            for (_, prompt), answer in zip(prompts[first:], answers):
+                self._print(opened, prompt, answer)
+        return 0
+
+    def _own_tokenizer(self) -> str:
+        return self.path if (Path(self.path).expanduser() / "tokenizer.json").is_file() else "byte"
+
+    def _prompts(self) -> list[tuple[str, Any]]:
+        """Return where each prompt stands, and the prompt: a text, or messages up to the last to be answered."""
+        if self.data is None:
+            as_chat = [[{"role": "user", "content": text}] for text in self.prompt]
+            return [("--prompt", one) for one in (as_chat if self.chat else self.prompt)]
+        if self.chat:
+            raise ValueError("--chat is for --prompt; the records of --data say themselves what they are")
+        path = Path(self.data).expanduser()
+        found = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                found.append((place, _record(line, place) if path.suffix in (".jsonl", ".ndjson") else line))
+        if not found:
+            raise ValueError(f"--data {self.data}: holds no prompt; write one in each line")
+        return found
+
+    def _encode(self, opened: Any, prompt: Any, place: str) -> Any:
+        try:
+            return opened.prompts.encode_prompt(prompt)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    def _print(self, opened: Any, prompt: Any, answer: Any) -> None:
+        ended = len(answer) and int(answer[-1]) in opened.stop
+        text = opened.tokenizer.decode(answer[:-1] if ended else answer)
+        if self.json:
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": answer.tolist()}), flush=True)
+            return
+        shown = prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
+        harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        print(f"--- {shown}\n{harmless}\n", flush=True)
+
+
+def _record(line: str, place: str) -> Any:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON ({error}); write one JSON object per line") from error
+    prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ValueError(f"{place}: has neither a prompt nor messages; write what is to be answered in one of these")
+    if isinstance(prompt, list):
+        while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+            prompt = prompt[:-1]  # what a model is to write anew
+    return prompt
+
+
+def _words(opened: Any) -> str:
+    return " or ".join(f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)

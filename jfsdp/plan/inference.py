@@ -1,0 +1,152 @@
+"""What generation takes on a cluster: weights and cache by formula, and the programs of a prompt and of a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jfsdp.layout.mesh import make_mesh, num_data_shards
+from jfsdp.layout.table import Layout
+from jfsdp.plan.cluster.compile import compile_step, without_cache
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.memory.peak import RESERVE_BYTES, breakdown, limit_bytes
+from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes
+from jfsdp.plan.time.timeline import Rates, simulate
+from jfsdp.trainer.generate import Generator
+from jfsdp.trainer.options import ShardingOptions, shard_job
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program of generation.
+
+    Attributes:
+      needed_bytes: of a GPU's memory: weights, cache, and all that it computes with.
+      argument_bytes: of these its inputs, as the compiler has them.
+      seconds: by the clock of plans; an estimate.
+      wire_bytes: that a GPU sends.
+    """
+
+    needed_bytes: int
+    argument_bytes: int
+    seconds: float
+    wire_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class InferencePlan:
+    """What generation takes; see `plan_inference`.
+
+    Attributes:
+      rows, length: rows of a data shard, and tokens of a row with its prompt.
+      weight_bytes, cache_bytes: of a GPU, by formula: what each leaf of the model and of the cache has there.
+      prompts, token: the programs of prompts that fill the rows, and of one more token of each.
+    """
+
+    cluster: Cluster
+    layout: Layout
+    rows: int
+    length: int
+    weight_bytes: int
+    cache_bytes: int
+    prompts: Program
+    token: Program
+    reserve_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the larger of the two programs takes."""
+        return max(self.prompts.needed_bytes, self.token.needed_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What they may take of a GPU's memory."""
+        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both fit."""
+        return self.needed_bytes <= self.limit_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second and GPU, once the prompts are computed."""
+        shards = num_data_shards(dict(self.layout.mesh_sizes))
+        return self.rows * shards / self.cluster.num_devices / self.token.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        names = ("rows", "length", "weight_bytes", "cache_bytes", "needed_bytes", "limit_bytes", "fits", "tokens_per_s")
+        programs = {name: dataclasses.asdict(getattr(self, name)) for name in ("prompts", "token")}
+        return {name: getattr(self, name) for name in names} | programs
+
+
+def plan_inference(
+    options: ShardingOptions,
+    cluster: Cluster,
+    rows: int,
+    length: int | None = None,
+    *,
+    target_config: str | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> InferencePlan:
+    """Plan what `jfsdp generate` would run. Allocates nothing on any device.
+
+    All weights rest in the dtype of compute, as there. The cache holds `2 * layers * rows * length * heads * size`
+    elements of that dtype for each data shard, its heads split over `tensor`.
+
+    Args:
+      rows: of each data shard.
+      length: tokens of a row with its prompt; None: the job's `seq_len`.
+
+    Raises:
+      PlanUnavailable: without a compiler for this GPU.
+      ValueError: for a job without a cache, and for what generation would refuse.
+    """
+    on_progress("sharding")
+    devices, job = topology_devices(cluster, target_config), find_planned_job(options)
+    dtype = options.param_dtype if options.param_dtype not in (None, "none") else "float32"
+    at_rest = dataclasses.replace(options, frozen=("**",), frozen_dtype=dtype)
+    mesh = make_mesh(devices=devices, **mesh_sizes(options.mesh, len(devices)))  # type: ignore[arg-type]
+    model, length = shard_job(at_rest, job, mesh), length or job.seq_len
+    generator, state = Generator(model, job), model.abstract_state(optax.identity())
+    all_rows = rows * num_data_shards(dict(model.layout.mesh_sizes))
+    cache = generator.cache_shapes(all_rows, length)
+
+    def compiled(tokens: int) -> Program:
+        on_progress(f"compiling the program of {tokens} token{'s' * (tokens > 1)}")
+        with without_cache(), jax.default_device(devices[0]):
+            made = compile_step(generator.lower(state, all_rows, length, tokens), {})
+        module = parse_module(made.text)
+        collectives = find_collectives(module, cluster.num_devices, dict(model.layout.mesh_sizes))
+        memory = breakdown(made.live_ranges, made.buffers, module, model.layout, made.memory_stats)
+        seconds, wire = (
+            simulate(module, collectives, Rates(cluster)).step_s,
+            sum(x.wire_bytes * x.count for x in collectives),
+        )
+        return Program(memory.allocated_bytes, made.memory_stats.argument_size_in_bytes, seconds, wire)
+
+    return InferencePlan(
+        cluster=cluster,
+        layout=model.layout,
+        rows=rows,
+        length=length,
+        weight_bytes=sum(_bytes_of_device(x) for x in jax.tree.leaves(state.source)),
+        cache_bytes=sum(_bytes_of_device(x) for x in jax.tree.leaves(cache)),
+        prompts=compiled(length),
+        token=compiled(1),
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _bytes_of_device(shape: Any) -> int:
+    return math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize

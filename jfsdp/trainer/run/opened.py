@@ -1,0 +1,160 @@
+"""A trained model opened to generate from: that of a run, or of a directory as Hugging Face has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.state import TrainState
+from jfsdp.train.update.ema import with_ema
+from jfsdp.trainer.data.chat import load_template
+from jfsdp.trainer.data.examples import Examples
+from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
+from jfsdp.trainer.job import Job, find_job, job_names
+from jfsdp.trainer.options import make_optimizer, shard_job
+from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.run.build import make_run_mesh
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.files import find_job as job_of_run
+from jfsdp.trainer.run.files import leaves_out_base, load_weights, open_checkpoints
+
+
+@dataclasses.dataclass
+class Opened:
+    """What generation needs of a model.
+
+    Attributes:
+      job, model, state: weights at rest in the dtype of compute, split over the mesh.
+      tokenizer: the model's.
+      prompts: turns texts and messages into ids.
+      stop: ids that end an answer.
+      said: what was opened, in a line.
+    """
+
+    job: Job
+    model: ShardedModel
+    state: TrainState
+    tokenizer: Tokenizer
+    prompts: Examples
+    stop: tuple[int, ...]
+    said: str
+
+
+def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_template: str | None = None) -> Opened:
+    """Open the model of a run or of a directory of Hugging Face.
+
+    A run with adapters or averages is restored as it was saved, its base from where the run began; of any other model
+    the parameters alone are read, to rest in the dtype of compute. Averages are what generates, as they are evaluated.
+
+    Args:
+      path: the directory of a run of scripts/train.py, or one with `config.json` and weights.
+      given: mesh, dtype, strategy, adapter, model and tokenizer; of what it leaves out, a run knows its own.
+      step: of the run's checkpoints; "auto": the newest.
+      chat_template: a file in place of the tokenizer's own template.
+
+    Raises:
+      ValueError: if there is no such model, weights do not fit it, or the tokenizer has ids that it does not know.
+    """
+    directory = Path(path).expanduser()
+    stored = {} if has_config(directory) else runs.read_config(directory)
+    if not directory.is_dir() or not (stored.get("config") or has_config(directory)):
+        raise ValueError(
+            f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
+            "config.json and weights of Hugging Face; name one of these"
+        )
+    config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path)
+    if stored and _is_restored(config):
+        if given.init_adapter is not None:
+            raise ValueError(f"{path!r} has adapters or averages of its own; --adapter goes with a model without")
+        job = job_of_run(config)
+        model, state, said = _restored(config, job, directory, step)
+    else:
+        job = job_of_run(config) if stored else _job_of(directory, given)
+        weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
+        model, state, said = _loaded(config, job, weights)
+    tokenizer = load_tokenizer(config.tokenizer, eod_token=None)
+    if job.vocab_size is not None and tokenizer.vocab_size > job.vocab_size:
+        raise ValueError(
+            f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, and the model knows those "
+            f"below {job.vocab_size}; give the model's own tokenizer"
+        )
+    load = functools.partial(load_template, config.tokenizer, chat_template or config.chat_template)
+    prompts = Examples(tokenizer, load, "prompt", answers="all", seq_len=job.seq_len)
+    beside = [directory, *(Path(place).expanduser() for place in (config.init_from, config.tokenizer) if place)]
+    return Opened(job, model, state, tokenizer, prompts, _stop_ids(tokenizer, beside), said)
+
+
+def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
+    """Return the configuration of a run, with what generation decides itself."""
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    kept: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in stored.items() if name in known}
+    config = TrainConfig(**kept)
+    own = ("mesh", "param_dtype", "init_adapter")
+    changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
+    if given.tokenizer != TrainConfig.tokenizer:
+        changed["tokenizer"] = given.tokenizer
+    plain = {"engine": "auto", "prefetch": None, "offload": "none", "storage": "per_parameter"}
+    return dataclasses.replace(config, **changed, **plain, simulate_devices=0)
+
+
+def _is_restored(config: TrainConfig) -> bool:
+    return leaves_out_base(config) or config.ema is not None
+
+
+def _job_of(directory: Path, given: TrainConfig) -> Job:
+    """Return the job that computes what a `config.json` says: the one asked for, or the first that can."""
+    if given.model is not None:
+        return fit_job(find_job(given.model), directory, {})
+    reasons = []
+    for name in job_names():
+        job = find_job(name)
+        if job.pretrained is None:
+            continue
+        try:
+            return fit_job(job, directory, {})
+        except ValueError as error:
+            reasons.append(str(error))
+    why = "; ".join(dict.fromkeys(reasons)) or "no installed model reads such directories"
+    raise ValueError(f"{str(directory)!r}: no installed model computes it: {why}")
+
+
+def _loaded(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:
+    """Read parameters alone, all of them frozen: there is neither gradient nor optimizer."""
+    dtype = config.param_dtype if config.param_dtype not in (None, "none") else "float32"
+    config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)
+    model = shard_job(config, job, make_run_mesh(config))
+    state = load_weights(config, job, model, optax.identity())
+    adapter = f" with adapter {config.init_adapter}" if config.init_adapter else ""
+    return model, state, f"{job.name} from {weights}{adapter}"
+
+
+def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tuple[ShardedModel, TrainState, str]:
+    model = shard_job(config, job, make_run_mesh(config))
+    tx = make_optimizer(config, job, 0.0)
+    found = runs.resume_step(directory, step)
+    like = load_weights(config, job, model, tx) if config.init_from else model.abstract_state(tx)
+    with open_checkpoints(config, directory) as checkpoints:
+        state, _ = checkpoints.restore(like=like, step=found)
+    state = state if config.ema is None else with_ema(state)
+    jax.block_until_ready(state.source)
+    return model, state, f"{job.name} from {directory}, step {found}"
+
+
+def _stop_ids(tokenizer: Tokenizer, beside: list[Path]) -> tuple[int, ...]:
+    """Return the id that ends documents, and those that files of Hugging Face beside the model name."""
+    found = [tokenizer.eod_id]
+    for directory in beside:
+        for name in ("generation_config.json", "config.json"):
+            file = (directory if directory.is_dir() else directory.parent) / name
+            stated = json.loads(file.read_bytes()) if file.is_file() else {}
+            ids = stated.get("eos_token_id")
+            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(int(one) for one in found))

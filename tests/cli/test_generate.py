@@ -1,0 +1,114 @@
+"""`jfsdp generate` and `jfsdp data show`: against transformers, and what they refuse."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jfsdp.cli.commands import main
+from jfsdp.trainer.data.tokenizer import load_tokenizer
+from tests.trainer.chats import chat, save_tokenizer, write_jsonl
+
+VOCAB = 288
+SIZES = {"vocab_size": VOCAB, "initializer_range": 0.15, "bos_token_id": 256, "eos_token_id": 257}
+DIMS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXTS = ["Hi", "A prompt of another length", "x"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models of transformers with random weights, and their directories."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    common = {**SIZES, **DIMS, "num_key_value_heads": 2}
+    made = {
+        "mistral": transformers.MistralForCausalLM(transformers.MistralConfig(**common, sliding_window=8)),
+        "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4)),
+    }
+    found = {}
+    for name, model in made.items():
+        directory = tmp_path_factory.mktemp(name)
+        save_tokenizer(directory)
+        model.eval().save_pretrained(directory)
+        found[name] = (model, str(directory))
+    return found
+
+
+def run(capsys, *args):
+    assert main(["generate", *args, "--param-dtype", "float32", "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # GPT-2's positions are not cut
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_the_tokens_are_those_of_transformers(models, capsys, name):
+    import torch
+
+    model, directory = models[name]
+    prompts = [part for text in TEXTS for part in ("--prompt", text)]
+    found = run(capsys, directory, *prompts, "--max-tokens", "24", "--mesh", "fsdp=2,tensor=2,replica=2")
+    tokenizer = load_tokenizer(directory)
+    for text, one in zip(TEXTS, found, strict=True):
+        ids = np.concatenate([tokenizer.start_ids, tokenizer.encode(text)]).tolist()
+        stop = [257, tokenizer.eod_id]
+        with torch.no_grad():
+            theirs = model.generate(
+                torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=stop, pad_token_id=0
+            )
+        assert one["tokens"] == theirs[0, len(ids) :].tolist()
+
+
+def test_prompts_of_a_file_and_conversations(models, capsys, tmp_path):
+    directory = models["mistral"][1]
+    alone = run(capsys, directory, "--prompt", "Hi", "--chat", "--max-tokens", "5")
+    records = [chat("Hi", "an answer that is written anew"), {"prompt": [{"role": "user", "content": "Hi"}]}]
+    data = write_jsonl(tmp_path / "prompts.jsonl", records)
+    found = run(capsys, directory, "--data", data, "--rows", "1", "--max-tokens", "5")
+    assert [one["tokens"] for one in found] == [alone[0]["tokens"]] * 2
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("Hi\n\nA prompt\n")
+    assert len(run(capsys, directory, "--data", str(lines), "--max-tokens", "2")) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["{dir}"], "--prompt"),
+        (["{dir}", "--prompt", "a", "--data", "b"], "--prompt"),
+        (["nothere", "--prompt", "a"], "neither the directory of a run"),
+        (["{dir}", "--prompt", "a", "--tokenizer", "{other}"], "cannot|not|No such"),
+        (["{dir}", "--prompt", "a", "--adapter", "nothere"], "nothere"),
+        (["{dir}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"),
+        (["{dir}", "--prompt", "a", "--top-k", "3"], "temperature"),
+        (["{dir}", "--prompt", "a", "--model", "vit-tiny"], "vit-tiny|mapping"),
+        (["{dir}", "--prompt", "a<|im_end|>", "--chat"], "message 1 holds"),
+        (["{dir}", "--data", "{records}"], "line 1"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path, args, expected):
+    import re
+
+    names = {"dir": models["mistral"][1], "other": str(tmp_path), "records": str(tmp_path / "r.jsonl")}
+    write_jsonl(tmp_path / "r.jsonl", [{"text": "a"}])
+    assert main(["generate", *(arg.format(**names) for arg in args)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(expected, said), said
+    assert "Traceback" not in said
+
+
+def test_data_are_shown_as_they_are_trained(capsys, tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    data = write_jsonl(tmp_path / "chat.jsonl", [chat("2+2?", "4"), chat("3+3?", "6")])
+    assert main(["data", "show", data, "--tokenizer", tokenizer, "-n", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "[[4<|im_end|>]]" in said and "3+3?" not in said and "4 of" in said
+    assert main(["data", "show", data, "--tokenizer", tokenizer, "--start", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (example,) = shown["examples"]
+    assert sum(example["trained"]) == 2 and len(example["tokens"]) == len(example["trained"])
+    assert main(["data", "show", str(tmp_path / "tokenizer" / "tokenizer.json")]) == 0  # text, in bytes
+    assert "[[" in capsys.readouterr().out
+    assert main(["data", "show", data]) == 2
+    assert "line 1" in capsys.readouterr().err

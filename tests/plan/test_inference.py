@@ -1,0 +1,27 @@
+"""A plan of generation: weights and cache by formula are what the compiler takes in; the cache is written in place."""
+
+import pytest
+
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.inference import plan_inference
+from jfsdp.trainer.options import ShardingOptions
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4"])
+def test_weights_and_cache_are_what_the_compiler_takes_in(mesh):
+    cluster = Cluster(find_gpu("h100"), 1, 8)
+    rows, length, shards = 4, 4096, 8 if mesh == "fsdp=8" else 2
+    plan = plan_inference(ShardingOptions(model="llama-8b", mesh=mesh), cluster, rows, length)
+    heads = 8 if mesh == "fsdp=8" else 2
+    assert plan.cache_bytes == 2 * 32 * rows * length * heads * 128 * 2
+    assert plan.weight_bytes == pytest.approx(8_030_261_248 * 2 / 8, rel=1e-3)
+    for program in (plan.token, plan.prompts):
+        assert program.argument_bytes == pytest.approx(plan.cache_bytes + plan.weight_bytes, rel=1e-3)
+        assert program.needed_bytes >= program.argument_bytes
+    # A second cache would show: what a token takes besides is a layer of it, and a unit gathered.
+    assert plan.token.needed_bytes < plan.weight_bytes + 1.6 * plan.cache_bytes + 2.2 * GIB
+    gathered = (8_030_261_248 * 2) * (shards - 1) / shards / (1 if mesh == "fsdp=8" else 4)
+    assert plan.token.wire_bytes == pytest.approx(gathered, rel=0.02)
+    assert plan.fits and plan.tokens_per_s > 0
