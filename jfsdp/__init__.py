@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jfsdp.train.update.low_precision import low_precision_state
     from jfsdp.train.update.separate import separate
     from jfsdp.trainer.job import Job, find_job
+    from jfsdp.trainer.preferences import preference_loss
 
 _HOMES = {
     "checkpoint.manager": ("Checkpointer",),
@@ -66,6 +67,7 @@ _HOMES = {
     "train.state": ("TrainState",),
     "train.step.step": ("TrainStep",),
     "trainer.job": ("Job", "find_job"),
+    "trainer.preferences": ("preference_loss",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -107,6 +109,7 @@ __all__ = [
     "make_abstract_mesh",
     "make_mesh",
     "parse_mesh",
+    "preference_loss",
     "read_loras",
     "reshard",
     "resolve_units",

@@ -150,6 +150,7 @@ class GPT2(nn.Module):
         deterministic: bool = True,
         targets: jax.Array | None = None,
         weights: jax.Array | None = None,
+        by_row: bool = False,
         cache: Cache | None = None,
         lengths: jax.Array | None = None,
     ) -> Any:
@@ -165,6 +166,7 @@ class GPT2(nn.Module):
           positions: `[B T]`, rows of the table of positions; None: counted from the start of each document.
           deterministic: False draws dropout masks from the rng "dropout", if the configuration has any.
           targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
+          by_row: sum the losses of each row by itself, [B].
           cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
             then be given.
           lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
@@ -203,7 +205,7 @@ class GPT2(nn.Module):
         x = whole_rows(_norm(config.norm_eps, "ln_f")(x))
         if targets is None or weights is None:
             return wte.attend(x)
-        return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True)
+        return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True, by_row=by_row)
 
     def _extend(self, x: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if not self.config.stacked:
@@ -293,6 +295,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "configure": configure,
         "pretrained": PRETRAINED,
         "cuts": cuts(config),
+        "row_loss": partial(loss_of_model, by_row=True),
         "cache": partial(_cache, config),
     }
 

@@ -222,6 +222,7 @@ class Llama(nnx.Module):
         *,
         targets: jax.Array | None = None,
         weights: jax.Array | None = None,
+        by_row: bool = False,
         cache: Cache | None = None,
         lengths: jax.Array | None = None,
     ) -> Any:
@@ -236,6 +237,7 @@ class Llama(nnx.Module):
             0 is padding, which no document sees; logits at padding are finite and mean nothing.
           positions: `[B T]`, for the rotary embedding; None: counted from the start of each document.
           targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
+          by_row: sum the losses of each row by itself, [B].
           cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
             then be given.
           lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
@@ -260,7 +262,9 @@ class Llama(nnx.Module):
         if targets is None or weights is None:
             return self._logits(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
-        return head_loss(x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None)
+        return head_loss(
+            x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None, by_row=by_row
+        )
 
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
@@ -329,6 +333,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "configure": configure,
         "pretrained": PRETRAINED,
         "cuts": cuts(config),
+        "row_loss": partial(loss_of_model, by_row=True),
         "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }
 

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 
 
 class LossSums(NamedTuple):
-    """Sums over tokens or images, to be added over devices and microbatches and divided once: `total / weight`."""
+    """Sums over tokens or images, to be added over devices and microbatches and divided once: `total / weight`.
+
+    Scalars, or [B] of each row by itself.
+    """
 
     total: jax.Array
     weight: jax.Array
@@ -41,7 +44,7 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
 def loss_of_model(model: Callable[..., LossSums], batch: Mapping[str, jax.Array], **options: Any) -> LossSums:
     """Let the model sum the losses of `targets` itself, so that no logits of whole rows exist; see `head_loss`.
 
-    Args: as `next_token_loss`; the model is also given `targets` and `weights`.
+    Args: as `next_token_loss`; the model is also given `targets` and `weights`. With `by_row=True` the sums are [B].
     """
     names = ("segment_ids", "positions", "targets")
     given = {name: batch.get(name) for name in names}
@@ -125,17 +128,28 @@ def _each(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax
 
 
 def head_loss(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk: int, tied: bool = False
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    chunk: int,
+    tied: bool = False,
+    by_row: bool = False,
 ) -> LossSums:
     """Multiply hidden states by a head and sum the weighted cross entropy, `chunk` tokens of every row at a time.
 
-    Layout:  hidden [B T D], kernel [D V] ([V D] where tied), targets, weights [B T] -> scalars
+    Layout:  hidden [B T D], kernel [D V] ([V D] where tied), targets, weights [B T] -> scalars, or [B] by row
     Dtype:   logits in the dtype of the weights; sums, and those of the head's gradient, in float32.
-    Memory:  logits [B chunk V] and their gradient; forward to backward d(hidden) [B T D] and d(kernel) [D V].
+    Memory:  logits [B chunk V] and their gradient; forward to backward d(hidden) [B T D] and d(kernel) [D V], or by
+             row nothing.
+    Cost:    by row the head is multiplied once more, in the backward.
 
     Args:
       chunk: tokens of a row; a row that is no multiple is padded with tokens of weight 0.
       tied: the kernel is an embedding, one row per token id.
+      by_row: return the sums of each row: for losses of whole rows, whose gradient weighs the rows only once all their
+        tokens are summed.
 
     Raises:
       ValueError: for a head that is no matrix of the hidden states' width, a chunk that is no whole number from 1 on,
@@ -154,8 +168,27 @@ def head_loss(
     _check_shapes(hidden.shape[:2], targets, weights)
     weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
     hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of the derivative, so that each has its own
+    if by_row:
+        return _head_sums_by_row(hidden, kernel, targets, weights, chunk, tied)
     sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)
     return LossSums(sums[0], jnp.sum(weights), {"correct": sums[1]})
+
+
+def _head_sums_by_row(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool) -> LossSums:
+    dtype, kernel = kernel.dtype, kernel.astype(jnp.float32)  # so that gradients of chunks are summed in float32
+
+    @jax.checkpoint
+    def body(sums: Any, rows: Any) -> tuple[Any, None]:
+        hidden, targets, weights = rows
+        logits = _scores(hidden, kernel.astype(dtype), tied).astype(jnp.float32)
+        losses, correct, _ = _each(logits, targets, weights)
+        return (sums[0] + jnp.sum(weights * losses, axis=1), sums[1] + jnp.sum(weights * correct, axis=1)), None
+
+    weight = jnp.sum(weights, axis=1)
+    (total, correct), _ = jax.lax.scan(
+        body, (jnp.zeros_like(weight), jnp.zeros_like(weight)), _chunks(chunk, hidden, targets, weights)
+    )
+    return LossSums(total, weight, {"correct": correct})
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

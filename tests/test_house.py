@@ -20,7 +20,9 @@ PACKAGE = Path(jfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, section 4.
-PLANNED = [f"trainer.{name}" for name in ("generate", "job", "options", "spelling", "step", "run.config")]
+PLANNED = [
+    f"trainer.{name}" for name in ("generate", "job", "options", "preferences", "spelling", "step", "run.config")
+]
 ALLOWED = {
     "arguments": (),
     "compat": ("extras",),

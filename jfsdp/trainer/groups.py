@@ -17,6 +17,7 @@ GROUPS = {
     "precision": "param_dtype reduce_dtype output_dtype opt_state_dtype",
     "gradient accumulation": "accumulate reduce reshard_after_backward schedule pipe_repeats global_batch",
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema rate_scale",
+    "preferences": "preference beta reference",
     "frozen weights and adapters": "lora init_adapter frozen frozen_dtype quantized",
     "data": "text_field chat_template answers extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows"
     " seed",

@@ -16,7 +16,7 @@ from jfsdp.layout.cuts import AxisRules
 from jfsdp.trainer.parse import split_pair
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
-DATA_KINDS = ("tokens", "images")
+DATA_KINDS = ("tokens", "images", "pairs")
 
 
 @checked
@@ -36,8 +36,11 @@ class Job:
       name: what it is called in messages and run directories.
       eval_loss: the loss of held-out batches, where it is another than `loss`: without dropout, with stored batch
         statistics. None: `loss`.
-      data: what batches hold, for tools that make them: "tokens" (dicts with `tokens` and `targets` [B T]) or "images"
-        (dicts with `images` [B H W C] and `labels` [B]). The library itself takes any batch.
+      row_loss: `f(model, batch) -> object` with `total` and `weight` [B]: what `loss` sums, of each row by itself and
+        without dropout; for losses of preferences. None: the job cannot be trained on them.
+      data: what batches hold, for tools that make them: "tokens" (dicts with `tokens` and `targets` [B T]), "images"
+        (dicts with `images` [B H W C] and `labels` [B]), or "pairs" (dicts with `tokens`, `targets` and `weights`
+        [B 2 T], and `reference` [B 2]: two answers to choose between). The library itself takes any batch.
       seq_len: default sequence length; means nothing for images.
       documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
         keep to it. None: any number.
@@ -70,6 +73,7 @@ class Job:
     optimizer: Callable[[Any], Any]
     name: str = "job"
     eval_loss: Callable[[Any, Any], Any] | None = None
+    row_loss: Callable[[Any, Any], Any] | None = None
     data: str = "tokens"
     seq_len: Count = 1024
     documents_per_row: Count | None = None

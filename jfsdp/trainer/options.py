@@ -167,6 +167,11 @@ class StepOptions(ShardingOptions):
     """Tokens per sequence. none: the model's."""
     cross_documents: bool = False
     """Let attention and positions cross documents in a row."""
+    preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = None
+    """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
+    answer, so that its length does not count. Rows are pairs then. none: on tokens."""
+    beta: Real = 0.1
+    """With --preference: how dearly a distance from the reference is paid for."""
     max_grad_norm: Decimal = 1.0
     """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = False

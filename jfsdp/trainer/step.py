@@ -76,7 +76,9 @@ def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = F
 def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_documents: bool) -> str:
     """Return what a job says of its attention on the device that a trace is for; "": nothing."""
     dtype = model.layout.mp_policy.param_dtype or "float32"
-    return job.attention(dtype, row_items, is_packed=not cross_documents) if job.attention else ""
+    return (
+        job.attention(dtype, row_items, is_packed=job.data == "tokens" and not cross_documents) if job.attention else ""
+    )
 
 
 _SAMPLE = 64  # tokens of a batch whose keys are counted

@@ -20,6 +20,7 @@ from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.options import ShardingOptions, StepOptions
+from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
@@ -48,7 +49,8 @@ class Planned:
 
 def find_planned_job(options: ShardingOptions) -> Job:
     """Load the job that options name, with the fields of its configuration changed as they say."""
-    return load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
+    job = load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
+    return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
 
 
 def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_devices: int = 0) -> Planned:
@@ -86,11 +88,11 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
 
 def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
     """Return what a step of a job is for; an item is a token, or an image."""
-    per_row = seq_len if job.data == "tokens" else 1
+    per_row = {"tokens": seq_len, "pairs": 2 * seq_len, "images": 1}[job.data]
     dtype = model.layout.mp_policy.param_dtype or "float32"
     dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
     rows = options.batch_per_device
-    item = "token" if job.data == "tokens" else "image"
+    item = "image" if job.data == "images" else "token"
     return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
 
 
@@ -98,7 +100,7 @@ def _item_flops(job: Job, layout: Layout, *keys: float) -> float | None:
     """Return the mean FLOPs of items that attend to so many keys; frozen weights need two less per token."""
     frozen = matmul_elements(job, layout, trainable=False)
     # How often an image meets each weight is the model's own affair.
-    if job.flops_per_token is None or (frozen and job.data != "tokens"):
+    if job.flops_per_token is None or (frozen and job.data == "images"):
         return None
     return causal_flops(job.flops_per_token, keys) - 2 * frozen
 

@@ -69,6 +69,10 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
     if config.init_adapter is not None and config.init_from is None:
         raise ValueError(f"--init-adapter {config.init_adapter}: goes with --init-from, the weights that it adapts")
+    if config.preference is not None and config.init_from is None:
+        raise ValueError(f"--preference {config.preference}: trains a model further; name its weights by --init-from")
+    if config.reference is not None and config.preference is None:
+        raise ValueError(f"--reference {config.reference}: goes with --preference, a loss beside a reference")
     if config.restart_data and config.resume == "auto":
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
@@ -171,5 +175,6 @@ def what_decides(
             one.kind: [of.path for of in adapters.values() if of.kind == one.kind] for one in adapters.values()
         }
         or None,
+        "preference": config.preference and [config.preference, config.beta, config.reference],
         **{name: getattr(config, name) for name in _DECIDING},
     }

@@ -68,6 +68,10 @@ class TrainConfig(StepOptions):
     init_adapter: Location = None
     """Start from this adapter of PEFT's, a directory, and train it further; --lora follows from it."""
 
+    reference: Annotated[str | None, optional(str, "RUN|HF_DIR")] = None
+    """With --preference: the frozen weights that the model is compared with, of a model like it. none: those that the
+    run begins with."""
+
     allow_nonfinite: bool = False
     """Start also from weights with NaN or infinite values."""
 

@@ -8,6 +8,7 @@ tensorboard/     the same for TensorBoard
 goodput.json     where the time of all starts went
 summary.json     how the run ended
 loss.png         the loss curve
+reference.npy    of a run on pairs: the log-likelihoods of all answers by the frozen reference
 sample.txt       text generated from the model
 profile/         traces
 replaced-N/      what a `--resume STEP` put aside: later checkpoints, and metrics.jsonl as it was

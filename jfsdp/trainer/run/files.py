@@ -17,6 +17,7 @@ from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, Period, parse_best
 from jfsdp.train.state import TrainState
 from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 
 
@@ -51,9 +52,9 @@ def leaves_out_base(config: TrainConfig) -> bool:
 def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
     job, path, changed = load_job(config.model, config.factory), weights_path(config), parse_config(config.model_config)
-    if path and job.pretrained and has_config(path):
-        return fit_job(job, path, changed)
-    return job.with_config(**changed)
+    fits = path and job.pretrained and has_config(path)
+    job = fit_job(job, path, changed) if fits else job.with_config(**changed)
+    return with_preference(job, config.preference, config.beta)
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:

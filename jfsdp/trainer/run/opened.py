@@ -79,7 +79,7 @@ def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_templa
     else:
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
-        model, state, said = _loaded(config, job, weights)
+        model, state, said = load_frozen(config, job, weights)
     tokenizer = load_tokenizer(config.tokenizer, eod_token=None)
     if job.vocab_size is not None and tokenizer.vocab_size > job.vocab_size:
         raise ValueError(
@@ -101,8 +101,8 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
     if given.tokenizer != TrainConfig.tokenizer:
         changed["tokenizer"] = given.tokenizer
-    plain = {"engine": "auto", "prefetch": None, "offload": "none", "storage": "per_parameter"}
-    return dataclasses.replace(config, **changed, **plain, simulate_devices=0)
+    plain = {"engine": "auto", "prefetch": None, "offload": (), "storage": "per_parameter"}
+    return dataclasses.replace(config, **changed, **plain, preference=None, simulate_devices=0)
 
 
 def _is_restored(config: TrainConfig) -> bool:
@@ -126,14 +126,24 @@ def _job_of(directory: Path, given: TrainConfig) -> Job:
     raise ValueError(f"{str(directory)!r}: no installed model computes it: {why}")
 
 
-def _loaded(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:
-    """Read parameters alone, all of them frozen: there is neither gradient nor optimizer."""
+def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:
+    """Read parameters alone, all of them frozen: there is neither gradient nor optimizer.
+
+    Raises:
+      ValueError: if the weights are not those of this job.
+    """
     dtype = config.param_dtype if config.param_dtype not in (None, "none") else "float32"
     config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)
     model = shard_job(config, job, make_run_mesh(config))
     state = load_weights(config, job, model, optax.identity())
     adapter = f" with adapter {config.init_adapter}" if config.init_adapter else ""
     return model, state, f"{job.name} from {weights}{adapter}"
+
+
+def without_adapters(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of a run for weights that are computed with as they are."""
+    plain = {"lora": (), "init_adapter": None, "quantized": (), "offload": (), "storage": "per_parameter", "ema": None}
+    return dataclasses.replace(config, **plain, prefetch=None, engine="auto")  # type: ignore[arg-type]
 
 
 def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tuple[ShardedModel, TrainState, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
@@ -32,7 +33,10 @@ from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weight
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.trainer.run.opened import load_frozen, without_adapters
+from jfsdp.trainer.run.reference import compute_reference, read_reference, write_reference
 from jfsdp.trainer.run.stop import StopSignal
+from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.step import describe_attention, own_rows
 
@@ -159,6 +163,8 @@ class Run:
         iterator = self.source.train_batches(**self._share(1))
         with self.watch.at("the first weights, or restoring", PATIENT):
             state = self._start_state(iterator, decides)
+        if isinstance(self.source, PairSource):
+            self._refer(self.source, state)
         described = json.loads(json.dumps(self._describe(decides), default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
@@ -221,6 +227,26 @@ class Run:
             return self.parts.model.init(self.parts.tx, self.config.seed)
         self.display.say(f"starting from the weights of {self.config.init_from}")
         return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
+
+    def _refer(self, source: PairSource, state: TrainState) -> None:
+        """Give pairs the log-likelihoods of the reference: those the run began with, or else computed now."""
+        parts, config, begin = self.parts, self.config, time.perf_counter()
+        found = read_reference(self.run_dir, source.num_documents) if self.first else None
+        if found is None:
+            with self.watch.at("the weights of the reference", PATIENT):
+                if config.reference is not None:
+                    model, state, _ = load_frozen(
+                        without_adapters(config), parts.job, Path(config.reference).expanduser()
+                    )
+                else:
+                    model, state = parts.model, self._first_state() if self.first else state
+            found = compute_reference(source, parts.job, model, state, self._share(config.accumulate), self.watch)
+            if self.is_writer:
+                write_reference(self.run_dir, found)
+            count, seconds = np.isfinite(found[:, 0]).sum(), time.perf_counter() - begin
+            of = config.reference or "the weights that the run begins with"
+            self.display.say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
+        source.reference = found
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
@@ -303,7 +329,7 @@ class Run:
 
     def _make_throughput(self, num_devices: int, device_kind: str) -> Throughput:
         parts, job = self.parts, self.parts.job
-        items, flops = parts.global_batch * parts.row_items, job.flops_per_token
+        items, flops = parts.global_batch * self.source.num_rows * parts.row_items, job.flops_per_token
         return Throughput(items, num_devices, flops, device_kind, self.source.item, parts.row_items)
 
     def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
@@ -364,14 +390,14 @@ class Run:
         if loss is not None:
             levels = ", ".join(f"{name} {value:.4f}" for name, value in self.source.levels.items())
             beside = f" (corpus: {levels})" if levels else ""
-            say(f"held-out loss {loss:.4f} nats per {self.source.item}{accuracy(summary)}{beside}")
+            say(f"held-out loss {loss:.4f} nats per {self.source.counted}{accuracy(summary)}{beside}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _save_curve(self) -> None:
         from jfsdp.trainer.run.curves import save_loss_curve
 
         records = read_jsonl(self.run_dir / "metrics.jsonl")
-        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.item)
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.counted)
 
     def _sample(self, state: TrainState) -> None:
         try:

@@ -22,6 +22,7 @@ class ImageSource:
     """Images and labels, a row each; see `jfsdp.trainer.sources.source.Source`."""
 
     item, makes_text = "image", False
+    counted, num_rows = "image", 1
 
     def __init__(self, config: TrainConfig, job: Job, row_items: int):
         images = ImageConfig(config.data, eval_fraction=config.eval_fraction, seed=config.seed)

@@ -8,6 +8,7 @@ from jfsdp.trainer.data import DataIterator
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.images import ImageSource
+from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.tokens import TokenSource
 
 
@@ -15,12 +16,16 @@ class Source(Protocol):
     """The data of a run: opened once, in every process.
 
     Attributes:
-      item: what losses and rates are per: "token" or "image".
+      item: what rates are per: "token" or "image".
+      counted: what losses are per: "token", "image" or "pair".
+      num_rows: rows of items that a row of a batch has: 2 where it is a pair.
       levels: losses worth a line in the curve, by name: known after `measure`.
       makes_text: whether `sample` can be asked for.
     """
 
     item: str
+    counted: str
+    num_rows: int
     levels: dict[str, float]
     makes_text: bool
 
@@ -62,7 +67,7 @@ class Source(Protocol):
         ...
 
 
-KINDS = {"tokens": TokenSource, "images": ImageSource}
+KINDS = {"tokens": TokenSource, "images": ImageSource, "pairs": PairSource}
 
 
 def check_source(config: TrainConfig, job: Job) -> int:

@@ -30,6 +30,7 @@ class TokenSource:
     """Documents as rows of `seq_len` tokens; see `jfsdp.trainer.sources.source.Source`."""
 
     item, makes_text = "token", True
+    form, counted, num_rows = "tokens", "token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
@@ -37,6 +38,16 @@ class TokenSource:
         options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
+        if (self.data.form == "pairs") != (self.form == "pairs"):
+            raise ValueError(
+                f"data {config.data!r}: "
+                + (
+                    "are choices between two answers; name the loss with --preference, such as dpo"
+                    if self.data.form == "pairs"
+                    else f"--preference {config.preference} takes records with chosen and rejected, and these are of "
+                    f"form {self.data.form}; leave it out, or give such records"
+                )
+            )
         self.config, self.seq_len = config, seq_len
         self.levels: dict[str, float] = {}
 

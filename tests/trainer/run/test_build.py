@@ -42,6 +42,11 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
         ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
         ({"strategy": "ddp", "reshard_after_forward": "true"}, "contradicts strategy 'ddp'"),
+        ({"preference": "kto", "init_from": "x"}, "preference='kto' is unknown; .* are dpo, dpo_norm, ipo, ipo_norm"),
+        ({"preference": "dpo", "init_from": "x", "beta": -1.0}, "beta=-1.0: must be positive"),
+        ({"preference": "dpo"}, "--preference dpo: .*--init-from"),
+        ({"reference": "x"}, "--reference x: goes with --preference"),
+        ({**VIT, "preference": "dpo", "init_from": "x"}, "takes images"),
         ({"steps": 0}, "--steps 0 must be a number from 1"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
         (

@@ -1,0 +1,150 @@
+"""Losses of preferences: DPO and its kin, for pairs of a chosen and a rejected answer, beside a frozen reference.
+
+A pair is one row [2 T] of a batch, the chosen answer first, so both answers are on one device and the loss is a sum
+over rows: exact for any mesh, program and number of microbatches. Of the reference only two numbers a pair are needed,
+the log-likelihoods of both answers. They are computed once, before training, and come with the batch: no second model
+is in memory while the first is trained, and what it is compared with cannot drift.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.arguments import checked
+from jfsdp.train.step.loss import Loss
+from jfsdp.trainer.job import Job
+
+
+class Kind(NamedTuple):
+    """A loss of preferences.
+
+    Attributes:
+      of_margin: `f(ratio [B], beta)`: the loss of pairs by how much likelier than for the reference the chosen answer
+        has become, beside the rejected one (a difference of log-likelihoods).
+      is_mean: log-likelihoods are per token of the answer, so that its length does not count.
+      source: the method.
+    """
+
+    of_margin: Callable[[jax.Array, float], jax.Array]
+    is_mean: bool
+    source: str
+
+
+def _logistic(ratio: jax.Array, beta: float) -> jax.Array:
+    return jax.nn.softplus(-beta * ratio)
+
+
+def _squared(ratio: jax.Array, beta: float) -> jax.Array:
+    return (ratio - 1 / (2 * beta)) ** 2
+
+
+KINDS = {
+    "dpo": Kind(_logistic, False, "arXiv 2305.18290, equation 7"),
+    "dpo_norm": Kind(_logistic, True, "arXiv 2411.15124, section 5.1: length-normalized DPO"),
+    "ipo": Kind(_squared, False, "arXiv 2310.12036, equation 17"),
+    "ipo_norm": Kind(_squared, True, "the same over mean log-likelihoods, as TRL computes loss_type='ipo'"),
+}
+
+
+@checked
+def preference_loss(
+    log_likelihoods: Any, num_tokens: Any, reference: Any, *, kind: str = "dpo", beta: float = 0.1
+) -> Loss:
+    """Sum the loss of pairs of answers.
+
+    Layout:  [B 2] each, the chosen answer first -> scalars
+    Dtype:   that of the log-likelihoods.
+
+    Args:
+      log_likelihoods: sums over the tokens of each answer.
+      num_tokens: of each answer; a pair with an answer of none is padding and does not count.
+      reference: log-likelihoods by the frozen reference.
+      kind: "dpo", "dpo_norm", "ipo" or "ipo_norm"; see `KINDS`.
+      beta: how dearly a distance from the reference is paid for (tau in IPO).
+
+    Returns:
+      `total` and `weight` (pairs), and in `aux` `correct`: the pairs whose chosen answer gained more than its rejected
+      one; `reward_chosen` and `reward_rejected`: beta times what each gained.
+
+    Raises:
+      ValueError: for another kind, a beta that is not positive, and arrays of another shape.
+    """
+    _check(kind, beta)
+    shapes = {jnp.shape(array) for array in (log_likelihoods, reference, num_tokens)}
+    if len(shapes) > 1 or (*next(iter(shapes)), 0)[1] != 2:
+        raise ValueError(
+            f"log-likelihoods, reference and numbers of tokens have shapes {sorted(shapes)}; give [B, 2] each, the "
+            "chosen answer first"
+        )
+    is_real = jnp.all(num_tokens > 0, axis=1)
+    gained = log_likelihoods - jax.lax.stop_gradient(reference)
+    if KINDS[kind].is_mean:
+        gained /= jnp.maximum(num_tokens, 1)
+    gained = jnp.where(is_real[:, None], gained, 0.0)
+    ratio = gained[:, 0] - gained[:, 1]
+    rewards = beta * jax.lax.stop_gradient(gained)
+    aux = {"correct": jnp.sum(is_real * (ratio > 0)), "reward_chosen": rewards[:, 0], "reward_rejected": rewards[:, 1]}
+    return Loss(
+        jnp.sum(is_real * KINDS[kind].of_margin(ratio, beta)),
+        jnp.sum(is_real),
+        {name: jnp.sum(value) for name, value in aux.items()},
+    )
+
+
+def pair_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch of pairs: tokens, targets, weights [B 2 T], and reference [B 2]."""
+    ids = jax.ShapeDtypeStruct((batch_size, 2, seq_len), jnp.int32)
+    weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+    reference = jax.ShapeDtypeStruct((batch_size, 2), jnp.float32)
+    return {"tokens": ids, "targets": ids, "weights": weights, "reference": reference}
+
+
+def score_answers(job: Job, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Return the log-likelihood of each answer of a batch of pairs, and its number of tokens. Layout: -> [B 2] float32.
+
+    Raises:
+      ValueError: if the job does not sum losses by row.
+    """
+    pairs, _, tokens = jnp.shape(batch["tokens"])
+    rows = {name: batch[name].reshape(2 * pairs, tokens) for name in ("tokens", "targets", "weights")}
+    sums = _need_row_loss(job)(model, rows)
+    return -sums.total.reshape(pairs, 2), sums.weight.reshape(pairs, 2)
+
+
+def with_preference(job: Job, kind: str | None, beta: float) -> Job:
+    """Return a job that is trained on pairs of answers in place of tokens; None: the job as it is.
+
+    Raises:
+      ValueError: as `preference_loss`, and for a job that cannot be.
+    """
+    if kind is None:
+        return job
+    if job.data != "tokens":
+        raise ValueError(f"--preference {kind} is for models of tokens, and job {job.name!r} takes {job.data}")
+    _check(kind, beta)
+    _need_row_loss(job)
+
+    def loss(model: Any, batch: Mapping[str, Any]) -> Loss:
+        return preference_loss(*score_answers(job, model, batch), batch["reference"], kind=kind, beta=beta)
+
+    return dataclasses.replace(job, data="pairs", loss=loss, eval_loss=None, batch=pair_batch)
+
+
+def _check(kind: str, beta: float) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"preference={kind!r} is unknown; the losses of preferences are {', '.join(KINDS)}")
+    if not 0 < beta < float("inf"):
+        raise ValueError(f"beta={beta}: must be positive and finite; 0.1 is usual")
+
+
+def _need_row_loss(job: Job) -> Callable[[Any, Any], Any]:
+    if job.row_loss is None:
+        raise ValueError(
+            f"job {job.name!r} sums no losses of single rows, which preferences need; give its field `row_loss`"
+        )
+    return job.row_loss

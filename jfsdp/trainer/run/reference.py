@@ -1,0 +1,88 @@
+"""The frozen reference of a run on pairs: what it thinks of every answer, computed once and kept beside the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jfsdp.launch.watch import Watch
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.state import TrainState
+from jfsdp.train.step.step import batch_sharding
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.preferences import score_answers
+from jfsdp.trainer.sources.pairs import PairSource
+
+FILE = "reference.npy"
+
+
+def compute_reference(
+    source: PairSource, job: Job, model: ShardedModel, state: TrainState, share: dict[str, int], watch: Watch
+) -> np.ndarray:
+    """Compute the log-likelihoods of all answers, in every process.
+
+    Layout:  -> [N 2] float32, by number of document; NaN where no document is
+    Cost:    a forward of all pairs.
+
+    Args:
+      share: this process's part of a batch, as the data iterators take it.
+
+    Raises:
+      ValueError: for an answer whose log-likelihood is not finite, naming its line.
+    """
+    table = np.full((source.num_documents, 2), np.nan, np.float32)
+    whole = NamedSharding(model.mesh, PartitionSpec())  # type: ignore[arg-type]
+
+    def put(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(batch_sharding(model.mesh, x), x)
+
+    def score(module: Any, batch: Any) -> Any:
+        scores, counts = score_answers(job, module, batch)
+        return jax.lax.with_sharding_constraint((scores, counts.min(axis=1) > 0, batch["index"]), whole)
+
+    forward = model.forward(score)
+    for batch in source.every_batch(**share):
+        with watch.at("a batch of the reference"):
+            put = {
+                name: jax.make_array_from_process_local_data(batch_sharding(model.mesh, x), x)
+                for name, x in batch.items()
+            }
+            scores, is_real, index = map(np.asarray, forward(state, put))
+            table[index[is_real]] = scores[is_real]
+            if not np.isfinite(scores[is_real]).all():
+                bad = index[is_real][~np.isfinite(scores[is_real]).all(axis=1)][0]
+                raise ValueError(f"the reference gives document {bad} of {source.config.data!r} no finite likelihood")
+    return table
+
+
+def write_reference(run_dir: Path, table: np.ndarray) -> None:
+    """Write the file whole or not at all."""
+    partial = run_dir / f".{FILE}.partial"
+    with partial.open("wb") as file:
+        np.save(file, table)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, run_dir / FILE)
+
+
+def read_reference(run_dir: Path, num_documents: int) -> np.ndarray | None:
+    """Read what `write_reference` wrote; None: there is nothing, and it is to be computed anew.
+
+    Raises:
+      ValueError: if the file is damaged, or of other data.
+    """
+    path = run_dir / FILE
+    try:
+        table = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, and it is computed anew") from error
+    if table.shape != (num_documents, 2) or table.dtype != np.float32:
+        raise ValueError(f"{path} is of other data than these {num_documents} documents; remove it, or give those data")
+    return table

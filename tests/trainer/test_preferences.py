@@ -1,0 +1,165 @@
+"""Losses of preferences: the published formulas in float64, whatever the mesh, program, strategy and microbatches."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jfsdp
+from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, score_answers, with_preference
+from tests.pairwise import cover
+
+VOCAB, DIM, LENGTH, PAIRS, BETA = 24, 8, 7, 48, 0.3
+EXACT = 1e-12
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        wide = {"rngs": rngs, "param_dtype": jnp.float64, "dtype": jnp.float64}
+        self.mix, self.up, self.down = (nnx.Linear(*size, **wide) for size in ((DIM, DIM), (DIM, 32), (32, DIM)))
+
+    def __call__(self, x):
+        before = jnp.cumsum(self.mix(x), axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+        return x + self.down(jax.nn.silu(self.up(x + before)))
+
+
+class Language(nnx.Module):
+    """A causal model in float64: each token sees the mean of those before it."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (DIM, VOCAB), jnp.float64))
+
+    def __call__(self, tokens):
+        x = self.embed[...][tokens]
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.head[...]
+
+
+def row_loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
+    return jfsdp.Loss((losses * batch["weights"]).sum(axis=1), batch["weights"].sum(axis=1))
+
+
+def make_job(kind="dpo"):
+    own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
+    return with_preference(jfsdp.Job(**own, vocab_size=VOCAB, row_loss=row_loss), kind, BETA)
+
+
+def make_batch():
+    """Answers of many lengths; the last pairs are padding, as evaluation has it."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, VOCAB, (2, PAIRS, 2, LENGTH)).astype(np.int32)
+    weights = (np.arange(LENGTH) >= rng.integers(0, LENGTH, (PAIRS, 2, 1))).astype(np.float64)
+    weights[-5:] = 0
+    reference = -3 * rng.random((PAIRS, 2)) * weights.sum(-1)
+    return {"tokens": tokens, "targets": targets, "weights": weights, "reference": reference}
+
+
+@pytest.fixture(autouse=True)
+def _wide(request):
+    with jax.enable_x64("exact" in request.node.name):
+        yield
+
+
+def published(kind, model, batch):
+    """The formulas as their papers write them, from the whole logits of one answer at a time."""
+
+    def ratio(tokens, targets, weights, reference):
+        likelihoods = jnp.log(jax.nn.softmax(model(tokens[None])[0]))[jnp.arange(LENGTH), targets]
+        ratio = (likelihoods * weights).sum() - reference
+        return ratio / weights.sum() if kind.endswith("norm") else ratio
+
+    real = [jnp.asarray(batch[name][:-5]) for name in ("tokens", "targets", "weights", "reference")]
+    chosen, rejected = (jax.vmap(ratio)(*(x[:, answer] for x in real)) for answer in range(2))
+    gap = chosen - rejected
+    return jnp.mean(-jnp.log(jax.nn.sigmoid(BETA * gap)) if kind.startswith("dpo") else (gap - 1 / (2 * BETA)) ** 2)
+
+
+@functools.cache
+def wanted(kind):
+    graph, params = nnx.split(Language(nnx.Rngs(0)))
+    value, grads = jax.value_and_grad(lambda params: published(kind, nnx.merge(graph, params), make_batch()))(params)
+    return float(value), {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(grads)}
+
+
+COLUMNS = {
+    "kind": list(KINDS),
+    "sizes": [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 8}, {"replica": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}],
+    "engine": ["xla", "manual"],
+    "strategy": ["full_shard", "ddp", "zero1", "hybrid_shard"],
+    "accumulate": [1, 2],
+}
+
+
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # the embedding is not cut over tensor
+@pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
+def test_losses_and_gradients_are_exact(kind, sizes, engine, strategy, accumulate):
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    cuts = {"blocks.*.up": (-1, "tensor"), "blocks.*.down.kernel": (0, "tensor"), "head": (-1, "tensor")}
+    model = jfsdp.fully_shard(
+        Language, mesh=mesh, units=[Block], strategy=strategy, engine=engine, min_size=4, cuts=cuts
+    )
+    state = model.init(optax.sgd(0.1))
+    _, grads, metrics = model.grads(make_job(kind).loss, accumulate=accumulate)(state, make_batch())
+    value, expected = wanted(kind)
+    assert float(metrics["loss"]) == pytest.approx(value, rel=1e-6)  # metrics are float32
+    assert float(metrics["weight"]) == PAIRS - 5
+    found = {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(grads)}
+    assert found.keys() == expected.keys()
+    for path, grad in expected.items():
+        assert np.abs(found[path] - grad).max() < EXACT * max(np.abs(grad).max(), 1), path
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny"])
+def test_models_score_answers_without_logits_of_whole_rows(name):
+    """Sums by row in chunks, and their gradient, beside whole logits; GPT-2 without its dropout."""
+    small = {"num_layers": 2, "vocab_size": 40, "dim": 32, "loss_chunk": 3}
+    job = jfsdp.find_job(name).with_config(**small)
+    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4]), units=job.units)
+    state, batch = model.init(optax.identity()), {**make_batch()}
+    batch["weights"] = batch["weights"].astype(np.float32)
+
+    def plain(module, batch):
+        rows = {name: batch[name].reshape(-1, LENGTH) for name in ("tokens", "targets", "weights")}
+        return row_loss(module, rows).total.reshape(-1, 2) * -1
+
+    found, counts = model.forward(functools.partial(score_answers, job))(state, batch)
+    np.testing.assert_allclose(found, model.forward(plain)(state, batch), rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(counts, batch["weights"].sum(-1))
+    by_chunks = with_preference(job, "dpo", BETA).loss
+
+    def whole(module, batch):
+        return preference_loss(plain(module, batch), batch["weights"].sum(-1), batch["reference"], beta=BETA)
+
+    batch["reference"] = batch["reference"].astype(np.float32)
+    for engine in ("xla", "manual"):
+        sharded = jfsdp.fully_shard(job.model, mesh=model.mesh, units=job.units, engine=engine)
+        ours, theirs = (sharded.grads(loss)(state, batch)[1] for loss in (by_chunks, whole))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6 + 2e-5 * np.abs(b).max())
+
+
+def test_what_no_preference_is_is_refused_by_name():
+    scores = np.zeros((3, 2), np.float32)
+    for given, expected in (
+        ({"kind": "kto"}, "preference='kto' is unknown; the losses of preferences are dpo, dpo_norm, ipo, ipo_norm"),
+        ({"beta": 0.0}, "beta=0.0: must be positive"),
+        ({"beta": float("inf")}, "beta=inf"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            preference_loss(scores, scores, scores, **given)
+    with pytest.raises(ValueError, match=r"\(3,\).*give \[B, 2\] each"):
+        preference_loss(scores, scores[:, 0], scores)
+    with pytest.raises(ValueError, match="job 'vit-tiny' takes images"):
+        with_preference(jfsdp.find_job("vit-tiny"), "dpo", 0.1)
+    own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
+    with pytest.raises(ValueError, match=r"job 'mine' sums no losses of single rows.*`row_loss`"):
+        with_preference(jfsdp.Job(**own, name="mine"), "dpo", 0.1)
