@@ -24,7 +24,7 @@ QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_
   tests/engine/test_manual_parity.py::test_the_depth_of_prefetch_changes_no_bit
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick lint format proofs docs clean
+.PHONY: help install train finetune test quick lint format proofs docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,13 @@ $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 
 train: install ## Train a tiny Llama on the standard library's source; ARGS="--steps 100" for more
 	$(BIN)/python scripts/train.py --recipe stdlib $(ARGS)
+
+finetune: $(VENV)/.peft ## Fine-tune what `make train` trained, with adapters; read them again in PEFT
+	$(BIN)/python scripts/finetune.py $(ARGS)
+
+$(VENV)/.peft: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[train,peft]' -e ./models
+	@touch $@
 
 test: install lint ## Lint, check types, run the tests (all that CI does)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)

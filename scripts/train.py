@@ -10,7 +10,6 @@ A recipe names defaults; any option on the command line overrides it. Exit statu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -36,7 +35,7 @@ from jfsdp.launch.runtime import (
     enable_compilation_cache,
     ending_with_its_reader,
     plain_warnings,
-    without_plugin_chatter,
+    start_jax,
 )
 from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
 from jfsdp.trainer.groups import show_groups
@@ -125,18 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_jax() -> None:
-    """Start JAX; on the CPU without remarks on the GPU that is not there."""
-    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
-    with without_plugin_chatter() if is_cpu else contextlib.nullcontext():
-        import jax
-
-        try:
-            jax.devices()
-        except RuntimeError as error:
-            raise UsageError(f"JAX does not start: {error}") from error
-
-
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
     """Go on as the run to resume did in what its command leaves out of what may change: no option left out changes it.
 
@@ -172,7 +159,10 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
 def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -> None:
     try:
         with watch.at("the start", PATIENT):
-            start_jax()
+            try:
+                start_jax()
+            except RuntimeError as error:
+                raise UsageError(f"JAX does not start: {error}") from error
             from jfsdp.trainer.run.build import build
             from jfsdp.trainer.run.training import Run
 

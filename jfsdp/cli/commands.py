@@ -19,6 +19,7 @@ from jfsdp.cli.checkpoint import CHECKPOINT_COMMANDS, Checkpoint
 from jfsdp.cli.console import BROKEN
 from jfsdp.cli.data import DATA_COMMANDS, Data
 from jfsdp.cli.doctor import Doctor
+from jfsdp.cli.evaluate import Evaluate
 from jfsdp.cli.explain import Explain
 from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
@@ -42,6 +43,7 @@ COMMANDS = {
     "explain": Explain,
     "checkpoint": Checkpoint,
     "data": Data,
+    "evaluate": Evaluate,
     "generate": Generate,
     "models": Models,
     "doctor": Doctor,

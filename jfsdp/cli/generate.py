@@ -10,30 +10,24 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.trainer.options import Count, Location, Name, Number, optional
+from jfsdp.cli.opened import OpenOptions
+from jfsdp.trainer.options import Count, Location, Number, optional
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(OpenOptions):
     """Generate from the model of a run, or of a directory as Hugging Face has them: to see what was learned.
 
     Prompts are computed together, with a cache of keys and values that is split like the model. This is no server:
     the whole model is gathered unit by unit for every token, unless --mesh splits it over tensor alone.
     """
 
-    path: tyro.conf.Positional[
-        Annotated[
-            str, tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or config.json and weights.")
-        ]
-    ]
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """What to go on from. May be repeated."""
     data: Location = None
     """A file of prompts: *.jsonl with prompt or messages, or a text with one in each line."""
     chat: bool = False
     """Take each --prompt for a user's message, and render it by the chat template."""
-    adapter: Location = None
-    """An adapter of PEFT's, a directory."""
     max_tokens: Count = 128
     """Tokens of an answer at most."""
     temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
@@ -46,18 +40,6 @@ class Generate:
     """Of the draws."""
     rows: Count = 16
     """Prompts computed together."""
-    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
-    """fsdp=8, or tensor=4,fsdp=2. none: all devices on fsdp."""
-    param_dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = "bfloat16"
-    """Of weights, cache and compute: bfloat16, float16 or float32."""
-    model: Name = None
-    """The job that computes weights of Hugging Face. none: the first that can."""
-    step: Annotated[str, tyro.conf.arg(metavar="auto|STEP")] = "auto"
-    """The checkpoint of a run. auto: the newest."""
-    tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
-    """none: that of the run, or of the directory."""
-    chat_template: Location = None
-    """A file with the jinja template of conversations. none: the tokenizer's own."""
     json: bool = False
     """Print a line of JSON for each prompt: prompt, text, and the ids of the tokens."""
 
@@ -70,20 +52,10 @@ class Generate:
         if self.max_tokens < 1 or self.rows < 1:
             raise ValueError(f"--max-tokens {self.max_tokens} and --rows {self.rows} must be at least 1")
         from jfsdp.trainer.generate import Generator, Sampling
-        from jfsdp.trainer.run.config import TrainConfig
-        from jfsdp.trainer.run.opened import open_model
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         prompts = self._prompts()
-        given = TrainConfig(
-            model=self.model,
-            mesh=self.mesh or "fsdp=-1",
-            param_dtype=self.param_dtype,
-            init_adapter=self.adapter,
-            tokenizer=self.tokenizer or self._own_tokenizer(),
-            check_loss=False,
-        )
-        opened = open_model(self.path, given, step=self.step, chat_template=self.chat_template)
+        opened = self.open()
         print(f"{opened.said}; answers end with {_words(opened)}", file=sys.stderr)
         ids = [self._encode(opened, prompt, place) for place, prompt in prompts]
         generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
@@ -92,9 +64,6 @@ class Generate:
             for (_, prompt), answer in zip(prompts[first:], answers):
                 self._print(opened, prompt, answer)
         return 0
-
-    def _own_tokenizer(self) -> str:
-        return self.path if (Path(self.path).expanduser() / "tokenizer.json").is_file() else "byte"
 
     def _prompts(self) -> list[tuple[str, Any]]:
         """Return where each prompt stands, and the prompt: a text, or messages up to the last to be answered."""

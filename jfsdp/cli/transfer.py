@@ -288,8 +288,10 @@ def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
 def _find_job(options: _ModelOptions, config: Any) -> Job:
     """Load the job that the options name, else the one that a run was configured with."""
     from jfsdp.checkpoint.foreign.mapping import as_name_map
+    from jfsdp.launch.runtime import start_jax
     from jfsdp.trainer.job import load_job, parse_config
 
+    start_jax()
     given, stored = config or {}, (config or {}).get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config
     if model is None and factory is None:

@@ -86,6 +86,19 @@ def without_plugin_chatter() -> Iterator[None]:
             os.dup2(stderr.fileno(), 2)
 
 
+def start_jax() -> None:
+    """Start JAX; on the CPU without remarks on the GPU that is not there.
+
+    Raises:
+      RuntimeError: if it does not start.
+    """
+    is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    with without_plugin_chatter() if is_cpu else contextlib.nullcontext():
+        import jax
+
+        jax.devices()
+
+
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Print warnings of ours as a line of a command line: who gave options has no line of Python to look at."""

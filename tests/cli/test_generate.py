@@ -72,6 +72,37 @@ def test_prompts_of_a_file_and_conversations(models, capsys, tmp_path):
     assert len(run(capsys, directory, "--data", str(lines), "--max-tokens", "2")) == 2
 
 
+def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
+    import torch
+
+    model, directory = models["mistral"]
+    records = [{"prompt": f"{n} and {n}", "completion": f" {2 * n}"} for n in range(11)]
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    options = ["--data", data, "--seq-len", "16", "--param-dtype", "float32", "--rows", "2"]
+    assert main(["evaluate", directory, *options, "--json", "--mesh", "fsdp=2,tensor=2,replica=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokenizer, total, count = load_tokenizer(directory), 0.0, 0
+    for record in records:
+        prompt = [*tokenizer.start_ids, *tokenizer.encode(record["prompt"])]
+        answer = [*tokenizer.encode(record["completion"]), tokenizer.eod_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([[int(x) for x in prompt + answer]])).logits[0, len(prompt) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+        count += len(answer)
+    assert found["weight"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert main(["evaluate", directory, *options]) == 0
+    assert f"{count} tokens" in capsys.readouterr().out
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    for args, expected in (
+        (["--data", pairs], "--preference"),
+        ([], "--data"),
+        (["--data", data, "--rows", "0"], "--rows"),
+    ):
+        assert main(["evaluate", directory, *args]) == 2
+        assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from jfsdp.cli.commands import main
 from tests.scripts.test_train import read_metrics, train
 
 MODEL = ["--model", "llama-tiny", "--model-config", "dim=16", "num_layers=2", "ffn_dim=32", "--seq-len", 24]
@@ -70,6 +71,22 @@ def test_another_reference_is_computed_by_its_own_weights(workspace, tmp_path):
     np.testing.assert_allclose(
         np.load(tmp_path / "same" / "reference.npy"), np.load(workspace / "run" / "reference.npy"), rtol=1e-5
     )
+
+
+def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, capsys):
+    def evaluate(*args):
+        data = ["--data", workspace / "answers.jsonl", "--seq-len", 24, "--param-dtype", "float32", "--json"]
+        assert main(["evaluate", *map(str, (*args, *data))]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    for source, target in (("begin", "base"), ("run", "adapter")):
+        assert main(["checkpoint", "export", str(workspace / source), str(tmp_path / target)]) == 0
+    capsys.readouterr()
+    before, tuned = evaluate(workspace / "begin"), evaluate(workspace / "run")
+    exported = evaluate(tmp_path / "base", "--adapter", tmp_path / "adapter", "--tokenizer", "byte")
+    assert tuned["loss"] == pytest.approx(exported["loss"], rel=1e-5)
+    assert abs(tuned["loss"] - before["loss"]) > 1e-3
+    assert tuned["weight"] == before["weight"] == exported["weight"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,7 @@ def test_models_score_answers_without_logits_of_whole_rows(name):
 
 def test_what_no_preference_is_is_refused_by_name():
     scores = np.zeros((3, 2), np.float32)
+    given: dict[str, Any]
     for given, expected in (
         ({"kind": "kto"}, "preference='kto' is unknown; the losses of preferences are dpo, dpo_norm, ipo, ipo_norm"),
         ({"beta": 0.0}, "beta=0.0: must be positive"),

@@ -32,6 +32,7 @@ class Opened:
     """What generation needs of a model.
 
     Attributes:
+      config: that of the run, or one for the directory.
       job, model, state: weights at rest in the dtype of compute, split over the mesh.
       tokenizer: the model's.
       prompts: turns texts and messages into ids.
@@ -39,6 +40,7 @@ class Opened:
       said: what was opened, in a line.
     """
 
+    config: TrainConfig
     job: Job
     model: ShardedModel
     state: TrainState
@@ -89,7 +91,7 @@ def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_templa
     load = functools.partial(load_template, config.tokenizer, chat_template or config.chat_template)
     prompts = Examples(tokenizer, load, "prompt", answers="all", seq_len=job.seq_len)
     beside = [directory, *(Path(place).expanduser() for place in (config.init_from, config.tokenizer) if place)]
-    return Opened(job, model, state, tokenizer, prompts, _stop_ids(tokenizer, beside), said)
+    return Opened(config, job, model, state, tokenizer, prompts, _stop_ids(tokenizer, beside), said)
 
 
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
@@ -101,8 +103,9 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
     if given.tokenizer != TrainConfig.tokenizer:
         changed["tokenizer"] = given.tokenizer
-    plain = {"engine": "auto", "prefetch": None, "offload": (), "storage": "per_parameter"}
-    return dataclasses.replace(config, **changed, **plain, preference=None, simulate_devices=0)
+    plain = ("strategy", "sharding_factor", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
+    plain += ("min_size", "preference", "simulate_devices")
+    return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
 
 
 def _is_restored(config: TrainConfig) -> bool:
@@ -142,13 +145,13 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
 
 def without_adapters(config: TrainConfig) -> TrainConfig:
     """Return the configuration of a run for weights that are computed with as they are."""
-    plain = {"lora": (), "init_adapter": None, "quantized": (), "offload": (), "storage": "per_parameter", "ema": None}
-    return dataclasses.replace(config, **plain, prefetch=None, engine="auto")  # type: ignore[arg-type]
+    names = ("lora", "init_adapter", "quantized", "offload", "storage", "ema", "prefetch", "engine")
+    return dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in names})
 
 
 def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tuple[ShardedModel, TrainState, str]:
     model = shard_job(config, job, make_run_mesh(config))
-    tx = make_optimizer(config, job, 0.0)
+    tx = make_optimizer(config, job, lambda count: 0.0)  # with a schedule, as in the run
     found = runs.resume_step(directory, step)
     like = load_weights(config, job, model, tx) if config.init_from else model.abstract_state(tx)
     with open_checkpoints(config, directory) as checkpoints:

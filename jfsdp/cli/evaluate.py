@@ -1,0 +1,78 @@
+"""`jfsdp evaluate`: the loss of a trained model on data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import tyro
+
+from jfsdp.cli.opened import OpenOptions
+from jfsdp.trainer.options import Count, Name, Number
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(OpenOptions):
+    """Print the loss of a model on data: of conversations and completions that of the answers' tokens alone.
+
+    All documents count, each token once, without dropout. What is longer than a row is cut as for training, and the
+    first line says how much that is.
+    """
+
+    data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
+    """As --data of scripts/train.py; choices between two answers apart."""
+    seq_len: Number = None
+    """Tokens of a row. none: the model's."""
+    rows: Count = 8
+    """Rows of each data shard computed together."""
+    answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
+    """Which of the assistant's messages in a conversation count."""
+    text_field: Name = None
+    """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
+    json: bool = False
+    """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
+
+    def run(self) -> int:
+        from jfsdp.extras import need
+
+        need("train")
+        if not self.data or self.rows < 1:
+            raise ValueError(f"give the data by --data PATH, and --rows of at least 1 (now {self.rows})")
+        from jfsdp.layout.mesh import num_data_shards
+        from jfsdp.trainer.data import DataConfig, open_data
+        from jfsdp.trainer.data.pipeline import make_pass_iterator
+        from jfsdp.trainer.run.evaluate import Evaluator
+
+        opened = self.open()
+        job, model = opened.job, opened.model
+        config = DataConfig(
+            self.data,
+            seq_len=self.seq_len or job.seq_len,
+            tokenizer=opened.config.tokenizer,
+            chat_template=self.chat_template,
+            answers=self.answers,
+            text_field=self.text_field,
+            documents_per_row=job.documents_per_row,
+            eval_fraction=0,
+        )
+        data = open_data(config, vocab_size=job.vocab_size)
+        if data.form == "pairs":
+            raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")
+        print(f"{opened.said}; {data.found}", file=sys.stderr)
+        rows = self.rows * num_data_shards(dict(model.layout.mesh_sizes))
+
+        def batches() -> Iterator[Any]:
+            with contextlib.closing(make_pass_iterator(data, data.train, batch_size=rows)) as iterator:
+                yield from iterator
+
+        found = Evaluator(model, job.eval_loss or job.loss, batches)(opened.state)
+        if self.json:
+            print(json.dumps({"loss": found.loss, "weight": found.weight, **found.aux}))
+            return 0
+        correct = f", accuracy {100 * found.aux['correct']:.2f} %" if "correct" in found.aux else ""
+        print(f"loss {found.loss:.4f} nats per token{correct}, of {found.weight:,.0f} tokens")
+        return 0

@@ -1,0 +1,61 @@
+"""The options of commands that open a trained model: which one, and how it is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jfsdp.trainer.options import Location, Name, optional
+
+if TYPE_CHECKING:
+    from jfsdp.trainer.run.opened import Opened
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenOptions:
+    """A run or a directory of Hugging Face, and what to open it with."""
+
+    path: tyro.conf.Positional[
+        Annotated[
+            str, tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or config.json and weights.")
+        ]
+    ]
+    adapter: Location = None
+    """An adapter of PEFT's, a directory."""
+    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
+    """fsdp=8, or tensor=4,fsdp=2. none: all devices on fsdp."""
+    param_dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = "bfloat16"
+    """Of weights, cache and compute: bfloat16, float16 or float32."""
+    model: Name = None
+    """The job that computes weights of Hugging Face. none: the first that can."""
+    step: Annotated[str, tyro.conf.arg(metavar="auto|STEP")] = "auto"
+    """The checkpoint of a run. auto: the newest."""
+    tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
+    """none: that of the run, or of the directory."""
+    chat_template: Location = None
+    """A file with the jinja template of conversations. none: the tokenizer's own."""
+
+    def open(self) -> Opened:
+        """Open the model.
+
+        Raises:
+          ValueError: as `open_model`.
+        """
+        from jfsdp.launch.runtime import start_jax
+        from jfsdp.trainer.run.config import TrainConfig
+        from jfsdp.trainer.run.opened import open_model
+
+        start_jax()
+        own = self.path if (Path(self.path).expanduser() / "tokenizer.json").is_file() else "byte"
+        given = TrainConfig(
+            model=self.model,
+            mesh=self.mesh or "fsdp=-1",
+            param_dtype=self.param_dtype,
+            init_adapter=self.adapter,
+            tokenizer=self.tokenizer or own,
+            check_loss=False,
+        )
+        return open_model(self.path, given, step=self.step, chat_template=self.chat_template)

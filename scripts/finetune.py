@@ -1,0 +1,184 @@
+"""Fine-tune the model of `make train` with adapters: from Python's own functions to what they do, in a line.
+
+Everything is done by the commands that users type, which are printed: `jfsdp evaluate` before and after,
+`scripts/train.py --lora`, `jfsdp generate`, `jfsdp checkpoint export`. In the end PEFT and transformers read what was
+exported, and must find the same held-out loss and write the same answers. Exit status 1 if they do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from jfsdp.extras import MissingExtra, need
+from jfsdp.trainer.run import directory as runs
+
+TRAIN = Path(__file__).with_name("train.py")
+LORA = "rank=16,alpha=32,targets=**.attn.*.kernel,**.mlp.*.kernel"
+QUESTION = "\n# In words:"
+MOST_BYTES = 200  # of a function and its answer: rows have 256
+
+
+@dataclasses.dataclass(frozen=True)
+class FinetuneConfig:
+    """What to train.
+
+    Attributes:
+      base: a run of the recipe stdlib; None: the newest in runs/, or one of `base_steps` made now.
+      run_dir: where everything is written; None: a new runs/finetune-DATE-TIME.
+      steps: of the fine-tuning.
+      base_steps: of a base that has to be trained first.
+      held_out: one function in so many is not trained on.
+    """
+
+    base: Path | None = None
+    run_dir: Path | None = None
+    steps: int = 300
+    base_steps: int = 200
+    held_out: int = 10
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    """Yield short functions of the standard library, without their docstrings, and the first lines of these."""
+    seen = set()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if {"site-packages", "test", "tests", "idlelib"} & set(path.parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or not (docstring := ast.get_docstring(node)):
+                continue
+            node.body = node.body[1:] or [ast.Pass()]
+            code, answer = ast.unparse(node), docstring.split("\n")[0].strip()
+            size = len(f"{code}{QUESTION}{answer}".encode())
+            if answer and size <= MOST_BYTES and code not in seen:
+                seen.add(code)
+                yield code, answer
+
+
+def write_records(directory: Path, held_out: int) -> tuple[Path, Path, list[str]]:
+    """Write what to train on and what is held out; return both files and three prompts of the latter."""
+    records = [{"prompt": f"{code}{QUESTION}", "completion": f" {answer}"} for code, answer in functions()]
+    kept, out = records[:], records[::held_out]
+    kept = [record for number, record in enumerate(records) if number % held_out]
+    for name, some in (("train", kept), ("held-out", out)):
+        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in some))
+    print(f"{len(kept):,} functions to train on, {len(out):,} held out", flush=True)
+    prompts = [out[len(out) * part // 4]["prompt"] for part in (1, 2, 3)]
+    return directory / "train.jsonl", directory / "held-out.jsonl", prompts
+
+
+def call(*command: Any, is_read: bool = False) -> str:
+    """Run a command and print it; return its output where that is read and not shown."""
+    words = [str(word) for word in command]
+    shown = ["python", *words[1:]] if words[0] == sys.executable else ["jfsdp", *words[1:]]
+    print(f"\n$ {shlex.join(shown)}", flush=True)
+    done = subprocess.run(words, stdout=subprocess.PIPE if is_read else None, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout or ""
+
+
+def evaluate(jfsdp: str, path: Path, data: Path) -> float:
+    """Return the loss of the held-out answers."""
+    found = json.loads(
+        call(jfsdp, "evaluate", path, "--data", data, "--param-dtype", "float32", "--json", is_read=True)
+    )
+    print(f"loss {found['loss']:.4f} nats per token of {found['weight']:,.0f}, accuracy {100 * found['correct']:.2f} %")
+    return found["loss"]
+
+
+def compute_with_peft(
+    base: Path, adapter: Path, data: Path, prompts: Sequence[str], eod: int
+) -> tuple[float, list[list[int]]]:
+    """Return the same loss, and the ids of the same answers, as PEFT and transformers compute them."""
+    import peft
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for line in data.read_text().splitlines():
+            record = json.loads(line)
+            prompt, answer = [eod, *record["prompt"].encode()], [*record["completion"].encode(), eod]
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+            count += len(answer)
+        answers = []
+        for prompt in prompts:
+            ids = torch.tensor([[eod, *prompt.encode()]])
+            found = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=80,
+                do_sample=False,
+                eos_token_id=eod,
+                pad_token_id=eod,
+            )
+            answers.append(found[0, ids.shape[1] :].tolist())
+    return total / count, answers
+
+
+def main(config: FinetuneConfig) -> int:
+    """Train, compare, export, read again; return the exit status."""
+    need("train")
+    need("peft")
+    begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
+    run_dir = config.run_dir or runs.new_run_dir("finetune")
+    run_dir.mkdir(parents=True)
+    base = config.base
+    if base is None:
+        try:
+            base = runs.newest_run_dir("stdlib")
+        except ValueError:
+            base = run_dir / "base"
+            call(sys.executable, TRAIN, "--recipe", "stdlib", "--steps", config.base_steps, "--run-dir", base)
+    data, held_out, prompts = write_records(run_dir, config.held_out)
+    before = evaluate(jfsdp, base, held_out)
+    options = ["--init-from", base, "--data", data, "--eval-fraction", 0, "--lora", LORA, "--batch-per-device", 2]
+    options += ["--steps", config.steps, "--decay-steps", config.steps, "--eval-every", 0, "--sample-tokens", 0]
+    tuned = run_dir / "tuned"
+    call(sys.executable, TRAIN, "--recipe", "stdlib", *options, "--run-dir", tuned)
+    after = evaluate(jfsdp, tuned, held_out)
+    asked = [word for prompt in prompts for word in ("--prompt", prompt)]
+    lines = call(
+        jfsdp, "generate", tuned, *asked, "--param-dtype", "float32", "--max-tokens", 80, "--json", is_read=True
+    )
+    answers = [json.loads(line) for line in lines.splitlines()]
+    for prompt, answer in zip(prompts, answers):
+        print(f"\n{prompt}{answer['text']}")
+    call(jfsdp, "checkpoint", "export", base, run_dir / "base-hf")
+    call(jfsdp, "checkpoint", "export", tuned, run_dir / "adapter")
+    theirs, their_answers = compute_with_peft(run_dir / "base-hf", run_dir / "adapter", held_out, prompts, 256)
+    is_same = abs(theirs - after) < 1e-4 and their_answers == [answer["tokens"] for answer in answers]
+    print(f"\nheld-out loss of answers: {before:.4f} before, {after:.4f} after; by peft and transformers {theirs:.4f}")
+    print(
+        f"three answers: {'the same' if their_answers == [a['tokens'] for a in answers] else 'NOT the same'} by theirs"
+    )
+    print(f"{time.perf_counter() - begin:.0f} s in all; results in {run_dir}, the adapter in {run_dir / 'adapter'}")
+    return 0 if is_same and after < before else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(FinetuneConfig, description=__doc__)))
+    except MissingExtra as error:
+        sys.exit(f"finetune.py: error: {error}")
