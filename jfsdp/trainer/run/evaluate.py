@@ -30,6 +30,12 @@ class Evaluation(NamedTuple):
     aux: dict[str, float]
 
 
+def shard_batch(mesh: Any, batch: Any) -> Any:
+    """Put this process's rows of a batch on its devices, as its part of the global arrays."""
+    put = lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh, x), np.asarray(x))  # noqa: E731
+    return jax.tree.map(put, batch)
+
+
 class Evaluator:
     """Computes the loss of held-out batches: `evaluation = evaluator(state)`. Compiles once.
 
@@ -49,10 +55,6 @@ class Evaluator:
         self._sums, self._batches, self._num_batches = model.forward(sums), batches, num_batches
         self._mesh = model.mesh
 
-    def _shard_batch(self, batch: Any) -> Any:
-        put = lambda x: jax.make_array_from_process_local_data(batch_sharding(self._mesh, x), np.asarray(x))  # noqa: E731
-        return jax.tree.map(put, batch)
-
     def __call__(self, state: TrainState) -> Evaluation:
         """Return the mean loss, what it is the mean of, and what `aux` holds.
 
@@ -67,7 +69,7 @@ class Evaluator:
         batches = itertools.islice(self._batches(), self._num_batches or None)
         batch = next(batches, None)
         while batch is not None:
-            more = self._sums(state, self._shard_batch(batch))
+            more = self._sums(state, shard_batch(self._mesh, batch))
             batch = next(batches, None)
             more = jax.tree.map(float, more)
             sums = more if sums is None else merge(operator.add, np.maximum, sums, more)

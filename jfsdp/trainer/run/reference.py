@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.launch.watch import Watch
+from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
-from jfsdp.train.step.step import batch_sharding
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.preferences import score_answers
+from jfsdp.trainer.run.evaluate import shard_batch
 from jfsdp.trainer.sources.pairs import PairSource
 
 FILE = "reference.npy"
@@ -33,13 +33,10 @@ def compute_reference(
       share: this process's part of a batch, as the data iterators take it.
 
     Raises:
-      ValueError: for an answer whose log-likelihood is not finite, naming its line.
+      ValueError: for an answer whose log-likelihood is not finite, by its document's number.
     """
     table = np.full((source.num_documents, 2), np.nan, np.float32)
     whole = NamedSharding(model.mesh, PartitionSpec())  # type: ignore[arg-type]
-
-    def put(x: np.ndarray) -> jax.Array:
-        return jax.make_array_from_process_local_data(batch_sharding(model.mesh, x), x)
 
     def score(module: Any, batch: Any) -> Any:
         scores, counts = score_answers(job, module, batch)
@@ -47,12 +44,8 @@ def compute_reference(
 
     forward = model.forward(score)
     for batch in source.every_batch(**share):
-        with watch.at("a batch of the reference"):
-            put = {
-                name: jax.make_array_from_process_local_data(batch_sharding(model.mesh, x), x)
-                for name, x in batch.items()
-            }
-            scores, is_real, index = map(np.asarray, forward(state, put))
+        with watch.at("a batch of the reference", PATIENT):
+            scores, is_real, index = map(np.asarray, forward(state, shard_batch(model.mesh, batch)))
             table[index[is_real]] = scores[is_real]
             if not np.isfinite(scores[is_real]).all():
                 bad = index[is_real][~np.isfinite(scores[is_real]).all(axis=1)][0]
