@@ -1,0 +1,24 @@
+"""What `make finetune` trains on. The whole of it is run by hand: it takes minutes, and PEFT."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
+
+
+def test_functions_of_the_standard_library_become_short_pairs_and_are_trained_or_held_out(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("finetune_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "finetune_script", script)  # where its dataclass looks for names
+    spec.loader.exec_module(script)
+    train, held_out, prompts = script.write_records(tmp_path, 10)
+    kept, out = ([json.loads(line) for line in path.read_text().splitlines()] for path in (train, held_out))
+    assert len(kept) > 1000 and abs(len(out) - len(kept) / 9) < 2
+    assert not {one["prompt"] for one in kept} & {one["prompt"] for one in out}
+    for one in kept + out:
+        assert len((one["prompt"] + one["completion"]).encode()) <= 250
+        assert '"""' not in one["prompt"] and one["completion"].strip()
+    assert len(set(prompts)) == 3 and set(prompts) <= {one["prompt"] for one in out}
