@@ -11,43 +11,43 @@ from .over_tensor import HEADS, by_heads, over_tensor
 
 
 class Cache(NamedTuple):
-    """Of all layers, or inside a layer of its own.
+    """Of all layers; in a layer's call it also says which one that is.
+
+    The order of dims is that in which scatters (rows first) and products of matrices (heads before places) take them:
+    in another XLA transposes the whole cache for every token.
 
     Attributes:
-      keys, values: `[L B S K A]` where layers are stacked, else tuples of L arrays `[B S K A]`: of S places in each of
+      keys, values: `[B L K S A]` where layers are stacked, else tuples of L arrays `[B K S A]`: of S places in each of
         B rows, K heads of size A; keys are rotated already.
+      layer: the number of the layer that is called; None outside of layers.
     """
 
     keys: Any
     values: Any
+    layer: Any = None
+
+    def at(self, layer: Any) -> "Cache":
+        """Return the cache for a call of that layer."""
+        return self._replace(layer=layer)
 
 
 def cache_shapes(layers: int, heads: int, head_size: int, stacked: bool, rows: int, length: int, dtype: Any) -> Cache:
     """Return the shapes of a cache of `length` places. A zero cache is empty.
 
-    Memory:  2 * L * B * S * K * A elements.
+    Memory:  2 * L * B * K * S * A elements.
     """
-    shape = (rows, length, heads, head_size)
     if stacked:
-        array = jax.ShapeDtypeStruct((layers, *shape), dtype)
+        array = jax.ShapeDtypeStruct((rows, layers, heads, length, head_size), dtype)
         return Cache(array, array)
-    arrays = (jax.ShapeDtypeStruct(shape, dtype),) * layers
+    arrays = (jax.ShapeDtypeStruct((rows, heads, length, head_size), dtype),) * layers
     return Cache(arrays, arrays)
 
 
-def of_layer(cache: Cache, layer: Any) -> Cache:
-    """Return the part of one layer, of a list or of a stack."""
-    if isinstance(cache.keys, tuple):
-        return Cache(cache.keys[layer], cache.values[layer])
-    return Cache(*(jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) for array in cache))
-
-
-def with_layer(cache: Cache, layer: Any, part: Cache) -> Cache:
-    """Return a cache with another part of one layer. In a scan's carry it is written in place."""
-    if isinstance(cache.keys, tuple):
-        put = [(*array[:layer], new, *array[layer + 1 :]) for array, new in zip(cache, part)]
-        return Cache(*put)
-    return Cache(*(jax.lax.dynamic_update_index_in_dim(array, new, layer, 0) for array, new in zip(cache, part)))
+def check_cached(positions: jax.Array | None, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return both; refuse a call with a cache that does not say where its tokens stand."""
+    if positions is None or lengths is None:
+        raise ValueError("a model called with a cache needs positions= [B T] and lengths= [B] too")
+    return positions, lengths
 
 
 def attend_cached(
@@ -65,32 +65,44 @@ def attend_cached(
     Several tokens at once are prompts, which begin their rows: they attend to each other alone, by the kernel of
     training. A single token attends to the whole cache, by plain attention: its scores are few.
 
-    Layout:  query [B T H A], key and value [B T K A], cache [B S K A], positions [B T] int32 -> [B T H A], cache
-    Dtype:   the cache keeps its own; attention is in the query's.
+    Layout:  query [B T H A], key and value [B T K A], cache [B K S A] of a layer, positions [B T] int32 -> [B T H A],
+             cache
+    Dtype:   the cache keeps its own; attention is in the query's, its scores in float32.
 
     Args:
       positions: of each token in its row; S for padding, which stands at the end and is written nowhere.
       choice: that of `choose_attention`.
       window: how many keys a query sees, itself included; None: all before it.
     """
-
-    def write(cached: jax.Array, new: jax.Array) -> jax.Array:
-        # Mapped over rows, or XLA would bring the rows of all devices together for the scatter.
-        put = jax.vmap(lambda row, place, values: row.at[place].set(values, mode="drop"))
-        return over_tensor(put(cached, positions, new.astype(cached.dtype)), 2, HEADS)
-
-    keys, values = write(cache.keys, key), write(cache.values, value)
+    keys, all_keys = _write(cache.keys, cache.layer, key, positions)
+    values, all_values = _write(cache.values, cache.layer, value, positions)
+    cache = Cache(all_keys, all_values)
     if query.shape[1] > 1:
-        attended = by_heads(partial(attend, choice=choice, window=window), query, key, value, documents=None)
-        return attended, Cache(keys, values)
-    place = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    seen = place <= positions[:, :, None]
+        return by_heads(partial(attend, choice=choice, window=window), query, key, value, documents=None), cache
+    rows, heads, length, size = keys.shape
+    place = jnp.arange(length, dtype=jnp.int32)
+    seen = place <= positions
     if window is not None:
-        seen &= place > positions[:, :, None] - window
-    attended = jax.nn.dot_product_attention(
-        query, keys.astype(query.dtype), values.astype(query.dtype), mask=seen[:, None], implementation="xla"
-    )
-    return attended, Cache(keys, values)
+        seen &= place > positions - window
+    query = query.reshape(rows, heads, -1, size)
+    keys, values = keys.astype(query.dtype), values.astype(query.dtype)
+    scores = jnp.einsum("bkga,bksa->bkgs", query, keys, preferred_element_type=jnp.float32) * size**-0.5
+    shares = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
+    attended = jnp.einsum("bkgs,bksa->bkga", shares, values)
+    return attended.reshape(rows, 1, -1, size), cache
+
+
+def _write(cached: Any, layer: Any, new: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+    """Return the part of a layer with new tokens at their places, and all layers with it."""
+    # Mapped over rows, or XLA would bring the rows of all devices together for the scatter.
+    if isinstance(cached, tuple):
+        put = jax.vmap(lambda row, place, values: row.at[:, place].set(values, mode="drop"))
+        own = put(cached[layer], positions, new.swapaxes(1, 2).astype(cached[layer].dtype))
+        own = over_tensor(own, 1, HEADS)
+        return own, (*cached[:layer], own, *cached[layer + 1 :])
+    put = jax.vmap(lambda row, place, values: row.at[layer, :, place].set(values, mode="drop"))
+    stack = over_tensor(put(cached, positions, new.astype(cached.dtype)), 2, HEADS)
+    return jax.lax.dynamic_index_in_dim(stack, layer, axis=1, keepdims=False), stack
 
 
 def last_of(x: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_mask, document_positions, document_view
-from .cache import Cache, attend_cached, cache_shapes, last_of, of_layer, with_layer
+from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
@@ -184,13 +184,12 @@ class GPT2(nn.Module):
             one_row = jnp.arange(seq_len, dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
         init = nn.initializers.normal(_INIT_STD)
-        if cache is not None:  # padding has no position
-            positions = jnp.minimum(positions, config.num_positions - 1)
+        if cache is not None:
+            positions, lengths = check_cached(positions, lengths)
         wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
         wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
-        x = nn.Dropout(config.dropout, deterministic=deterministic)(
-            split_tokens(looked_up(wte(tokens))) + wpe(positions)
-        )
+        places = jnp.minimum(positions, config.num_positions - 1)  # padding has none
+        x = nn.Dropout(config.dropout, deterministic=deterministic)(split_tokens(looked_up(wte(tokens))) + wpe(places))
         if cache is not None and lengths is not None:
             x, cache = self._extend(x, positions, cache)
             return wte.attend(_norm(config.norm_eps, "ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
@@ -210,13 +209,11 @@ class GPT2(nn.Module):
     def _extend(self, x: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x, part = Block(self.config, name=f"h_{index}")(x, positions, True, of_layer(cache, index))
-                cache = with_layer(cache, index, part)
+                x, cache = Block(self.config, name=f"h_{index}")(x, positions, True, cache.at(index))
             return x, cache
 
         def run_block(block: Block, carry: Any, number: jax.Array, positions: jax.Array) -> tuple[Any, None]:
-            x, part = block(carry[0], positions, True, of_layer(carry[1], number))
-            return (x, with_layer(carry[1], number, part)), None
+            return block(carry[0], positions, True, carry[1].at(number)), None
 
         scan = nn.scan(
             run_block,

@@ -33,7 +33,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_positions, document_view
-from .cache import Cache, attend_cached, cache_shapes, last_of, of_layer, with_layer
+from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
@@ -242,7 +242,8 @@ class Llama(nnx.Module):
             then be given.
           lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
         """
-        if cache is not None and positions is not None and lengths is not None:
+        if cache is not None:
+            positions, lengths = check_cached(positions, lengths)
             x = split_tokens(looked_up(self.embed(tokens)))
             x, cache = self._extend(x, rope_table(self.config, positions), positions, cache)
             return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
@@ -272,14 +273,12 @@ class Llama(nnx.Module):
     def _extend(self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if isinstance(self.layers, nnx.List):
             for number, layer in enumerate(self.layers):
-                x, part = layer(x, rope, positions, of_layer(cache, number))
-                cache = with_layer(cache, number, part)
+                x, cache = layer(x, rope, positions, cache.at(number))
             return x, cache
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None), out_axes=nnx.Carry)
         def scan_layers(carry, layer, number, rope, positions):
-            x, part = layer(carry[0], rope, positions, of_layer(carry[1], number))
-            return x, with_layer(carry[1], number, part)
+            return layer(carry[0], rope, positions, carry[1].at(number))
 
         return scan_layers((x, cache), self.layers, jnp.arange(self.config.num_layers), rope, positions)
 

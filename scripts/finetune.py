@@ -74,7 +74,7 @@ def functions() -> Iterator[tuple[str, str]]:
 def write_records(directory: Path, held_out: int) -> tuple[Path, Path, list[str]]:
     """Write what to train on and what is held out; return both files and three prompts of the latter."""
     records = [{"prompt": f"{code}{QUESTION}", "completion": f" {answer}"} for code, answer in functions()]
-    kept, out = records[:], records[::held_out]
+    out = records[::held_out]
     kept = [record for number, record in enumerate(records) if number % held_out]
     for name, some in (("train", kept), ("held-out", out)):
         (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in some))
@@ -143,6 +143,8 @@ def main(config: FinetuneConfig) -> int:
     need("peft")
     begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
     run_dir = config.run_dir or runs.new_run_dir("finetune")
+    if config.held_out < 2 or run_dir.exists():
+        raise ValueError(f"--held-out {config.held_out} must be at least 2, and --run-dir {run_dir} new")
     run_dir.mkdir(parents=True)
     base = config.base
     if base is None:
@@ -180,5 +182,5 @@ def main(config: FinetuneConfig) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(FinetuneConfig, description=__doc__)))
-    except MissingExtra as error:
+    except (MissingExtra, ValueError) as error:
         sys.exit(f"finetune.py: error: {error}")

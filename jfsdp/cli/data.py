@@ -54,6 +54,7 @@ class Show:
         need("train")
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]
         data = open_data(DataConfig(eval_fraction=0, **{name: getattr(self, name) for name in names}))
+        data.check_used()
         shown = range(min(self.start, len(data.train)), min(self.start + self.num, len(data.train)))
         examples = [(data.train.place(i), *one) for i in shown for one in _examples(data, i)]
         if self.json:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.opened import OpenOptions
-from jfsdp.trainer.options import Count, Name, Number
+from jfsdp.trainer.options import Count, Name, Number, optional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Evaluate(OpenOptions):
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
     """As --data of scripts/train.py; choices between two answers apart."""
     seq_len: Number = None
-    """Tokens of a row. none: the model's."""
+    """Tokens of a row. none: as the run had it, or the model's."""
     rows: Count = 8
     """Rows of each data shard computed together."""
-    answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
-    """Which of the assistant's messages in a conversation count."""
+    answers: Annotated[str | None, optional(str, "all|last")] = None
+    """Which of the assistant's messages in a conversation count. none: as the run had it, or all."""
     text_field: Name = None
-    """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
+    """The field of a JSONL object that holds the text. none: as the run had it, or found by looking."""
     json: bool = False
     """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
 
@@ -48,18 +48,20 @@ class Evaluate(OpenOptions):
         from jfsdp.trainer.run.evaluate import Evaluator
 
         opened = self.open()
-        job, model = opened.job, opened.model
+        job, model, theirs = opened.job, opened.model, opened.config
         config = DataConfig(
             self.data,
-            seq_len=self.seq_len or job.seq_len,
-            tokenizer=opened.config.tokenizer,
-            chat_template=self.chat_template,
-            answers=self.answers,
-            text_field=self.text_field,
+            seq_len=self.seq_len or theirs.seq_len or job.seq_len,
+            tokenizer=theirs.tokenizer,
+            chat_template=theirs.chat_template,
+            answers=self.answers or theirs.answers,
+            text_field=self.text_field or theirs.text_field,
             documents_per_row=job.documents_per_row,
             eval_fraction=0,
         )
         data = open_data(config, vocab_size=job.vocab_size)
+        if self.chat_template or self.answers:
+            data.check_used()
         if data.form == "pairs":
             raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")
         print(f"{opened.said}; {data.found}", file=sys.stderr)

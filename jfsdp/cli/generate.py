@@ -57,34 +57,37 @@ class Generate(OpenOptions):
         prompts = self._prompts()
         opened = self.open()
         print(f"{opened.said}; answers end with {_words(opened)}", file=sys.stderr)
-        ids = [self._encode(opened, prompt, place) for place, prompt in prompts]
+        ids = [self._encode(opened, *prompt) for prompt in prompts]
         generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
+        sizes = {"longest": max(map(len, ids)), "rows": min(self.rows, len(ids))}  # so that all groups share a program
         for first in range(0, len(ids), self.rows):
-            answers = generate(opened.state, ids[first : first + self.rows], self.max_tokens, first_row=first)
-            for (_, prompt), answer in zip(prompts[first:], answers):
+            group = ids[first : first + self.rows]
+            answers = generate(opened.state, group, self.max_tokens, first_row=first, **sizes)
+            for (_, prompt, _), answer in zip(prompts[first:], answers):
                 self._print(opened, prompt, answer)
         return 0
 
-    def _prompts(self) -> list[tuple[str, Any]]:
-        """Return where each prompt stands, and the prompt: a text, or messages up to the last to be answered."""
+    def _prompts(self) -> list[tuple[str, Any, Any]]:
+        """Return where each prompt stands, the prompt (a text, or messages up to the last to answer), and tools."""
         if self.data is None:
             as_chat = [[{"role": "user", "content": text}] for text in self.prompt]
-            return [("--prompt", one) for one in (as_chat if self.chat else self.prompt)]
+            return [("--prompt", one, None) for one in (as_chat if self.chat else self.prompt)]
         if self.chat:
             raise ValueError("--chat is for --prompt; the records of --data say themselves what they are")
         path = Path(self.data).expanduser()
         found = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 place = f"{path}, line {number}"
-                found.append((place, _record(line, place) if path.suffix in (".jsonl", ".ndjson") else line))
+                is_json = path.suffix in (".jsonl", ".ndjson")
+                found.append((place, *(_record(line, place) if is_json else (line.rstrip("\r"), None))))
         if not found:
             raise ValueError(f"--data {self.data}: holds no prompt; write one in each line")
         return found
 
-    def _encode(self, opened: Any, prompt: Any, place: str) -> Any:
+    def _encode(self, opened: Any, place: str, prompt: Any, tools: Any) -> Any:
         try:
-            return opened.prompts.encode_prompt(prompt)
+            return opened.prompts.encode_prompt(prompt, tools)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
 
@@ -94,12 +97,12 @@ class Generate(OpenOptions):
         if self.json:
             print(json.dumps({"prompt": prompt, "text": text, "tokens": answer.tolist()}), flush=True)
             return
-        shown = prompt if isinstance(prompt, str) else "\n".join(f"{one['role']}: {one['content']}" for one in prompt)
-        harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-        print(f"--- {shown}\n{harmless}\n", flush=True)
+        lines = [prompt] if isinstance(prompt, str) else [f"{one['role']}: {one.get('content')}" for one in prompt]
+        shown = "\n".join(["--- " + "\n".join(lines), text, ""])
+        print("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown), flush=True)
 
 
-def _record(line: str, place: str) -> Any:
+def _record(line: str, place: str) -> tuple[Any, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -110,7 +113,9 @@ def _record(line: str, place: str) -> Any:
     if isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
             prompt = prompt[:-1]  # what a model is to write anew
-    return prompt
+        if not prompt:
+            raise ValueError(f"{place}: holds nothing but answers; write what is to be answered before them")
+    return prompt, record.get("tools")
 
 
 def _words(opened: Any) -> str:

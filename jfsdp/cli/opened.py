@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -49,13 +48,11 @@ class OpenOptions:
         from jfsdp.trainer.run.opened import open_model
 
         start_jax()
-        own = self.path if (Path(self.path).expanduser() / "tokenizer.json").is_file() else "byte"
         given = TrainConfig(
             model=self.model,
             mesh=self.mesh or "fsdp=-1",
             param_dtype=self.param_dtype,
             init_adapter=self.adapter,
-            tokenizer=self.tokenizer or own,
             check_loss=False,
         )
-        return open_model(self.path, given, step=self.step, chat_template=self.chat_template)
+        return open_model(self.path, given, step=self.step, tokenizer=self.tokenizer, chat_template=self.chat_template)

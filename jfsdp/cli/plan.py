@@ -88,6 +88,8 @@ class PlanJob(StepOptions):
         try:
             load_compiler(cluster)
         except PlanUnavailable as error:
+            if self.inference:
+                raise ValueError(str(error)) from error
             print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
             self._estimate(cluster)
             return 1
@@ -118,6 +120,8 @@ class PlanJob(StepOptions):
             raise ValueError(f"{option} goes with a plan of one program: without --search and --analytic")
         if self.inference and (self.search or self.analytic or self.dump_hlo or self.timeline):
             raise ValueError("--inference is a plan by itself: without --search, --analytic, --dump-hlo and --timeline")
+        if self.inference and (self.preference or self.accumulate > 1 or self.documents_per_row > 1):
+            raise ValueError("--preference, --accumulate and --documents-per-row are of training, not of --inference")
         if self.search and self.analytic:
             raise ValueError("--search compiles, and --analytic does not; give one of them")
         suffixes = {

@@ -107,7 +107,14 @@ class Generator:
         self._step = model.forward(self._extend, donate=(0,))
 
     def __call__(
-        self, state: TrainState, prompts: Sequence[np.ndarray], num_tokens: int, *, first_row: int = 0
+        self,
+        state: TrainState,
+        prompts: Sequence[np.ndarray],
+        num_tokens: int,
+        *,
+        first_row: int = 0,
+        longest: int = 1,
+        rows: int = 1,
     ) -> list[np.ndarray]:
         """Return the ids [n] that follow each prompt, with the one that stops it; at most `num_tokens`.
 
@@ -116,28 +123,35 @@ class Generator:
         Args:
           prompts: ids of each row, one at least in each.
           first_row: the number of the first prompt, for what is drawn: of prompts in several calls each has its own.
+          longest, rows: tokens of the longest prompt of several calls, and most prompts of one: each is padded to
+            these, and all run the same two programs.
 
         Raises:
-          ValueError: for no prompts, empty ones, ids beyond the vocabulary, or nothing to generate.
+          ValueError: for no prompts, empty ones, ids beyond the vocabulary, or nothing to generate; if logits are NaN.
         """
         self._check(prompts, num_tokens)
-        rows, lengths = self._padded(prompts)
-        longest = rows.shape[1]
+        tokens, lengths = self._padded(prompts, longest, rows)
+        count, longest = tokens.shape
         length = longest + num_tokens
-        cache = self.empty_cache(len(rows), length)
+        cache = self.empty_cache(count, length)
         column = np.arange(longest)
         positions = np.where(column < lengths[:, None], column, length).astype(np.int32)
-        tokens, found, is_done = rows, [], np.zeros(len(rows), bool)
-        numbers = first_row + np.arange(len(rows), dtype=np.int32)
+        found, is_done = [], np.zeros(count, bool)
+        numbers = first_row + np.arange(count, dtype=np.int32)
         last, current = lengths.astype(np.int32), lengths.astype(np.int32)
         for _ in range(num_tokens):
             cache, chosen = self._step(state, cache, *self._put(tokens, positions, last, current, numbers))
             chosen = np.asarray(chosen)
+            if (bad := np.flatnonzero(chosen[: len(prompts)] < 0)).size:
+                raise ValueError(
+                    f"logits of prompt {first_row + bad[0] + 1} are NaN after {len(found)} tokens; compute in another "
+                    "--param-dtype, or look at the weights (jfsdp checkpoint verify)"
+                )
             found.append(chosen)
             is_done |= np.isin(chosen, self.stop)
             if is_done[: len(prompts)].all():
                 break
-            tokens, positions, last = chosen[:, None], current[:, None], np.ones(len(rows), np.int32)
+            tokens, positions, last = chosen[:, None], current[:, None], np.ones(count, np.int32)
             current = current + 1
         texts = np.stack(found, axis=1)[: len(prompts)]
         return [self._until_stop(row) for row in texts]
@@ -154,15 +168,15 @@ class Generator:
         mesh: Any = self.model.mesh
         size = dict(mesh.shape).get("tensor", 1)
         for shape in jax.tree.leaves(shapes):
-            if shape.shape[-2] % size:
+            if shape.shape[-3] % size:
                 raise ValueError(
-                    f"mesh axis 'tensor' (size {size}) does not divide the {shape.shape[-2]} heads of keys and values; "
+                    f"mesh axis 'tensor' (size {size}) does not divide the {shape.shape[-3]} heads of keys and values; "
                     "give that axis a size that does"
                 )
         heads = "tensor" if "tensor" in mesh.axis_names else None
 
         def place(shape: Any) -> Any:
-            spec = PartitionSpec(*(None,) * (len(shape.shape) - 4), data_axes(mesh), None, heads)
+            spec = PartitionSpec(data_axes(mesh), *(None,) * (len(shape.shape) - 4), heads)
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(place, shapes)
@@ -188,8 +202,8 @@ class Generator:
         # The whole logits of a token per row go to every device: they are few, and draws are then the same everywhere.
         whole = NamedSharding(self.model.mesh, PartitionSpec())
         logits = jax.lax.with_sharding_constraint(logits[:, : self._limit].astype(jnp.float32), whole)
-        chosen = self._sampling.draw(logits, numbers, current)
-        rows, length = jax.tree.leaves(cache)[0].shape[-4:-2]
+        chosen = jnp.where(jnp.isnan(logits).any(axis=-1), -1, self._sampling.draw(logits, numbers, current))
+        rows, *_, length, _ = jax.tree.leaves(cache)[0].shape
         shardings = jax.tree.map(lambda shape: shape.sharding, self.cache_shapes(rows, length))
         return jax.lax.with_sharding_constraint(cache, shardings), jax.lax.with_sharding_constraint(chosen, whole)
 
@@ -201,15 +215,15 @@ class Generator:
             made.append(jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index]))
         return made
 
-    def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _padded(self, prompts: Sequence[np.ndarray], longest: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [B T] and lengths [B], with rows of one token added where the data shards do not divide B."""
         shards = num_data_shards(dict(self.model.layout.mesh_sizes))
-        count = -(-len(prompts) // shards) * shards
-        longest = max(map(len, prompts))
-        rows, lengths = np.zeros((count, longest), np.int32), np.ones(count, np.int64)
+        count = -(-max(len(prompts), rows) // shards) * shards
+        longest = max(longest, *map(len, prompts))
+        tokens, lengths = np.zeros((count, longest), np.int32), np.ones(count, np.int64)
         for number, prompt in enumerate(prompts):
-            rows[number, : len(prompt)], lengths[number] = prompt, len(prompt)
-        return rows, lengths
+            tokens[number, : len(prompt)], lengths[number] = prompt, len(prompt)
+        return tokens, lengths
 
     def _until_stop(self, row: np.ndarray) -> np.ndarray:
         stops = np.flatnonzero(np.isin(row, self.stop))

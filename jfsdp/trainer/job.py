@@ -57,7 +57,7 @@ class Job:
       pretrained: how checkpoints of Hugging Face call the model's parameters, a dict (docs/pretrained.md); None: the
         model has none there.
       cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, of what generation keeps of tokens seen, empty
-        where it is zeros; its arrays are [.. rows length heads size]. The model is then called as `model(tokens [B T],
+        where it is zeros; its arrays are [rows .. heads length size]. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
         at their ends by positions of `length`, and then with one token at a time. None: `jfsdp generate` does not take
         the job.

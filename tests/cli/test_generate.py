@@ -52,7 +52,7 @@ def test_the_tokens_are_those_of_transformers(models, capsys, name):
     tokenizer = load_tokenizer(directory)
     for text, one in zip(TEXTS, found, strict=True):
         ids = np.concatenate([tokenizer.start_ids, tokenizer.encode(text)]).tolist()
-        stop = [257, tokenizer.eod_id]
+        stop = [257, tokenizer.eod_id, tokenizer.special_tokens["<|im_end|>"]]  # the last is the chat template's
         with torch.no_grad():
             theirs = model.generate(
                 torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=stop, pad_token_id=0

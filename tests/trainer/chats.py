@@ -1,6 +1,7 @@
 """A tokenizer and chat templates for tests: one token for each byte, and special tokens."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -39,17 +40,21 @@ THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-def save_tokenizer(directory: Path, template: str | None = CHATML, merges: list[tuple[str, str]] = []) -> str:  # noqa: B006
+def save_tokenizer(
+    directory: Path, template: str | None = CHATML, merges: Sequence[tuple[str, str]] = (), trim_offsets: bool = False
+) -> str:
     """Write a tokenizer as Hugging Face has them; return the directory. It puts <s> before every text."""
     directory.mkdir(exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: number for number, char in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     start = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    offsets = processors.ByteLevel(trim_offsets=trim_offsets)
+    tokenizer.post_processor = processors.Sequence([offsets, begin])  # type: ignore[arg-type]
     tokenizer.save(str(directory / "tokenizer.json"))
     stated = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in stated.items() if v}))

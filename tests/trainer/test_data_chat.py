@@ -20,11 +20,13 @@ from tests.trainer.chats import CHATML, LLAMA3, MARKED, MISTRAL, THINKING, chat,
 TWO_TURNS = chat("Hi é", "Yo", "So?", "No.")
 
 
-def _open(directory, records, template: str | None = CHATML, *, merges=[], **options):  # noqa: B006
-    tokenizer = save_tokenizer(directory / "tokenizer", template, merges)
+def _open(directory, records, template: str | None = CHATML, *, merges=[], trim_offsets=False, **options):  # noqa: B006
+    tokenizer = save_tokenizer(directory / "tokenizer", template, merges, trim_offsets=trim_offsets)
     path = write_jsonl(directory / "chat.jsonl", records)
     options = {"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512} | options
-    return open_data(DataConfig(path, **options))
+    data = open_data(DataConfig(path, **options))
+    data.check_used()
+    return data
 
 
 def _tokens_of(data, pairs):
@@ -48,6 +50,11 @@ def _table(data, *segments):
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML_TABLE = [START, "user\nHi é", END, "\n", START, "assistant\n", "+Yo", "+" + END, "\n"]
 CHATML_TABLE += [START, "user\nSo?", END, "\n", START, "assistant\n", "+No.", "+" + END, "\n"]
+# A special token inside the marks, as of tools or thoughts, and the stop token outside.
+MARKED_INSIDE = MARKED.replace("{% generation %}", "{% generation %}[INST]hm[/INST]")
+INSIDE_TABLE = [
+    part for one in CHATML_TABLE for part in (["+[INST]", "+hm", "+[/INST]", one] if one in ("+Yo", "+No.") else [one])
+]
 A, B = "<|start_header_id|>", "<|end_header_id|>"
 LLAMA3_TABLE = ["<s>", A, "user", B, "\n\nHi é", "<|eot_id|>", A, "assistant", B, "\n\n", "+Yo", "+<|eot_id|>"]
 LLAMA3_TABLE += [A, "user", B, "\n\nSo?", "<|eot_id|>", A, "assistant", B, "\n\n", "+No.", "+<|eot_id|>"]
@@ -62,11 +69,12 @@ LAST_TABLE += [START, "assistant\n", "+<think>hm</think>No.", "+" + END, "\n"]
     [
         (CHATML, CHATML_TABLE, {}),
         (MARKED, CHATML_TABLE, {}),
+        (MARKED_INSIDE, INSIDE_TABLE, {}),
         (LLAMA3, LLAMA3_TABLE, {}),
         (MISTRAL, MISTRAL_TABLE, {}),
         (THINKING, LAST_TABLE, {"answers": "last"}),
     ],
-    ids=["chatml", "marked", "llama3", "mistral", "thinking"],
+    ids=["chatml", "marked", "marked with a special token inside", "llama3", "mistral", "thinking"],
 )
 def test_the_answers_of_a_conversation_are_trained_with_their_stop_token(tmp_path, template, table, options):
     record = json.loads(json.dumps(TWO_TURNS))
@@ -92,6 +100,30 @@ def test_messages_of_weight_0_and_those_of_the_prompt_are_not_trained(tmp_path):
         for template in (CHATML, MARKED):
             data = _open(tmp_path, [record], template)
             assert _tokens_of(data, data.train[0]) == _table(data, *untrained, *CHATML_TABLE[9:])
+
+
+def test_white_space_of_an_answer_is_trained_whatever_offsets_a_tokenizer_gives(tmp_path):
+    text = "a\n    b  "
+    table = [*CHATML_TABLE[:6], f"+{text}", "+" + END, "\n"]
+    data = _open(tmp_path, [chat("Hi é", text)], MARKED, trim_offsets=True)
+    assert _tokens_of(data, data.train[0]) == _table(data, *table)
+
+
+def test_texts_beside_answers_are_cut_into_rows_and_lose_nothing(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = [{"text": f"{number} " * 40} for number in range(9)]
+    sources = [write_jsonl(tmp_path / "text.jsonl", texts), write_jsonl(tmp_path / "chat.jsonl", [TWO_TURNS] * 9)]
+    config = DataConfig(f"{sources[0]}:1,{sources[1]}:1", tokenizer=tokenizer, seq_len=80, eval_fraction=0)
+    data, found = open_data(config), collections.Counter()
+    for batch in make_pass_iterator(data, data.train, batch_size=2, prefetch_batches=0):
+        found.update(batch["targets"][batch["weights"] > 0].tolist())
+        starts = np.diff(batch["segment_ids"], axis=1, prepend=0) > 0
+        assert not batch["positions"][starts].any()
+    expected = collections.Counter()
+    for part in data.train.parts:
+        for index in range(len(part)):
+            expected.update(part[index][part[index][:, TRAINED] > 0, TARGET].tolist())
+    assert found == expected
 
 
 def test_choices_are_two_rows_with_one_prompt(tmp_path):
@@ -220,6 +252,14 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b"), chat("a", roles="u")], CHATML, {}, ["line 2", "assistant", "roles: user"]),
         ([chat("a", "b", "c", roles="uta")], LLAMA3, {}, ["line 1", "no role tool"]),
         ([chat("a", "b", "c", roles="sua")], MISTRAL, {}, ["line 1", "leaves out message 1", "system"]),
+        ([chat("Hi", "Hi there", "Hi", roles="sua")], MISTRAL, {}, ["line 1", "leaves out message 1", "system"]),
+        ([{**chat("a", "b"), "tools": [{"name": END}]}], CHATML, {}, ["field tools", END]),
+        (
+            [{"prompt": "x", "chosen": chat("a", "b")["messages"], "rejected": chat("a", "c")["messages"]}],
+            CHATML,
+            {},
+            ["prompt"],
+        ),
         ([chat("a", "b", "c", "d")], THINKING, {}, ["line 1", "rewrites history", "--answers last"]),
         ([chat("a", "b")], CHATML.replace("<|im_end|>", "</turn>"), {}, ["without a special token"]),
         ([chat("a", f"b{END}")], CHATML, {}, ["message 2", "<|im_end|>", "take it out"]),

@@ -36,7 +36,8 @@ class ChatTemplate:
     """A chat template in jinja, as tokenizers on Hugging Face come with one.
 
     Rendered in jinja2's sandbox: a template reads no files and no attributes of Python's, and it knows no clock
-    (`strftime_now` is not defined), so that the same conversation is the same text every day.
+    (`strftime_now` is not defined), so that the same conversation is the same text every day. Its memory is bounded for
+    products and powers only: one that doubles a text in a loop is not caught.
 
     Args:
       source: the template.
@@ -123,6 +124,16 @@ def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
             "or chat_template.jinja); name a file with --chat-template, or write prompt and completion, not messages"
         )
     return ChatTemplate(source, f"of {directory}", tokens)
+
+
+def has_template(tokenizer: str, chat_template: str | None) -> bool:
+    """Tell whether `load_template` finds one."""
+    path = Path(tokenizer).expanduser()
+    directory = path if path.is_dir() else path.parent
+    if tokenizer == "byte" or chat_template is not None:
+        return tokenizer != "byte"
+    is_stated = bool(_read_config(directory / "tokenizer_config.json").get("chat_template"))
+    return is_stated or (directory / "chat_template.jinja").exists()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,8 +68,18 @@ class Examples:
         """
         if isinstance(prompt, str):
             return np.concatenate([self._tokenizer.start_ids, self._tokenizer.encode(prompt)]).astype(np.int32)
-        self._check(prompt)
+        self._check(prompt, tools)
+        self._check_dropped(prompt, tools, prompt=True)
         return self._ids(self._render(prompt, tools, prompt=True))
+
+    def find_stop(self) -> int:
+        """Return the id that ends an answer in a conversation.
+
+        Raises:
+          ValueError: as `encode`.
+        """
+        ids, trained = self._encode([{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}], None)
+        return int(ids[trained][-1])
 
     def _parts(self, record: Record) -> list[tuple[Any, Any]]:
         """Return the prompt and what answers it, as texts or as messages: of each of the record's examples."""
@@ -77,9 +87,11 @@ class Examples:
             return [([], _check_messages(record["messages"]))]
         if self.form == "prompt":
             return [(record["prompt"], record["completion"])]
-        chosen, rejected = record["chosen"], record["rejected"]
-        if "prompt" in record and not _begins_with(chosen, record["prompt"]):
-            return [(record["prompt"], chosen), (record["prompt"], rejected)]
+        prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+        if isinstance(prompt, str) and _check_if_messages(chosen) and chosen[0]["role"] == "assistant":
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt is not None and not _begins_with(chosen, prompt):
+            return [(prompt, chosen), (prompt, rejected)]
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise ValueError(
                 "chosen and rejected are texts, and there is no field prompt; write what both answer there"
@@ -111,9 +123,9 @@ class Examples:
                 "weight 0; add an answer, or take the record out"
             )
         messages = messages[: trained[-1] + 1]
-        self._check(messages)
+        self._check(messages, tools)
         text, spans = self._template.render(messages, tools=tools)
-        self._check_dropped(messages, text, tools)
+        self._check_dropped(messages, tools)
         if self._template.marks:
             ids, mask = self._by_marks(text, spans, messages, trained)
         else:
@@ -181,7 +193,7 @@ class Examples:
         ids, offsets = self._tokenizer.encode_chat(text)
         mask = np.zeros(len(ids), bool)
         for begin, end in spans:
-            mask |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+            mask |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)  # all that overlap it
         return ids, mask
 
     def _up_to_stops(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -200,8 +212,9 @@ class Examples:
                     "model would never learn to stop; end answers with one, in a template given by --chat-template"
                 )
             last = begin + stops[-1]
-            if last == end and special[begin:end].any():
-                last = begin + stops[-2]
+            if last == end and len(stops) > 1:  # of the next turn, if the one before ends this one but for white space
+                before = begin + stops[-2]
+                last = end if self._tokenizer.decode(ids[before + 1 : end]).strip() else before
             mask[begin : last + 1], mask[last + 1 : end] = True, False
         return mask
 
@@ -226,28 +239,32 @@ class Examples:
     def _ids(self, text: str) -> np.ndarray:
         return self._tokenizer.encode_chat(text)[0]
 
-    def _check(self, messages: Any) -> None:
+    def _check(self, messages: Any, tools: Any) -> None:
         """Refuse what are no messages, and text that forges the end of a turn."""
         _check_messages(messages)
-        for number, message in enumerate(messages, 1):
-            for text in _texts(message.get("content")):
+        places = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
+        for place, value in [*places, ("its field tools", tools)]:
+            for text in _strings(value):
                 if self._special is not None and (found := self._special.search(text)):
                     raise ValueError(
-                        f"message {number} holds {found[0]!r} as text, which the tokenizer would read as its special "
-                        "token; take it out"
+                        f"{place} holds {found[0]!r} as text, which the tokenizer would read as its special token; "
+                        "take it out"
                     )
 
-    def _check_dropped(self, messages: Sequence[Message], text: str, tools: Any) -> None:
-        """Refuse a message that makes no difference: of a role that the template does not know."""
-        for at, message in enumerate(messages):
-            content = message.get("content")
-            if isinstance(content, str) and content.strip() and content.strip() not in text:
-                other = [*messages[:at], {**message, "content": content + "."}, *messages[at + 1 :]]
-                if self._render(other, tools) == text:
-                    raise ValueError(
-                        f"chat template {self._template.name} leaves out message {at + 1} of role {message['role']!r}; "
-                        "take it out, or give a template that knows the role by --chat-template"
-                    )
+    def _check_dropped(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> None:
+        """Refuse a message that makes no difference: of a role that the template does not know.
+
+        Each text is marked at its end, by characters that no text holds, and the marks are looked for.
+        """
+        marks = [f"\ue0f0{at}\ue0f1" for at in range(len(messages))]
+        marked = [{**one, "content": _marked(one.get("content"), mark)} for one, mark in zip(messages, marks)]
+        text = self._render(marked, tools, prompt=prompt)
+        for at, (message, mark) in enumerate(zip(messages, marks)):
+            if any(map(str.strip, _texts(message.get("content")))) and mark not in text:
+                raise ValueError(
+                    f"chat template {self._template.name} leaves out message {at + 1} of role {message['role']!r}; "
+                    "take it out, or give a template that knows the role by --chat-template"
+                )
 
     def _cut(self, tokens: np.ndarray, trained: np.ndarray) -> Example:
         most = self.seq_len + 1
@@ -267,10 +284,32 @@ def _check_messages(messages: Any) -> Sequence[Message]:
     return messages
 
 
+def _check_if_messages(answer: Any) -> bool:
+    return isinstance(answer, list) and bool(_check_messages(answer))
+
+
 def _texts(content: Any) -> list[str]:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]
+
+
+def _marked(content: Any, mark: str) -> Any:
+    if isinstance(content, str):
+        return content + mark
+    if not isinstance(content, list):
+        return content
+    return [{**part, "text": part["text"] + mark} if _texts([part]) else part for part in content]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all texts inside of JSON, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for one in pair for text in _strings(one))
+    elif isinstance(value, list):
+        yield from (text for one in value for text in _strings(one))
 
 
 def _weight(message: Message) -> bool:
@@ -282,8 +321,8 @@ def _weight(message: Message) -> bool:
 
 def _begins_with(messages: Any, prompt: Any) -> bool:
     """Tell whether an answer is the whole conversation, prompt and all, as some data sets have it."""
-    return (
-        isinstance(messages, list)
-        and isinstance(prompt, (str, list))
-        and (isinstance(prompt, str) or messages[: len(prompt)] == prompt)
-    )
+    if not isinstance(messages, list):
+        return False
+    if isinstance(prompt, str):
+        return any(prompt.strip() in text for one in messages for text in _texts(one.get("content")))
+    return isinstance(prompt, list) and messages[: len(prompt)] == prompt

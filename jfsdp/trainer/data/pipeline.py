@@ -14,6 +14,7 @@ before it and padding behind it; and index int32 [B], which document of `TokenDa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -150,17 +151,34 @@ OPEN_ROWS = 32
 
 
 def _fit(documents: Any, config: DataConfig) -> Any:
-    """Put each document whole into the first of `OPEN_ROWS` rows that has room for it (first fit)."""
+    """Put each document whole into the first of `OPEN_ROWS` rows that has room for it (first fit).
+
+    Texts beside answers may be longer than a row: they are cut, and nothing of them is left out.
+    """
     from jfsdp.compat import grain_experimental
 
     most = None if config.documents_per_row is None else config.documents_per_row - 1  # padding counts as one
     return grain_experimental().FirstFitPackIterDataset(
-        documents.to_iter_dataset(read_in_caller()),
+        grain_experimental().FlatMapIterDataset(documents.to_iter_dataset(read_in_caller()), _Cut(config.seq_len)),
         length_struct={"pairs": config.seq_len},
         num_packing_bins=OPEN_ROWS,
         shuffle_bins=False,
         max_sequences_per_bin=most,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Cuts a document into parts of at most so many pairs, each of which begins anew."""
+
+    size: int
+
+    def flat_map(self, document: Batch) -> list[Batch]:
+        pairs = document["pairs"]
+        parts = [pairs[at : at + self.size].copy() for at in range(0, len(pairs), self.size)]
+        for part in parts[1:]:
+            part[0, START] = 1
+        return [{"pairs": part} for part in parts]
 
 
 def _concatenate(documents: Any, config: DataConfig) -> Any:

@@ -25,7 +25,8 @@ class Survey:
       longest: tokens of the longest example.
       seq_len: tokens of a row, at which examples are cut.
       num_cut, num_cut_tokens: examples longer than that, and the trained tokens that they lost by it.
-      left_out: where records stand that lost an answer whole, and are not trained on.
+      num_left_out: records that lost an answer whole, and are not trained on.
+      left_out: where the first of these stands.
     """
 
     form: str
@@ -36,7 +37,8 @@ class Survey:
     longest: int = 0
     num_cut: int = 0
     num_cut_tokens: int = 0
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    num_left_out: int = 0
+    left_out: str = ""
 
     def __str__(self) -> str:
         line = (
@@ -45,8 +47,8 @@ class Survey:
         )
         if self.num_cut:
             line += f"; {self.num_cut:,} are cut at {self.seq_len:,}, with {self.num_cut_tokens:,} tokens of answers"
-        if self.left_out:
-            line += f"; {len(self.left_out):,} left out, whose answer was cut off whole (first: {self.left_out[0]})"
+        if self.num_left_out:
+            line += f"; {self.num_left_out:,} left out, whose answer was cut off whole (first: {self.left_out})"
         return line + ("; raise --seq-len to cut none" if self.num_cut else "")
 
 
@@ -72,7 +74,8 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
             survey.num_trained += sum(int(one.trained[1:].sum()) for one in examples)
         else:
             kept[index] = False
-            survey.left_out.append(documents.place(index))
+            survey.num_left_out += 1
+            survey.left_out = survey.left_out or documents.place(index)
     return kept, survey
 
 

@@ -97,7 +97,9 @@ class _HuggingFaceTokenizer:
         special = set(self.special_tokens.values())
         own = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
         self.start_ids = np.array(own or [eod_id], np.int32)
-        self._parsing = type(tokenizer).from_str(tokenizer.to_str())  # which reads special tokens in the text
+        # Which reads special tokens in the text, and whose tokens of white space have offsets too.
+        told = tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+        self._parsing = type(tokenizer).from_str(told)
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         found = self._parsing.encode(text, add_special_tokens=False)

@@ -97,6 +97,7 @@ class TokenData:
       digest: hash over the contents of the corpus.
       encoding: what the ids mean: the name of the tokenizer, or the format of the token files.
       vocab_size: one more than the largest id the data may hold; None: not known.
+      has_conversations: whether a chat template was needed.
     """
 
     config: DataConfig
@@ -109,6 +110,17 @@ class TokenData:
     digest: str
     encoding: str
     vocab_size: int | None
+    has_conversations: bool
+
+    def check_used(self) -> None:
+        """Refuse options that mean nothing for these data.
+
+        Raises:
+          ValueError: naming the option.
+        """
+        for name, default in (("chat_template", None), ("answers", "all")):
+            if not self.has_conversations and (value := getattr(self.config, name)) != default:
+                raise ValueError(f"{name}={value!r} is for conversations, and the data have none; leave it out")
 
 
 def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData:
@@ -148,11 +160,6 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
             raise ValueError(f"data {source!r}: of its {len(corpus)} documents none is left to train on; {line}")
         found, trained, held_out = [*found, line], [*trained, train], [*held_out, evaluated]
         first += len(corpus)
-    for name, default in (("chat_template", None), ("answers", "all")):
-        if not has_conversations and getattr(config, name) != default:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} is for conversations, and the data have none; leave it out"
-            )
     total = sum(weight for _, weight in sources)
     digest = corpora[0].digest if len(corpora) == 1 else f"{[(c.digest, w) for c, (_, w) in zip(corpora, sources)]}"
     return TokenData(
@@ -166,6 +173,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
         digest,
         encoding,
         needed,
+        has_conversations,
     )
 
 

@@ -15,7 +15,7 @@ from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.data.chat import load_template
+from jfsdp.trainer.data.chat import has_template, load_template
 from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.job import Job, find_job, job_names
@@ -50,7 +50,14 @@ class Opened:
     said: str
 
 
-def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_template: str | None = None) -> Opened:
+def open_model(
+    path: str,
+    given: TrainConfig,
+    *,
+    step: str = "auto",
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+) -> Opened:
     """Open the model of a run or of a directory of Hugging Face.
 
     A run with adapters or averages is restored as it was saved, its base from where the run began; of any other model
@@ -58,8 +65,9 @@ def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_templa
 
     Args:
       path: the directory of a run of scripts/train.py, or one with `config.json` and weights.
-      given: mesh, dtype, strategy, adapter, model and tokenizer; of what it leaves out, a run knows its own.
+      given: mesh, dtype, strategy, adapter and model; of what it leaves out, a run knows its own.
       step: of the run's checkpoints; "auto": the newest.
+      tokenizer: None: that of the run, or of the directory.
       chat_template: a file in place of the tokenizer's own template.
 
     Raises:
@@ -72,7 +80,13 @@ def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_templa
             f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
             "config.json and weights of Hugging Face; name one of these"
         )
-    config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path)
+    config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
+    if tokenizer is None and not stored and not (directory / "tokenizer.json").is_file():
+        raise ValueError(f"{path!r} has no tokenizer.json; name the model's by --tokenizer PATH, or byte")
+    if chat_template is not None:
+        config = dataclasses.replace(config, chat_template=chat_template)
+    if tokenizer is not None:
+        config = dataclasses.replace(config, tokenizer=tokenizer)
     if stored and _is_restored(config):
         if given.init_adapter is not None:
             raise ValueError(f"{path!r} has adapters or averages of its own; --adapter goes with a model without")
@@ -82,16 +96,18 @@ def open_model(path: str, given: TrainConfig, *, step: str = "auto", chat_templa
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
         model, state, said = load_frozen(config, job, weights)
-    tokenizer = load_tokenizer(config.tokenizer, eod_token=None)
-    if job.vocab_size is not None and tokenizer.vocab_size > job.vocab_size:
+    loaded = load_tokenizer(config.tokenizer, eod_token=None)
+    if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
-            f"--tokenizer {config.tokenizer}: its ids go up to {tokenizer.vocab_size - 1}, and the model knows those "
+            f"--tokenizer {config.tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "
             f"below {job.vocab_size}; give the model's own tokenizer"
         )
-    load = functools.partial(load_template, config.tokenizer, chat_template or config.chat_template)
-    prompts = Examples(tokenizer, load, "prompt", answers="all", seq_len=job.seq_len)
-    beside = [directory, *(Path(place).expanduser() for place in (config.init_from, config.tokenizer) if place)]
-    return Opened(config, job, model, state, tokenizer, prompts, _stop_ids(tokenizer, beside), said)
+    load = functools.partial(load_template, config.tokenizer, config.chat_template)
+    prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
+    named = [config.init_from, None if config.tokenizer == "byte" else config.tokenizer]
+    beside = [directory, *(Path(place).expanduser() for place in named if place)]
+    stop = _stop_ids(loaded, prompts, has_template(config.tokenizer, config.chat_template), beside)
+    return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {config.tokenizer}")
 
 
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
@@ -101,8 +117,6 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     config = TrainConfig(**kept)
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
-    if given.tokenizer != TrainConfig.tokenizer:
-        changed["tokenizer"] = given.tokenizer
     plain = ("strategy", "sharding_factor", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
     plain += ("min_size", "preference", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
@@ -135,6 +149,8 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
     Raises:
       ValueError: if the weights are not those of this job.
     """
+    plain = ("offload", "storage", "ema", "prefetch", "engine")
+    config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
     dtype = config.param_dtype if config.param_dtype not in (None, "none") else "float32"
     config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)
     model = shard_job(config, job, make_run_mesh(config))
@@ -145,7 +161,7 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
 
 def without_adapters(config: TrainConfig) -> TrainConfig:
     """Return the configuration of a run for weights that are computed with as they are."""
-    names = ("lora", "init_adapter", "quantized", "offload", "storage", "ema", "prefetch", "engine")
+    names = ("lora", "init_adapter", "init_key", "quantized")
     return dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in names})
 
 
@@ -153,7 +169,10 @@ def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tupl
     model = shard_job(config, job, make_run_mesh(config))
     tx = make_optimizer(config, job, lambda count: 0.0)  # with a schedule, as in the run
     found = runs.resume_step(directory, step)
-    like = load_weights(config, job, model, tx) if config.init_from else model.abstract_state(tx)
+    if config.init_from:
+        like = load_weights(config, job, model, tx)
+    else:  # the base is what the seed makes
+        like = model.init(tx, config.seed) if leaves_out_base(config) else model.abstract_state(tx)
     with open_checkpoints(config, directory) as checkpoints:
         state, _ = checkpoints.restore(like=like, step=found)
     state = state if config.ema is None else with_ema(state)
@@ -161,13 +180,18 @@ def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tupl
     return model, state, f"{job.name} from {directory}, step {found}"
 
 
-def _stop_ids(tokenizer: Tokenizer, beside: list[Path]) -> tuple[int, ...]:
-    """Return the id that ends documents, and those that files of Hugging Face beside the model name."""
-    found = [tokenizer.eod_id]
+def _stop_ids(tokenizer: Tokenizer, prompts: Examples, has_template: bool, beside: list[Path]) -> tuple[int, ...]:
+    """Return the ids that end an answer: the tokenizer's end of documents, the end of an answer in its chat template,
+    and those that files of Hugging Face beside the model name.
+    """
+    found = [tokenizer.eod_id, *([prompts.find_stop()] if has_template else [])]
     for directory in beside:
         for name in ("generation_config.json", "config.json"):
             file = (directory if directory.is_dir() else directory.parent) / name
-            stated = json.loads(file.read_bytes()) if file.is_file() else {}
-            ids = stated.get("eos_token_id")
+            try:
+                stated = json.loads(file.read_bytes()) if file.is_file() else {}
+            except ValueError as error:
+                raise ValueError(f"{file}: is not JSON ({error}); repair it, or take it anew") from error
+            ids = stated.get("eos_token_id") if isinstance(stated, dict) else None
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(int(one) for one in found))

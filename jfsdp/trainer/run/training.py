@@ -41,6 +41,8 @@ from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.step import describe_attention, own_rows
 
 # What changes losses by rounding only: a run may be resumed with other values.
+_ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
+
 _ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
 
 
@@ -94,8 +96,9 @@ class Run:
                 self.run_dir.rmdir()  # only if nothing was written
 
     def _run(self) -> None:
-        with self.watch.at("the start: run directory and data", PATIENT):
+        with self.watch.at("the start: run directory", PATIENT):
             self.first = self._check_directory()
+        with self.watch.at("reading the data", _ALL_DATA):
             self.source = open_source(self.config, self.parts.job, self.parts.row_items)
             decides = self._check_decides()
         self.display = make_display(self.config.steps, self.first, self.is_writer)
@@ -232,20 +235,20 @@ class Run:
         """Give pairs the log-likelihoods of the reference: those the run began with, or else computed now."""
         parts, config, begin = self.parts, self.config, time.perf_counter()
         found = read_reference(self.run_dir, source.num_documents) if self.first else None
-        if found is None:
+        if not all(gather_json(found is not None)):  # by all, or by none
             with self.watch.at("the weights of the reference", PATIENT):
+                model, weights = parts.model, Path(config.reference or config.init_from or "").expanduser()
                 if config.reference is not None:
-                    model, state, _ = load_frozen(
-                        without_adapters(config), parts.job, Path(config.reference).expanduser()
-                    )
-                else:
-                    model, state = parts.model, self._first_state() if self.first else state
+                    model, state, _ = load_frozen(without_adapters(config), parts.job, weights)
+                elif self.first:  # the state is no longer that with which the run began
+                    model, state, _ = load_frozen(config, parts.job, weights)
             found = compute_reference(source, parts.job, model, state, self._share(config.accumulate), self.watch)
             if self.is_writer:
                 write_reference(self.run_dir, found)
             count, seconds = np.isfinite(found[:, 0]).sum(), time.perf_counter() - begin
             of = config.reference or "the weights that the run begins with"
             self.display.say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
+        assert found is not None
         source.reference = found
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:

@@ -38,6 +38,7 @@ class TokenSource:
         options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
+        self.data.check_used()
         if (self.data.form == "pairs") != (self.form == "pairs"):
             raise ValueError(
                 f"data {config.data!r}: "
