@@ -114,6 +114,8 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            error = ValueError(f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({error})")
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         print(

@@ -55,8 +55,13 @@ class Show:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]
         data = open_data(DataConfig(eval_fraction=0, **{name: getattr(self, name) for name in names}))
         data.check_used()
+        if self.num < 0 or self.start < 0:
+            raise ValueError(f"--num {self.num} and --start {self.start} must be at least 0")
         shown = range(min(self.start, len(data.train)), min(self.start + self.num, len(data.train)))
-        examples = [(data.train.place(i), *one) for i in shown for one in _examples(data, i)]
+        answers = (" (chosen)", " (rejected)") if data.form == "pairs" else ("",)
+        examples = [
+            (data.train.place(i) + which, *one) for i in shown for which, one in zip(answers, _examples(data, i))
+        ]
         if self.json:
             rows = [{"place": place, "tokens": t.tolist(), "trained": m.tolist()} for place, t, m in examples]
             print(json.dumps({"found": data.found.split("\n  "), "examples": rows}))

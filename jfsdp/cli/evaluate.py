@@ -14,6 +14,8 @@ import tyro
 from jfsdp.cli.opened import OpenOptions
 from jfsdp.trainer.options import Count, Name, Number, optional
 
+_SEQ_LEN = 2048
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(OpenOptions):
@@ -26,7 +28,7 @@ class Evaluate(OpenOptions):
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
     """As --data of scripts/train.py; choices between two answers apart."""
     seq_len: Number = None
-    """Tokens of a row. none: as the run had it, or the model's."""
+    """Tokens of a row. none: as the run had it, else 2048, or the model's if that is less."""
     rows: Count = 8
     """Rows of each data shard computed together."""
     answers: Annotated[str | None, optional(str, "all|last")] = None
@@ -40,8 +42,10 @@ class Evaluate(OpenOptions):
         from jfsdp.extras import need
 
         need("train")
-        if not self.data or self.rows < 1:
-            raise ValueError(f"give the data by --data PATH, and --rows of at least 1 (now {self.rows})")
+        if not self.data:
+            raise ValueError("give the data by --data PATH")
+        if self.rows < 1:
+            raise ValueError(f"--rows {self.rows} must be at least 1")
         from jfsdp.layout.mesh import num_data_shards
         from jfsdp.trainer.data import DataConfig, open_data
         from jfsdp.trainer.data.pipeline import make_pass_iterator
@@ -51,7 +55,7 @@ class Evaluate(OpenOptions):
         job, model, theirs = opened.job, opened.model, opened.config
         config = DataConfig(
             self.data,
-            seq_len=self.seq_len or theirs.seq_len or job.seq_len,
+            seq_len=self.seq_len or theirs.seq_len or min(job.seq_len, _SEQ_LEN),
             tokenizer=theirs.tokenizer,
             chat_template=theirs.chat_template,
             answers=self.answers or theirs.answers,

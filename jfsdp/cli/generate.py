@@ -76,7 +76,11 @@ class Generate(OpenOptions):
             raise ValueError("--chat is for --prompt; the records of --data say themselves what they are")
         path = Path(self.data).expanduser()
         found = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--data {self.data}: cannot be read ({error}); name a file of prompts") from error
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{path}, line {number}"
                 is_json = path.suffix in (".jsonl", ".ndjson")
@@ -86,6 +90,8 @@ class Generate(OpenOptions):
         return found
 
     def _encode(self, opened: Any, place: str, prompt: Any, tools: Any) -> Any:
+        if self.chat and opened.config.tokenizer == "byte":
+            raise ValueError("--chat: the byte tokenizer has no chat template; leave it out, or give --tokenizer PATH")
         try:
             return opened.prompts.encode_prompt(prompt, tools)
         except ValueError as error:
@@ -105,7 +111,7 @@ class Generate(OpenOptions):
 def _record(line: str, place: str) -> tuple[Any, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error}); write one JSON object per line") from error
     prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
     if not isinstance(prompt, (str, list)) or not prompt:

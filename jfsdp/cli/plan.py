@@ -147,6 +147,7 @@ class PlanJob(StepOptions):
     def _inference(self, cluster: Cluster) -> int:
         from jfsdp.plan.inference import plan_inference
 
+        check_numbers(self, batch_per_device=1, seq_len=1)
         machine = {name: value for name, value in self._machine().items() if name != "documents_per_row"}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, **machine, on_progress=tell)

@@ -50,7 +50,12 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1, or None for all tokens")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
-            raise ValueError("top_k and top_p choose among tokens that are drawn; give a temperature above 0")
+            raise ValueError(
+                f"top_k={self.top_k}, top_p={self.top_p}: choose among tokens that are drawn, and temperature=0 draws "
+                "none; give a temperature above 0"
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed={self.seed}: must be in 0..2**31-1")
 
     def draw(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
         """Return a token for each row. Layout: [B V] float32, [B], [B] -> [B] int32."""

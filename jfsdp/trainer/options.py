@@ -171,7 +171,7 @@ class StepOptions(ShardingOptions):
     """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
     answer, so that its length does not count. Rows are pairs then. none: on tokens."""
     beta: Real = 0.1
-    """With --preference: how dearly a distance from the reference is paid for."""
+    """With --preference: larger stays closer to the reference."""
     max_grad_norm: Decimal = 1.0
     """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = False
@@ -256,6 +256,8 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     """
     arguments = step_arguments(options)
     check_numbers(options, batch_per_device=1, seq_len=1)
+    if options.preference is not None and options.cross_documents:
+        raise ValueError("--cross-documents joins texts, and --preference trains on pairs of answers; leave one out")
     rows, parts = options.batch_per_device, options.accumulate
     if rows % parts:
         raise ValueError(

@@ -19,6 +19,8 @@ from jfsdp.arguments import checked
 from jfsdp.train.step.loss import Loss
 from jfsdp.trainer.job import Job
 
+BETA = 0.1
+
 
 class Kind(NamedTuple):
     """A loss of preferences.
@@ -53,7 +55,7 @@ KINDS = {
 
 @checked
 def preference_loss(
-    log_likelihoods: Any, num_tokens: Any, reference: Any, *, kind: str = "dpo", beta: float = 0.1
+    log_likelihoods: Any, num_tokens: Any, reference: Any, *, kind: str = "dpo", beta: float = BETA
 ) -> Loss:
     """Sum the loss of pairs of answers.
 
@@ -65,7 +67,7 @@ def preference_loss(
       num_tokens: of each answer; a pair with an answer of none is padding and does not count.
       reference: log-likelihoods by the frozen reference.
       kind: "dpo", "dpo_norm", "ipo" or "ipo_norm"; see `KINDS`.
-      beta: how dearly a distance from the reference is paid for (tau in IPO).
+      beta: larger stays closer to the reference (tau in IPO).
 
     Returns:
       `total` and `weight` (pairs), and in `aux` `correct`: the pairs whose chosen answer gained more than its rejected
@@ -123,6 +125,8 @@ def with_preference(job: Job, kind: str | None, beta: float) -> Job:
       ValueError: as `preference_loss`, and for a job that cannot be.
     """
     if kind is None:
+        if beta != BETA:
+            raise ValueError(f"--beta {beta:g}: goes with --preference")
         return job
     if job.data != "tokens":
         raise ValueError(f"--preference {kind} is for models of tokens, and job {job.name!r} takes {job.data}")

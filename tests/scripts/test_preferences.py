@@ -95,7 +95,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
         (["--reference", "{root}/run"], "adapters"),
         (["--reference", "{root}/nothere"], "nothere"),
         (["--reference", "{root}/other"], "is of another model"),
-        (["--data", "{root}/answers.jsonl"], "--preference dpo takes records with chosen and rejected"),
+        (["--data", "{root}/answers.jsonl"], "--preference dpo takes records with chosen"),
         (["--preference", "none"], "choices between two answers; name the loss with --preference"),
     ],
 )

@@ -17,6 +17,7 @@ from jfsdp.trainer.data import survey as survey_module
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
 from tests.trainer.chats import CHATML, LLAMA3, MARKED, MISTRAL, THINKING, chat, save_tokenizer, write_jsonl
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 TWO_TURNS = chat("Hi é", "Yo", "So?", "No.")
 
 
@@ -100,6 +101,16 @@ def test_messages_of_weight_0_and_those_of_the_prompt_are_not_trained(tmp_path):
         for template in (CHATML, MARKED):
             data = _open(tmp_path, [record], template)
             assert _tokens_of(data, data.train[0]) == _table(data, *untrained, *CHATML_TABLE[9:])
+
+
+def test_contents_in_parts_and_calls_of_tools_are_texts(tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " é"}]}]
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    )
+    data = _open(tmp_path, [{"messages": [*parts, CALL]}], template)
+    table = [*CHATML_TABLE[:6], "+f", "+" + END, "\n"]
+    assert _tokens_of(data, data.train[0]) == _table(data, *table)
 
 
 def test_white_space_of_an_answer_is_trained_whatever_offsets_a_tokenizer_gives(tmp_path):
@@ -260,6 +271,10 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
             {},
             ["prompt"],
         ),
+        ([{"prompt": "a", "chosen": "b", "rejected": "b"}], CHATML, {}, ["line 1", "the same"]),
+        ([{"messages": [*chat("a")["messages"], {"role": "assistant", "content": None}]}], CHATML, {}, ["message 2"]),
+        ([{"messages": [*chat("a")["messages"], CALL]}], CHATML, {}, ["leaves out the tool_calls of message 2"]),
+        ([{"messages": [*chat("a")["messages"], {**CALL, "tool_calls": ["f"]}]}], CHATML, {}, ["as OpenAI does"]),
         ([chat("a", "b", "c", "d")], THINKING, {}, ["line 1", "rewrites history", "--answers last"]),
         ([chat("a", "b")], CHATML.replace("<|im_end|>", "</turn>"), {}, ["without a special token"]),
         ([chat("a", f"b{END}")], CHATML, {}, ["message 2", "<|im_end|>", "take it out"]),
@@ -270,8 +285,8 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([{"messages": [{"role": "user", "content": 3}]}], CHATML, {}, ["content of message 1"]),
         ([chat("a", "b") | {"x": 1}, {"prompt": "a", "completion": "b"}], CHATML, {}, ["line 2", "form prompt"]),
         ([{"prompt": "", "completion": "b"}], CHATML, {}, ["line 1", "prompt is empty"]),
-        ([{"prompt": "a", "completion": ["b"]}], CHATML, {}, ["line 1", "two kinds"]),
-        ([{"chosen": "a", "rejected": "b"}], CHATML, {}, ["line 1", "field prompt"]),
+        ([{"prompt": "a", "completion": ["b"]}], CHATML, {}, ["line 1", "a text", "a list of messages"]),
+        ([{"chosen": "a", "rejected": "b"}], CHATML, {}, ["line 1", "prompt is not there"]),
         ([{"prompt": "a", "chosen": "a", "rejected": "b"}], CHATML, {"answers": "last"}, ["answers=", "conversations"]),
         ([{**chat("a", "b"), "messages": [{"role": "assistant", "content": "b", "weight": 0.5}]}], CHATML, {}, ["0.5"]),
         ([chat("a", "b")], CHATML, {"cross_documents": True}, ["cross_documents"]),
@@ -295,9 +310,9 @@ def test_a_template_that_loops_is_given_up(tmp_path, monkeypatch):
     ("data", "expected"),
     [
         ("{a}:0.5,{b}:0", ["0", "positive"]),
-        ("{a}:1,{b}:1", ["form pairs"]),
+        ("{a}:1,{b}:1", ["messages, pairs"]),
         ("{a}:1,nothere.jsonl:1", ["nothere.jsonl"]),
-        ("{a},{b}:1", ["no such file"]),
+        ("{a},{b}:1", ["needs a weight"]),
     ],
 )
 def test_sources_that_do_not_go_together_are_refused(tmp_path, data, expected):

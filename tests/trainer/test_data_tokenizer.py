@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfsdp.trainer.data import ByteTokenizer, DataConfig, load_tokenizer, make_train_iterator, open_data
@@ -29,6 +29,7 @@ def tokenizer_json(tmp_path_factory):
     return make
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip(text):
     text = text.encode("utf-8", "replace").decode()

@@ -84,7 +84,9 @@ class ChatTemplate:
             said = f"{type(error).__name__}: {error}".removeprefix("TemplateError: ")
             if "strftime_now" in said:
                 said = "it asks for the date (strftime_now), and would make other tokens every day; write a date in it"
-            raise ValueError(f"chat template {self.name} fails: {said}") from error
+            raise ValueError(
+                f"chat template {self.name} fails: {said}; repair it, or give another by --chat-template"
+            ) from error
         return _without_marks("".join(parts))
 
 

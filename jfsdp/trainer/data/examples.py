@@ -68,7 +68,7 @@ class Examples:
         """
         if isinstance(prompt, str):
             return np.concatenate([self._tokenizer.start_ids, self._tokenizer.encode(prompt)]).astype(np.int32)
-        self._check(prompt, tools)
+        prompt = self._check(prompt, tools)
         self._check_dropped(prompt, tools, prompt=True)
         return self._ids(self._render(prompt, tools, prompt=True))
 
@@ -90,14 +90,16 @@ class Examples:
         prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
         if isinstance(prompt, str) and _check_if_messages(chosen) and chosen[0]["role"] == "assistant":
             prompt = [{"role": "user", "content": prompt}]
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are the same, and teach nothing; take the record out")
         if prompt is not None and not _begins_with(chosen, prompt):
             return [(prompt, chosen), (prompt, rejected)]
         if isinstance(chosen, str) or isinstance(rejected, str):
             raise ValueError(
-                "chosen and rejected are texts, and there is no field prompt; write what both answer there"
+                f"prompt is {_kind(prompt)}, chosen {_kind(chosen)}, rejected {_kind(rejected)}; write all three as "
+                "texts, or chosen and rejected as lists of messages"
             )
-        _check_messages(chosen)
-        _check_messages(rejected)
+        chosen, rejected = _check_messages(chosen), _check_messages(rejected)
         same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
         for answer in (chosen[same:], rejected[same:]):
             if not answer or answer[0]["role"] != "assistant":
@@ -111,19 +113,22 @@ class Examples:
         if isinstance(prompt, str) and isinstance(answer, str):
             return self._encode_texts(prompt, answer)
         if isinstance(prompt, str) or isinstance(answer, str):
-            raise ValueError("prompt and answer are of two kinds; write both as texts, or both as lists of messages")
+            raise ValueError(
+                f"the prompt is {_kind(prompt)} and the answer {_kind(answer)}; write both as texts, or both as lists "
+                "of messages"
+            )
         messages = [*_check_messages(prompt), *_check_messages(answer)]
         of_assistant = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
         trained = [i for i in of_assistant if i >= len(prompt) and _weight(messages[i])]
         trained = trained[-1:] if self._answers == "last" else trained
         if not trained:
             roles = ", ".join(dict.fromkeys(one["role"] for one in messages)) or "none"
+            why = "all answers have weight 0" if of_assistant else f"no message is of role assistant (roles: {roles})"
             raise ValueError(
-                f"nothing of it would be trained: there is no message of role assistant (roles: {roles}), or all have "
-                "weight 0; add an answer, or take the record out"
+                f"nothing of it would be trained: {why}; add an answer, rename roles to user and assistant, or take "
+                "the record out"
             )
-        messages = messages[: trained[-1] + 1]
-        self._check(messages, tools)
+        messages = self._check(messages[: trained[-1] + 1], tools)
         text, spans = self._template.render(messages, tools=tools)
         self._check_dropped(messages, tools)
         if self._template.marks:
@@ -140,8 +145,8 @@ class Examples:
     def _encode_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         if not prompt or not answer:
             raise ValueError(
-                f"its {'completion' if prompt else 'prompt'} is empty; take it out, or write what is all trained as "
-                "field text"
+                f"its {'answer' if prompt else 'prompt'} is empty; take the record out, or write what is all trained "
+                "as field text"
             )
         before = self.encode_prompt(prompt)
         after = np.concatenate([self._tokenizer.encode(answer), [self._tokenizer.eod_id]])
@@ -239,9 +244,9 @@ class Examples:
     def _ids(self, text: str) -> np.ndarray:
         return self._tokenizer.encode_chat(text)[0]
 
-    def _check(self, messages: Any, tools: Any) -> None:
-        """Refuse what are no messages, and text that forges the end of a turn."""
-        _check_messages(messages)
+    def _check(self, messages: Any, tools: Any) -> list[Message]:
+        """Return messages; refuse what are none, and text that forges the end of a turn."""
+        messages = _check_messages(messages)
         places = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
         for place, value in [*places, ("its field tools", tools)]:
             for text in _strings(value):
@@ -250,38 +255,55 @@ class Examples:
                         f"{place} holds {found[0]!r} as text, which the tokenizer would read as its special token; "
                         "take it out"
                     )
+        return messages
 
     def _check_dropped(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> None:
         """Refuse a message that makes no difference: of a role that the template does not know.
 
         Each text is marked at its end, by characters that no text holds, and the marks are looked for.
         """
-        marks = [f"\ue0f0{at}\ue0f1" for at in range(len(messages))]
-        marked = [{**one, "content": _marked(one.get("content"), mark)} for one, mark in zip(messages, marks)]
-        text = self._render(marked, tools, prompt=prompt)
-        for at, (message, mark) in enumerate(zip(messages, marks)):
-            if any(map(str.strip, _texts(message.get("content")))) and mark not in text:
-                raise ValueError(
-                    f"chat template {self._template.name} leaves out message {at + 1} of role {message['role']!r}; "
-                    "take it out, or give a template that knows the role by --chat-template"
-                )
+        text = self._render([_marked(one, at) for at, one in enumerate(messages)], tools, prompt=prompt)
+        for at, message in enumerate(messages):
+            parts = {"message": bool(message["content"].strip()), "the tool_calls of message": bool(_calls(message))}
+            for (what, is_there), mark in zip(parts.items(), _MARKS):
+                if is_there and mark.format(at) not in text:
+                    raise ValueError(
+                        f"chat template {self._template.name} leaves out {what} {at + 1} of role {message['role']!r}; "
+                        "take it out, or give a template that knows it by --chat-template"
+                    )
 
     def _cut(self, tokens: np.ndarray, trained: np.ndarray) -> Example:
         most = self.seq_len + 1
         return Example(tokens[:most], trained[:most], len(tokens), int(trained[most:].sum()))
 
 
-def _check_messages(messages: Any) -> Sequence[Message]:
+def _kind(value: Any) -> str:
+    return {str: "a text", list: "a list of messages", type(None): "not there"}.get(type(value), type(value).__name__)
+
+
+def _check_messages(messages: Any) -> list[Message]:
+    """Return messages whose contents are texts: text in parts is joined, and none beside calls of tools is empty."""
     is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
     if not is_list or not all(isinstance(one.get("role"), str) for one in messages):
         raise ValueError(
             'its messages are no list of objects with "role" and "content"; write them as OpenAI does: '
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
-    for number, one in enumerate(messages, 1):
-        if not isinstance(one.get("content", ""), (str, list, type(None))):
-            raise ValueError(f"the content of message {number} is neither text nor a list of parts")
-    return messages
+    return [{**one, "content": _content(one, number)} for number, one in enumerate(messages, 1)]
+
+
+def _content(message: Message, number: int) -> str:
+    content = message.get("content")
+    if content is None and _calls(message):
+        return ""
+    if isinstance(content, list) and len(_texts(content)) == len(content):
+        return "".join(_texts(content))
+    if not isinstance(content, str):
+        raise ValueError(
+            f"the content of message {number} is neither text nor a list of parts with text; write text there, or take "
+            "the record out"
+        )
+    return content
 
 
 def _check_if_messages(answer: Any) -> bool:
@@ -294,12 +316,29 @@ def _texts(content: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _marked(content: Any, mark: str) -> Any:
-    if isinstance(content, str):
-        return content + mark
-    if not isinstance(content, list):
-        return content
-    return [{**part, "text": part["text"] + mark} if _texts([part]) else part for part in content]
+# Of content and of calls of tools: characters for private use, which no text holds.
+_MARKS = ("\ue0f0{}\ue0f1", "\ue0f2{}\ue0f1")
+
+
+def _marked(message: Message, number: int) -> Message:
+    """Return a message with a mark at the end of its content, and of the names of the tools that it calls."""
+    of_content, of_calls = (mark.format(number) for mark in _MARKS)
+    calls = [
+        {**call, "function": {**call["function"], "name": call["function"]["name"] + of_calls}}
+        for call in _calls(message)
+    ]
+    return {**message, "content": message["content"] + of_content, **({"tool_calls": calls} if calls else {})}
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    if not all(isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) for one in calls) or not all(
+        isinstance(one["function"].get("name"), str) for one in calls
+    ):
+        raise ValueError(
+            'its tool_calls are no list of {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
+        )
+    return list(calls)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jfsdp.trainer.data.tokenizer import as_text
+
 # Form -> the fields by which a record is known; the first whose fields are all there. Some data sets keep the prompt
 # beside the messages that begin with it.
 FORMS = {
@@ -37,7 +39,7 @@ def read_record(line: bytes, path: Path, offset: int) -> Record:
     """
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place(path, offset)}: not JSON ({error}); write one JSON object per line") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place(path, offset)}: {type(record).__name__}, and not a JSON object; write one per line")
@@ -72,7 +74,7 @@ def check_form(record: Record, form: str | None, text_field: str | None, path: P
 
 
 def text_of(record: Record, text_field: str | None, path: Path, offset: int) -> str:
-    """Return the text of a record. Not every JSON string is text: a lone surrogate has no UTF-8, and becomes "?".
+    """Return the text of a record; see `as_text`.
 
     Raises:
       ValueError: if it is no string.
@@ -80,7 +82,7 @@ def text_of(record: Record, text_field: str | None, path: Path, offset: int) -> 
     text = record[text_field or "text"]
     if not isinstance(text, str):
         raise ValueError(f"{place(path, offset)}: no string field {text_field or 'text'!r}; write text there")
-    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+    return as_text(text)
 
 
 def place(path: Path, offset: int) -> str:

@@ -74,7 +74,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of `text` as int32 [n]."""
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        return np.frombuffer(as_text(text).encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         """Return the text; bytes that are no UTF-8 become U+FFFD. What ends documents is left out, or "<eod>"."""
@@ -102,14 +102,19 @@ class _HuggingFaceTokenizer:
         self._parsing = type(tokenizer).from_str(told)
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._parsing.encode(text, add_special_tokens=False)
+        found = self._parsing.encode(as_text(text), add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return np.array(self._tokenizer.encode(as_text(text), add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+
+def as_text(text: str) -> str:
+    """Return a string as text: a lone surrogate, which JSON may hold, has no UTF-8, and becomes "?"."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> Tokenizer:

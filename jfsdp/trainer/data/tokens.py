@@ -77,7 +77,10 @@ class DataConfig:
         if self.answers not in ANSWERS:
             raise ValueError(f"answers={self.answers!r}: must be one of {', '.join(ANSWERS)}")
         if 4 * len(COLUMNS) * self.shuffle_rows * self.seq_len > MAX_SHUFFLED_BYTES:
-            raise ValueError(f"shuffle_rows={self.shuffle_rows} would take over {MAX_SHUFFLED_BYTES:,} bytes; lower it")
+            raise ValueError(
+                f"shuffle_rows={self.shuffle_rows} rows of seq_len={self.seq_len} take over "
+                f"{MAX_SHUFFLED_BYTES:,} bytes; lower one of them"
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: must be in 0..2**32-1")
 
@@ -184,8 +187,10 @@ def split_sources(data: str) -> list[tuple[str, float]]:
       ValueError: for a weight that is not positive.
     """
     parts = [re.fullmatch(r"(.+):([0-9.eE+-]+)", part) for part in data.split(",")]
-    if Path(data).exists() or not all(parts):
+    if Path(data).exists() or not any(parts) or len(parts) == 1 and not all(parts):
         return [(data, 1.0)]
+    if not all(parts):
+        raise ValueError(f"data {data!r}: every source needs a weight, as in 'a.jsonl:0.7,b.jsonl:0.3'")
     return [(part[1].strip(), _weight(part[2], data)) for part in parts if part]
 
 
@@ -221,7 +226,8 @@ def _open_encoding(
         what = f"tokenizer {config.tokenizer!r}" if tokenizer else f"data {config.data!r}"
         raise ValueError(
             f"{what}: token ids go up to {needed - 1}, beyond the model's "
-            f"vocabulary size {vocab_size}; set the model's vocabulary size to at least {needed}"
+            f"vocabulary size {vocab_size}; give the model's own tokenizer, or set its vocabulary size to at least "
+            f"{needed} (--model-config vocab_size={needed})"
         )
     return tokenizer, tokenizer.name if tokenizer else str(token_format), needed
 
@@ -236,7 +242,10 @@ def _open_examples(form: str, tokenizer: Tokenizer | None, config: DataConfig) -
 
 def _one_form(forms: list[str]) -> str:
     if "pairs" in forms and len(set(forms)) > 1:
-        raise ValueError(f"sources of form pairs go with their like only; these are {', '.join(forms)}")
+        raise ValueError(
+            "data: choices between two answers go with their like only, and the sources are of forms "
+            f"{', '.join(forms)}; train on them in runs of their own"
+        )
     return forms[0] if forms[0] in ("pairs", "text") and len(set(forms)) == 1 else "answers"
 
 
@@ -247,8 +256,8 @@ def _split(corpus: Corpus, config: DataConfig, source: str) -> tuple[np.ndarray,
     if num_eval >= len(corpus):
         raise ValueError(
             f"data {source!r}: eval_fraction={config.eval_fraction} of {len(corpus)} documents leaves none to "
-            "train on; lower it, set it to 0, or give more (a file is cut into documents of "
-            f"{config.max_document_bytes} bytes)"
+            "train on; lower it, set it to 0, or give more"
+            + (f" (a file is cut into documents of {config.max_document_bytes} bytes)" if corpus.form == "text" else "")
         )
     order = np.argsort(corpus.order_keys(config.split_seed), kind="stable")
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])

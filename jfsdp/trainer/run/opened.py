@@ -80,6 +80,10 @@ def open_model(
             f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
             "config.json and weights of Hugging Face; name one of these"
         )
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(f"{path!r} is an adapter; name the model that it is of, and this by --adapter")
+    if step != "auto" and not step.isdecimal():
+        raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
     if tokenizer is None and not stored and not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{path!r} has no tokenizer.json; name the model's by --tokenizer PATH, or byte")
@@ -87,7 +91,10 @@ def open_model(
         config = dataclasses.replace(config, chat_template=chat_template)
     if tokenizer is not None:
         config = dataclasses.replace(config, tokenizer=tokenizer)
-    if stored and _is_restored(config):
+    is_restored = bool(stored) and _is_restored(
+        dataclasses.replace(config, init_adapter=stored["config"].get("init_adapter"))
+    )
+    if is_restored:
         if given.init_adapter is not None:
             raise ValueError(f"{path!r} has adapters or averages of its own; --adapter goes with a model without")
         job = job_of_run(config)
@@ -129,7 +136,10 @@ def _is_restored(config: TrainConfig) -> bool:
 def _job_of(directory: Path, given: TrainConfig) -> Job:
     """Return the job that computes what a `config.json` says: the one asked for, or the first that can."""
     if given.model is not None:
-        return fit_job(find_job(given.model), directory, {})
+        job = find_job(given.model)
+        if job.pretrained is None:
+            raise ValueError(f"--model {given.model}: reads no weights of Hugging Face; leave it out, or name another")
+        return fit_job(job, directory, {})
     reasons = []
     for name in job_names():
         job = find_job(name)

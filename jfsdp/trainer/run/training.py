@@ -239,7 +239,7 @@ class Run:
             with self.watch.at("the weights of the reference", PATIENT):
                 model, weights = parts.model, Path(config.reference or config.init_from or "").expanduser()
                 if config.reference is not None:
-                    model, state, _ = load_frozen(without_adapters(config), parts.job, weights)
+                    model, state, _ = self._load_reference(weights)
                 elif self.first:  # the state is no longer that with which the run began
                     model, state, _ = load_frozen(config, parts.job, weights)
             found = compute_reference(source, parts.job, model, state, self._share(config.accumulate), self.watch)
@@ -250,6 +250,12 @@ class Run:
             self.display.say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
         assert found is not None
         source.reference = found
+
+    def _load_reference(self, weights: Path) -> Any:
+        try:
+            return load_frozen(without_adapters(self.config), self.parts.job, weights)
+        except ValueError as error:
+            raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""

@@ -39,15 +39,15 @@ class TokenSource:
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
         self.data.check_used()
-        if (self.data.form == "pairs") != (self.form == "pairs"):
+        form = self.data.form
+        if form == "pairs" and self.form != "pairs":
             raise ValueError(
-                f"data {config.data!r}: "
-                + (
-                    "are choices between two answers; name the loss with --preference, such as dpo"
-                    if self.data.form == "pairs"
-                    else f"--preference {config.preference} takes records with chosen and rejected, and these are of "
-                    f"form {self.data.form}; leave it out, or give such records"
-                )
+                f"data {config.data!r}: are choices between two answers; name the loss with --preference, such as dpo"
+            )
+        if form != "pairs" and self.form == "pairs":
+            raise ValueError(
+                f"data {config.data!r}: are {'texts' if form == 'text' else 'conversations or completions'}, and "
+                f"--preference {config.preference} takes records with chosen and rejected; give such, or leave it out"
             )
         self.config, self.seq_len = config, seq_len
         self.levels: dict[str, float] = {}
