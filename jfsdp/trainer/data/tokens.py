@@ -187,7 +187,7 @@ def split_sources(data: str) -> list[tuple[str, float]]:
       ValueError: for a weight that is not positive.
     """
     parts = [re.fullmatch(r"(.+):([0-9.eE+-]+)", part) for part in data.split(",")]
-    if Path(data).exists() or not any(parts) or len(parts) == 1 and not all(parts):
+    if Path(data).exists() or not any(parts) or (len(parts) == 1 and not all(parts)):
         return [(data, 1.0)]
     if not all(parts):
         raise ValueError(f"data {data!r}: every source needs a weight, as in 'a.jsonl:0.7,b.jsonl:0.3'")

@@ -75,13 +75,13 @@ def open_model(
     """
     directory = Path(path).expanduser()
     stored = {} if has_config(directory) else runs.read_config(directory)
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(f"{path!r} is an adapter; name the model that it is of, and this by --adapter")
     if not directory.is_dir() or not (stored.get("config") or has_config(directory)):
         raise ValueError(
             f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
             "config.json and weights of Hugging Face; name one of these"
         )
-    if (directory / "adapter_config.json").is_file():
-        raise ValueError(f"{path!r} is an adapter; name the model that it is of, and this by --adapter")
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +12,76 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.launch.hosts import gather_json
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.preferences import score_answers
+from jfsdp.trainer.run.build import Parts
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.evaluate import shard_batch
+from jfsdp.trainer.run.opened import load_frozen, without_adapters
 from jfsdp.trainer.sources.pairs import PairSource
 
 FILE = "reference.npy"
 
 
-def compute_reference(
-    source: PairSource, job: Job, model: ShardedModel, state: TrainState, share: dict[str, int], watch: Watch
+def find_reference(
+    source: PairSource,
+    parts: Parts,
+    state: TrainState | None,
+    run_dir: Path,
+    *,
+    share: dict[str, int],
+    watch: Watch,
+    say: Callable[[str], None],
 ) -> np.ndarray:
-    """Compute the log-likelihoods of all answers, in every process.
+    """Return what the reference thinks of all answers: as the run began, or else computed now, by all processes.
 
-    Layout:  -> [N 2] float32, by number of document; NaN where no document is
-    Cost:    a forward of all pairs.
+    Layout:  -> [N 2] float32, log-likelihoods by number of document; NaN where no document is
+    Cost:    a forward of all pairs, once per run.
+    Memory:  with --reference, or where the file of a resumed run is gone: frozen weights beside the state, meanwhile.
 
     Args:
+      state: with which the run begins; None: it is resumed.
       share: this process's part of a batch, as the data iterators take it.
+      say: prints a line.
 
     Raises:
-      ValueError: for an answer whose log-likelihood is not finite, by its document's number.
+      ValueError: for a file that is not of these data, weights of another model, and answers whose log-likelihood is
+        not finite.
     """
+    found = read_reference(run_dir, source.num_documents) if state is None else None
+    if all(gather_json(found is not None)):
+        assert found is not None
+        return found
+    begin, config, model = time.perf_counter(), parts.config, parts.model
+    with watch.at("the weights of the reference", PATIENT):
+        if config.reference is not None:
+            model, state = _load(config, parts.job)
+        elif state is None:
+            model, state, _ = load_frozen(config, parts.job, Path(config.init_from or "").expanduser())
+    found = _compute(source, parts.job, model, state, share, watch)
+    if jax.process_index() == 0:
+        write_reference(run_dir, found)
+    count, seconds = np.isfinite(found[:, 0]).sum(), time.perf_counter() - begin
+    of = config.reference or "the weights that the run begins with"
+    say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
+    return found
+
+
+def _load(config: TrainConfig, job: Job) -> tuple[ShardedModel, TrainState]:
+    weights = Path(config.reference or "").expanduser()
+    try:
+        return load_frozen(without_adapters(config), job, weights)[:2]
+    except ValueError as error:
+        raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
+
+
+def _compute(
+    source: PairSource, job: Job, model: ShardedModel, state: TrainState, share: dict[str, int], watch: Watch
+) -> np.ndarray:
     table = np.full((source.num_documents, 2), np.nan, np.float32)
     whole = NamedSharding(model.mesh, PartitionSpec())  # type: ignore[arg-type]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
@@ -33,16 +32,15 @@ from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weight
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
-from jfsdp.trainer.run.opened import load_frozen, without_adapters
-from jfsdp.trainer.run.reference import compute_reference, read_reference, write_reference
+from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.step import describe_attention, own_rows
 
-# What changes losses by rounding only: a run may be resumed with other values.
 _ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
 
+# What changes losses by rounding only: a run may be resumed with other values.
 _ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
 
 
@@ -167,7 +165,9 @@ class Run:
         with self.watch.at("the first weights, or restoring", PATIENT):
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
-            self._refer(self.source, state)
+            begun, given = None if self.first else state, {"watch": self.watch, "say": self.display.say}
+            given["share"] = self._share(self.config.accumulate)
+            self.source.reference = find_reference(self.source, self.parts, begun, self.run_dir, **given)
         described = json.loads(json.dumps(self._describe(decides), default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
@@ -230,32 +230,6 @@ class Run:
             return self.parts.model.init(self.parts.tx, self.config.seed)
         self.display.say(f"starting from the weights of {self.config.init_from}")
         return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
-
-    def _refer(self, source: PairSource, state: TrainState) -> None:
-        """Give pairs the log-likelihoods of the reference: those the run began with, or else computed now."""
-        parts, config, begin = self.parts, self.config, time.perf_counter()
-        found = read_reference(self.run_dir, source.num_documents) if self.first else None
-        if not all(gather_json(found is not None)):  # by all, or by none
-            with self.watch.at("the weights of the reference", PATIENT):
-                model, weights = parts.model, Path(config.reference or config.init_from or "").expanduser()
-                if config.reference is not None:
-                    model, state, _ = self._load_reference(weights)
-                elif self.first:  # the state is no longer that with which the run began
-                    model, state, _ = load_frozen(config, parts.job, weights)
-            found = compute_reference(source, parts.job, model, state, self._share(config.accumulate), self.watch)
-            if self.is_writer:
-                write_reference(self.run_dir, found)
-            count, seconds = np.isfinite(found[:, 0]).sum(), time.perf_counter() - begin
-            of = config.reference or "the weights that the run begins with"
-            self.display.say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
-        assert found is not None
-        source.reference = found
-
-    def _load_reference(self, weights: Path) -> Any:
-        try:
-            return load_frozen(without_adapters(self.config), self.parts.job, weights)
-        except ValueError as error:
-            raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
