@@ -21,7 +21,7 @@ from typing import Any
 
 import tyro
 
-from jfsdp.extras import MissingExtra, need
+from jfsdp.extras import MissingExtra, load, need
 from jfsdp.trainer.run import directory as runs
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -107,9 +107,7 @@ def compute_with_peft(
     base: Path, adapter: Path, data: Path, prompts: Sequence[str], eod: int
 ) -> tuple[float, list[list[int]]]:
     """Return the same loss, and the ids of the same answers, as PEFT and transformers compute them."""
-    import peft
-    import torch
-    import transformers
+    peft, torch, transformers = (load(name, "peft") for name in ("peft", "torch", "transformers"))
 
     transformers.utils.logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
