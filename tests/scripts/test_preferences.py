@@ -37,7 +37,7 @@ def workspace(tmp_path_factory):
 def preferring(root, *more):
     lora = ["--lora", "rank=4,alpha=8,targets=**.attn.*.kernel", "--learning-rate", 1e-2]
     saved = ["--steps", 20, "--checkpoint-every", 10, "--log-every", 1, "--keep", 0]
-    data = ["--data", root / "pairs.jsonl", "--preference", "dpo", "--init-from", root / "begin"]
+    data = ["--data", root / "pairs.jsonl", "--preference", "dpo", "--beta", 0.2, "--init-from", root / "begin"]
     return [*COMMON, *lora, *saved, *data, *more]
 
 
@@ -96,7 +96,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
         (["--reference", "{root}/nothere"], "nothere"),
         (["--reference", "{root}/other"], "is of another model"),
         (["--data", "{root}/answers.jsonl"], "--preference dpo takes records with chosen"),
-        (["--preference", "none"], "choices between two answers; name the loss with --preference"),
+        (["--preference", "none", "--beta", "0.1"], "choices between two answers; name the loss with --preference"),
     ],
 )
 def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected):

@@ -33,6 +33,9 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+# One more special token ends the conversation, and not its turns.
+ENDED = CHATML.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}"
+
 # Thoughts before the last answer are dropped, as Qwen 3 does.
 THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' and loop.last %}<think>{{ m.thoughts }}</think>{% endif %}{{ m.content }}<|im_end|>

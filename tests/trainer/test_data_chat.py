@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jfsdp.trainer.data import DataConfig, make_eval_iterator, make_pass_iterator, make_train_iterator, open_data
 from jfsdp.trainer.data import survey as survey_module
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
-from tests.trainer.chats import CHATML, LLAMA3, MARKED, MISTRAL, THINKING, chat, save_tokenizer, write_jsonl
+from tests.trainer.chats import CHATML, ENDED, LLAMA3, MARKED, MISTRAL, THINKING, chat, save_tokenizer, write_jsonl
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 TWO_TURNS = chat("Hi é", "Yo", "So?", "No.")
@@ -69,13 +69,14 @@ LAST_TABLE += [START, "assistant\n", "+<think>hm</think>No.", "+" + END, "\n"]
     ("template", "table", "options"),
     [
         (CHATML, CHATML_TABLE, {}),
+        (ENDED, [*CHATML_TABLE, "</s>"], {}),
         (MARKED, CHATML_TABLE, {}),
         (MARKED_INSIDE, INSIDE_TABLE, {}),
         (LLAMA3, LLAMA3_TABLE, {}),
         (MISTRAL, MISTRAL_TABLE, {}),
         (THINKING, LAST_TABLE, {"answers": "last"}),
     ],
-    ids=["chatml", "marked", "marked with a special token inside", "llama3", "mistral", "thinking"],
+    ids=["chatml", "ended", "marked", "marked with a special token inside", "llama3", "mistral", "thinking"],
 )
 def test_the_answers_of_a_conversation_are_trained_with_their_stop_token(tmp_path, template, table, options):
     record = json.loads(json.dumps(TWO_TURNS))

@@ -159,10 +159,8 @@ class Examples:
         mask = np.zeros(len(ids), bool)
         for at in trained:
             before, after = self._render(messages[:at], tools, prompt=True), self._render(messages[: at + 1], tools)
-            shared = self._shared(text, after)
-            # Some templates end a conversation, and not its turns, with one more special token.
-            rest = after[shared:] if self._special is None else self._special.sub("", after[shared:])
-            if rest.strip() or not after[:shared].startswith(before):
+            shared = self._shared(self._before_another(messages, text, tools), after)
+            if not self._is_end(after[shared:]) or not after[:shared].startswith(before):
                 raise ValueError(
                     f"chat template {self._template.name} renders message {at + 1} otherwise where more follow, or "
                     "otherwise than its prompt promises: it rewrites history, so that what the answer was cannot be "
@@ -177,6 +175,23 @@ class Examples:
                 )
             mask[len(begin) : len(end)] = True
         return ids, mask
+
+    def _before_another(self, messages: list[Message], text: str, tools: Any) -> str:
+        """Return what of a conversation would stand if another turn followed.
+
+        Some templates end a conversation, and not its turns, with one more special token. One that would rewrite the last
+        answer then, or takes no other turn, leaves the text as it is.
+        """
+        try:
+            other = self._render([*messages, {"role": "user", "content": "."}], tools)
+        except ValueError:
+            return text
+        shared = self._shared(other, text)
+        return text[:shared] if self._is_end(text[shared:]) else text
+
+    def _is_end(self, text: str) -> bool:
+        """Tell whether a text is nothing but special tokens and white space."""
+        return not (text if self._special is None else self._special.sub("", text)).strip()
 
     def _shared(self, text: str, other: str) -> int:
         """Return how many characters two texts begin alike with, cutting no special token."""
