@@ -60,8 +60,7 @@ class Job:
         where it is zeros; its arrays are [rows .. heads length size]. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
         at their ends by positions of `length`, and then with one token at a time. `f` is to raise a ValueError for
-        a `length` that the model does not reach. None: `jfsdp generate` does not take
-        the job.
+        a `length` that the model does not reach. None: `jfsdp generate` does not take the job.
 
     Raises:
       ValueError: for an unknown kind of data.

@@ -179,8 +179,8 @@ class Examples:
     def _before_another(self, messages: list[Message], text: str, tools: Any) -> str:
         """Return what of a conversation would stand if another turn followed.
 
-        Some templates end a conversation, and not its turns, with one more special token. One that would rewrite the last
-        answer then, or takes no other turn, leaves the text as it is.
+        Some templates end a conversation, and not its turns, with one more special token. Of one that would rewrite the
+        last answer then, or takes no other turn, the text stays as it is.
         """
         try:
             other = self._render([*messages, {"role": "user", "content": "."}], tools)
