@@ -38,7 +38,7 @@ def to_code(found: re.Match) -> str:
 
 def to_rest(_app, what, _name, _obj, _options, lines: list[str]) -> None:
     """Turn the sections that only jfsdp has into fields, which look like Args and Raises, and code into reST's."""
-    text = re.sub(r"^(Layout|Cost|Memory|Source): +", r"\n:\1: ", "\n".join(lines), flags=re.M)
+    text = re.sub(r"^(Layout|Dtype|Cost|Memory|Source): +", r"\n:\1: ", "\n".join(lines), flags=re.M)
     lines[:] = re.sub(r"`([^`]+)`(\w?)", to_code, text).split("\n")
     if what == "property":
         lines[:0] = ["..", ""]  # an empty comment: of a first line, napoleon takes what is before a colon for a type

@@ -245,8 +245,8 @@ class ShardedModel:
         Args:
           loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, max_grad_norm, skip_nonfinite, compiler_options, check_loss,
-            schedule, pipe_repeats: see `StepConfig`.
+          accumulate, reduce, reshard_after_backward, schedule, pipe_repeats: see `StepConfig`.
+          max_grad_norm, skip_nonfinite, compiler_options, check_loss: see `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
