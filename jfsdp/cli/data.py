@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.trainer.options import Count, Dtype, Location, Name, Number
+from jfsdp.trainer.run.display import harmless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _print(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
     for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
         ids, is_trained = tokens[run], bool(trained[run[0]])
         said = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, special=True)
-        said = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in said)
+        said = harmless(said)
         marked = said if console.is_terminal or not is_trained else f"[[{said}]]"
         text.append(marked, style="bold green" if is_trained else "dim")
     console.print(text, soft_wrap=True)

@@ -12,6 +12,7 @@ import tyro
 
 from jfsdp.cli.opened import OpenOptions
 from jfsdp.trainer.options import Count, Location, Number, optional
+from jfsdp.trainer.run.display import harmless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Generate(OpenOptions):
             return
         lines = [prompt] if isinstance(prompt, str) else [f"{one['role']}: {one.get('content')}" for one in prompt]
         shown = "\n".join(["--- " + "\n".join(lines), text, ""])
-        print("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown), flush=True)
+        print(harmless(shown), flush=True)
 
 
 def _record(line: str, place: str) -> tuple[Any, Any]:

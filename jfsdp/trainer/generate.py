@@ -85,7 +85,6 @@ class Generator:
              fastest where the weights fit.
 
     Args:
-      vocab_size: tokens that may be chosen; None: the job's.
       stop: ids that end a row.
 
     Raises:
@@ -99,7 +98,6 @@ class Generator:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[int] = (),
-        vocab_size: int | None = None,
     ):
         if job.cache is None:
             raise ValueError(
@@ -107,7 +105,6 @@ class Generator:
                 "arguments that jfsdp.Job says"
             )
         self.model, self.job, self.stop = model, job, tuple(stop)
-        self._limit = vocab_size or job.vocab_size
         self._sampling = sampling or Sampling()
         self._step = model.forward(self._extend, donate=(0,))
 
@@ -206,7 +203,7 @@ class Generator:
         logits, cache = module(tokens, positions=positions, cache=cache, lengths=last)
         # The whole logits of a token per row go to every device: they are few, and draws are then the same everywhere.
         whole = NamedSharding(self.model.mesh, PartitionSpec())
-        logits = jax.lax.with_sharding_constraint(logits[:, : self._limit].astype(jnp.float32), whole)
+        logits = jax.lax.with_sharding_constraint(logits[:, : self.job.vocab_size].astype(jnp.float32), whole)
         chosen = jnp.where(jnp.isnan(logits).any(axis=-1), -1, self._sampling.draw(logits, numbers, current))
         rows, *_, length, _ = jax.tree.leaves(cache)[0].shape
         shardings = jax.tree.map(lambda shape: shape.sharding, self.cache_shapes(rows, length))
@@ -238,7 +235,7 @@ class Generator:
         if not prompts or num_tokens < 1:
             raise ValueError(f"{len(prompts)} prompts, {num_tokens} tokens to generate: at least one of each is needed")
         for number, prompt in enumerate(prompts, 1):
-            limit = self.job.vocab_size or self._limit or 2**31
+            limit = self.job.vocab_size or 2**31
             if not len(prompt) or prompt.min() < 0 or prompt.max() >= limit:
                 raise ValueError(
                     f"prompt {number} has {len(prompt)} tokens, the largest id {max(prompt, default=None)}, and the "

@@ -75,10 +75,10 @@ def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = F
 
 def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_documents: bool) -> str:
     """Return what a job says of its attention on the device that a trace is for; "": nothing."""
-    dtype = model.layout.mp_policy.param_dtype or "float32"
-    return (
-        job.attention(dtype, row_items, is_packed=job.data == "tokens" and not cross_documents) if job.attention else ""
-    )
+    if job.attention is None:
+        return ""
+    is_packed = job.data == "tokens" and not cross_documents
+    return job.attention(model.layout.mp_policy.param_dtype or "float32", row_items, is_packed=is_packed)
 
 
 _SAMPLE = 64  # tokens of a batch whose keys are counted

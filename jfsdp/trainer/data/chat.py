@@ -107,6 +107,22 @@ def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
             "the data are conversations, and the byte tokenizer has no special token that could end a turn; give one "
             "that has by --tokenizer PATH, or write prompt and completion instead of messages"
         )
+    if (found := find_template(tokenizer, chat_template)) is None:
+        raise ValueError(
+            f"the data are conversations, and tokenizer {tokenizer!r} has no chat template (in tokenizer_config.json "
+            "or chat_template.jinja); name a file with --chat-template, or write prompt and completion, not messages"
+        )
+    return found
+
+
+def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | None:
+    """Return what `load_template` does; None: there is none.
+
+    Raises:
+      ValueError: if it cannot be read, or is no jinja.
+    """
+    if tokenizer == "byte":
+        return None
     path = Path(tokenizer).expanduser()
     directory = path if path.is_dir() else path.parent
     stated = _read_config(directory / "tokenizer_config.json")
@@ -121,21 +137,8 @@ def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
     if isinstance(source, list):  # several by name
         source = {one.get("name"): one.get("template") for one in source}.get("default")
     if not isinstance(source, str):
-        raise ValueError(
-            f"the data are conversations, and tokenizer {tokenizer!r} has no chat template (in tokenizer_config.json "
-            "or chat_template.jinja); name a file with --chat-template, or write prompt and completion, not messages"
-        )
+        return None
     return ChatTemplate(source, f"of {directory}", tokens)
-
-
-def has_template(tokenizer: str, chat_template: str | None) -> bool:
-    """Tell whether `load_template` finds one."""
-    path = Path(tokenizer).expanduser()
-    directory = path if path.is_dir() else path.parent
-    if tokenizer == "byte" or chat_template is not None:
-        return tokenizer != "byte"
-    is_stated = bool(_read_config(directory / "tokenizer_config.json").get("chat_template"))
-    return is_stated or (directory / "chat_template.jinja").exists()
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -156,10 +156,10 @@ class Examples:
         self, text: str, messages: list[Message], trained: list[int], tools: Any
     ) -> tuple[np.ndarray, np.ndarray]:
         ids = self._ids(text)
-        mask = np.zeros(len(ids), bool)
+        mask, another = np.zeros(len(ids), bool), self._before_another(messages, text, tools)
         for at in trained:
             before, after = self._render(messages[:at], tools, prompt=True), self._render(messages[: at + 1], tools)
-            shared = self._shared(self._before_another(messages, text, tools), after)
+            shared = self._shared(another, after)
             if not self._is_end(after[shared:]) or not after[:shared].startswith(before):
                 raise ValueError(
                     f"chat template {self._template.name} renders message {at + 1} otherwise where more follow, or "

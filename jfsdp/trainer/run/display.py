@@ -105,6 +105,11 @@ def describe(record: Mapping[str, Any]) -> str:
     )
 
 
+def harmless(text: str) -> str:
+    """Return text of a model or of a file for a terminal: what would steer one is replaced."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def accuracy(record: Mapping[str, Any]) -> str:
     """Say the held-out accuracy of a record: `, accuracy 97.21 %`; nothing where it is not known."""
     correct = record.get("eval_correct")

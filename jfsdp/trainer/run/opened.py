@@ -15,7 +15,7 @@ from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.data.chat import has_template, load_template
+from jfsdp.trainer.data.chat import find_template, load_template
 from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.job import Job, find_job, job_names
@@ -113,7 +113,7 @@ def open_model(
     prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
     named = [config.init_from, None if config.tokenizer == "byte" else config.tokenizer]
     beside = [directory, *(Path(place).expanduser() for place in named if place)]
-    stop = _stop_ids(loaded, prompts, has_template(config.tokenizer, config.chat_template), beside)
+    stop = _stop_ids(loaded, prompts, find_template(config.tokenizer, config.chat_template) is not None, beside)
     return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {config.tokenizer}")
 
 

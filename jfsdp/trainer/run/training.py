@@ -26,7 +26,7 @@ from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.display import Display, accuracy, make_display
+from jfsdp.trainer.run.display import Display, accuracy, harmless, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
 from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.run.goodput import Goodput
@@ -390,8 +390,7 @@ class Run:
             return
         if self.is_writer:
             (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
-        harmless = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in texts[0])
-        self.display.say(f"sample (more in sample.txt):\n{harmless}")
+        self.display.say(f"sample (more in sample.txt):\n{harmless(texts[0])}")
 
 
 def _trained(layout: Layout) -> str:
