@@ -172,11 +172,18 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool) -> tuple[str, ...]:
     """Return the data axes over which the manual program sums after the last microbatch only.
 
-    Those are all where the microbatches share one reduction; else those over which parameters and accumulators are all
-    repeated while another axis splits some: between the groups of a hybrid strategy.
+    Those are all where the microbatches share one reduction; else those between the groups of a hybrid strategy. Of one
+    microbatch these wait too only where the sum is scattered, to an `opt` that they split: else each layer's sum
+    between groups is on the wire while the backward of the next computes.
     """
     if once and accumulate > 1:
         return layout.data_axes
+    scattered = {axis for leaf in layout.leaves if leaf.trainable for axis in _axes(leaf, "opt")}
+    return tuple(axis for axis in group_axes(layout) if accumulate > 1 or axis in scattered)
+
+
+def group_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the data axes over which parameters and accumulators are all repeated while another axis splits some."""
     used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
     return tuple(axis for axis in layout.data_axes if axis not in used) if used else ()
 

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.manual import ManualEngine
-from jfsdp.engine.movements import MANUAL, XLA, deferred_axes
+from jfsdp.engine.movements import MANUAL, XLA, deferred_axes, group_axes
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.table import Layout, Leaf
@@ -172,10 +172,10 @@ def _falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
 
 def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
     """Say what XLA, left to itself, sends more than it must; "": nothing."""
-    later = deferred_axes(layout, accumulate=accumulate, once=once)
-    if later:
-        often = "once per step and not per microbatch" if accumulate > 1 else "of shards alone"
-        return f"sums over {', '.join(later)} {often}"
+    if later := deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ():
+        return f"sums over {', '.join(later)} once per step and not per microbatch"
+    if groups := group_axes(layout):
+        return f"sums over {', '.join(groups)} of shards alone"
     if any(leaf.trainable and leaf.padding for leaf in layout.leaves):
         return "padded leaves: XLA would all-reduce their gradients"
     if any(map(_is_split_further, layout.leaves)):
