@@ -7,6 +7,7 @@ from typing import Any
 _CLI = ("tyro", "rich")
 EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "jinja2", "tensorboardX", "matplotlib")}
 EXTRAS["peft"] = ("torch", "transformers", "peft")
+EXTRAS["bench"] = ("torch", "transformers")
 
 _INSTALL = "this part of jfsdp needs {}; install the extra: pip install 'jfsdp[{}]'"
 

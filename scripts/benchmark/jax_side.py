@@ -1,0 +1,166 @@
+"""A contender that JAX runs: jfsdp under one of its settings, or the same model under plain `jax.jit`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jfsdp.launch.environment import Place
+from jfsdp.launch.watch import Watch
+from jfsdp.layout.mesh import make_mesh
+from jfsdp.train.step.loss import as_loss
+from jfsdp.train.update.update import clip_by_norm
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.options import make_optimizer, shard_job, train_arguments
+from jfsdp.trainer.step import own_rows
+
+from .case import LEARNING_RATE, count_rows, find_job, mesh_sizes, read_batches
+from .kinds import share_time
+from .options import PLAIN, BenchOptions, as_jfsdp, spoken
+from .usage import resident_peak
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+_COMPILING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
+
+
+class JaxContender:
+    """A step with its state and batches; the first step compiles it.
+
+    Args:
+      path: the batches, as `write_batches` wrote them.
+      place: of this process among those of `jfsdp launch`; None: one alone.
+
+    Raises:
+      ValueError: for options that jfsdp refuses, and fewer devices than are asked for.
+    """
+
+    def __init__(self, name: str, options: BenchOptions, path: str, num_devices: int, place: Place | None = None):
+        if jax.device_count() < num_devices:
+            raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")
+        self.name, self.options = name, options
+        self._compiling: list[tuple[float, float, str]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        job, rows = find_job(options), count_rows(options, num_devices)
+        self._batches = read_batches(options, job, rows, path)
+        tx = make_optimizer(options, job, LEARNING_RATE)
+        if name == PLAIN:
+            step, self._state = _plain(job, tx, options)
+            self._lower = lambda: step.lower(self._state, self._batches[0])
+            self._step: Step = step
+        else:
+            mesh = make_mesh(devices=jax.devices()[:num_devices], **mesh_sizes(options, num_devices))  # type: ignore[arg-type]
+            own = as_jfsdp(options, name)
+            model = shard_job(own, job, mesh)
+            step, self._state = model.train_step(job.loss, tx, **train_arguments(own)), model.init(tx, options.seed)
+            whole = self._batches[0]
+            self._lower = lambda: step.lower(model.abstract_state(tx), whole)
+            rows_here = own_rows(mesh, rows)
+            self._batches = [_cut(batch, rows_here) for batch in self._batches]
+            self._step = _watched(step, place) if name == "watched" else step
+        self._next = itertools.cycle(self._batches)
+
+    def first(self) -> dict[str, Any]:
+        """Take the first step; say how long tracing, lowering and compiling took since this contender began."""
+        found = self.steps(1)
+        return found | {"compile_s": sum(share_time(self._compiling).values())}  # traces are inside others
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Take steps one after the other, each waited for; return seconds and losses."""
+        seconds, losses = [], []
+        for _ in range(count):
+            batch, start = next(self._next), time.perf_counter()
+            self._state, metrics = self._step(self._state, batch)
+            jax.block_until_ready((self._state, metrics))
+            seconds.append(time.perf_counter() - start)
+            losses.append(float(metrics["loss"]))
+        return {"seconds": seconds, "losses": losses}
+
+    def memory(self, *, is_first: bool) -> dict[str, Any]:
+        """Return the peaks of this process until now, in bytes.
+
+        `allocated`: of the device that had the most, by JAX's allocator; CPUs have none. `compiled`: what XLA says that
+        the step takes on a device, for which it is compiled once more if `is_first`.
+        """
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+        found = {"resident": resident_peak(), "allocated": max(peaks) or None}
+        return found | ({"compiled": self._compile().memory_analysis().peak_memory_in_bytes} if is_first else {})
+
+    def profile(self, count: int) -> dict[str, Any]:
+        """Take steps under JAX's profiler; see `profile_jax.profile`."""
+        from .profile_jax import profile
+
+        return profile(lambda: self.steps(count), count, self._compile().as_text(), 1 if self.name == PLAIN else None)
+
+    def _compile(self) -> Any:
+        return self._lower().compile()
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event.rpartition("/")[2] in _COMPILING:
+            now = time.perf_counter()
+            self._compiling.append((now - seconds, now, event))
+
+
+def _cut(batch: Any, rows: range) -> Any:
+    return jax.tree.map(lambda x: x[rows.start : rows.stop] if np.ndim(x) else x, batch)
+
+
+def _watched(step: Step, place: Place | None) -> Step:
+    def watched(state: Any, batch: Any) -> tuple[Any, Any]:
+        with Watch(600, place) as watch:  # of this step alone: its threads must not run beside the others
+            with watch.at("the data of step 1"):
+                pass
+            with watch.at("step 1"):
+                state, metrics = step(state, batch)
+                jax.block_until_ready(metrics)
+                return state, metrics
+
+    return watched
+
+
+def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) -> tuple[Any, Any]:
+    """Return a step of plain Flax and optax, in the dtype of `param_dtype`, and its first state.
+
+    One function under `jax.jit` with donation, as the pages of Flax and JAX show it; without remat.
+    """
+    dtype = spoken(options.param_dtype)
+    key = options.seed
+    if isinstance(job.model, tuple):
+        module, inputs = job.model[:2]
+        variables = dict(module.init(jax.random.key(key), *(jnp.zeros(x.shape, x.dtype) for x in inputs)))
+        params, rest = variables.pop("params"), variables
+
+        def bind(params: Any) -> Any:
+            return lambda *args, **kwargs: module.apply({"params": params, **rest}, *args, **kwargs)
+    else:
+        graph, params, rest = nnx.split(job.model(nnx.Rngs(key)), nnx.Param, ...)
+
+        def bind(params: Any) -> Any:
+            return nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))
+
+    def total(params: Any, batch: Any) -> Any:
+        cast = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
+        loss = as_loss(job.loss(bind(cast), batch))
+        return loss.total / loss.weight
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(total)(params, batch)
+        with jax.named_scope("update"):
+            leaves, tree = jax.tree.flatten(grads)
+            named: Mapping[Any, Any] = dict(enumerate(leaves))
+            clipped = clip_by_norm(named, optax.tree.norm(grads), options.max_grad_norm)
+            updates, opt_state = tx.update(jax.tree.unflatten(tree, list(clipped.values())), opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    params = jax.tree.map(jnp.asarray, params)
+    return jax.jit(step, donate_argnums=0), (params, jax.jit(tx.init)(params))
+
+

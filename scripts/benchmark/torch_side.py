@@ -1,0 +1,216 @@
+"""A contender that PyTorch runs: the exported model on one device, under FSDP2 or under DDP, as PyTorch's pages say.
+
+What was chosen where these leave a choice:
+- FSDP2: `fully_shard` on each decoder layer and then on the model, with `MixedPrecisionPolicy(param_dtype,
+  reduce_dtype)` and the default of `reshard_after_forward` (the FSDP2 tutorial).
+- DDP and one device in bfloat16: float32 weights under `torch.autocast` (the notes on automatic mixed precision); DDP
+  reduces in bfloat16 by `bf16_compress_hook` where `--reduce-dtype` says so, as jfsdp does by default.
+- Remat: `checkpoint_wrapper`, non-reentrant, around each decoder layer and inside its `fully_shard`, and
+  `torch.compile` of each layer with its wrapper (torchtitan).
+- AdamW with `fused=True` on every device, which the page of the optimizer calls the fastest, and names CPUs too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jfsdp.extras import load
+
+from .usage import resident_peak
+
+torch: Any = load("torch", "bench")
+
+
+class TorchContender:
+    """One process of a contender: its part of the model, an optimizer, and its rows of the batches.
+
+    Args:
+      name: of the contender.
+      case: what `write_for_torch` returned, with `batches`, `platform`, `rendezvous` (a file that is not there yet) and
+        `timeout`.
+      rank, world: which process of how many.
+
+    Raises:
+      ValueError: for a GPU that is not there.
+    """
+
+    def __init__(self, name: str, case: Mapping[str, Any], rank: int, world: int):
+        self._case, self._is_cuda, self._world = case, case["platform"] == "cuda", world
+        if self._is_cuda and torch.cuda.device_count() < world:
+            raise ValueError(f"--devices {world}: PyTorch sees {torch.cuda.device_count()} GPUs; lower it")
+        self._device = torch.device("cuda", rank) if self._is_cuda else torch.device("cpu")
+        if self._is_cuda:
+            torch.cuda.set_device(self._device)
+            torch.backends.cuda.matmul.allow_tf32 = True  # as JAX computes float32 there
+        if name in ("torch-ddp", "torch-fsdp2", "torch-fsdp2-compile"):
+            _join(case, rank, world, self._device if self._is_cuda else None)
+        self._next = itertools.cycle(_read_batches(case["batches"], rank, world))
+        model = _load_model(case)
+        groups = _groups(model, case["decays"])
+        self._autocast = contextlib.nullcontext()
+        layers = _layers(model)
+        if case["remat"] == "full":
+            layers = _checkpointed(model, layers)
+        if name.endswith("-compile"):
+            for layer in layers:
+                layer.compile()
+        if "fsdp2" in name:
+            groups = _shard(model, layers, groups, case, self._device)
+        elif case["param_dtype"] == "bfloat16":
+            self._autocast = torch.autocast(self._device.type, torch.bfloat16)
+        self._model = model if "fsdp2" in name else model.to(self._device)
+        if name == "torch-ddp":
+            self._model = _ddp(model, case, self._device)
+        self._params = list(model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=case["lr"], betas=tuple(case["betas"]), eps=case["eps"], fused=True
+        )
+
+    def first(self) -> dict[str, Any]:
+        """Take the first step."""
+        return self.steps(1)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Take steps one after the other, each waited for; return seconds, and the losses of all rows."""
+        if self._world > 1:
+            torch.distributed.barrier()
+        seconds, losses = [], []
+        for _ in range(count):
+            batch, start = next(self._next), time.perf_counter()
+            loss = self._step(*(array.to(self._device) for array in batch))
+            if self._is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss)
+        return {"seconds": seconds, "losses": [self._mean(loss) for loss in losses]}
+
+    def memory(self, *, is_first: bool) -> dict[str, Any]:
+        """Return the peaks of this process until now, in bytes; `reserved` is what PyTorch's allocator took for them."""
+        del is_first
+        found: dict[str, Any] = {"resident": resident_peak(), "allocated": None}
+        if self._is_cuda:
+            found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return found
+
+    def profile(self, count: int) -> dict[str, Any]:
+        """Take steps under PyTorch's profiler; see `profile_torch.profile`."""
+        from .profile_torch import profile
+
+        return profile(lambda: self.steps(count), count, is_cuda=self._is_cuda)
+
+    def _step(self, tokens: Any, targets: Any) -> Any:
+        with self._autocast:
+            logits = self._model(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        if self._case["max_grad_norm"] is not None:
+            torch.nn.utils.clip_grad_norm_(self._params, self._case["max_grad_norm"])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def _mean(self, loss: Any) -> float:
+        if self._world > 1:
+            torch.distributed.all_reduce(loss)
+        return loss.item() / self._world
+
+
+def _join(case: Mapping[str, Any], rank: int, world: int, device: Any) -> None:
+    """Join the other processes, which are all on this host: NCCL on GPUs, else gloo over the loopback."""
+    import datetime
+
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo" if device is None else "nccl",
+        init_method=f"file://{case['rendezvous']}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=case["timeout"]),
+        device_id=device,
+    )
+
+
+def _read_batches(path: str, rank: int, world: int) -> list[tuple[Any, Any]]:
+    """Read this process's rows of each batch. Layout: [B T] -> [B/world T] int64."""
+    with np.load(path) as arrays:
+        numbers = sorted({int(name.partition("/")[0]) for name in arrays})
+        pairs = [[np.split(arrays[f"{number}/{what}"], world)[rank] for what in ("tokens", "targets")] for number in numbers]
+    return [(torch.from_numpy(a.astype(np.int64)), torch.from_numpy(b.astype(np.int64))) for a, b in pairs]
+
+
+def _load_model(case: Mapping[str, Any]) -> Any:
+    """Load what was exported, in float32 and ready to train, without dropout."""
+    transformers = load("transformers", "bench")
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(case["checkpoint"])
+    for name in [name for name in config.to_dict() if "dropout" in name or name.endswith("_pdrop")]:
+        setattr(config, name, 0.0)
+    make = transformers.AutoModelForCausalLM.from_pretrained
+    model = make(case["checkpoint"], config=config, dtype=torch.float32, attn_implementation="sdpa")
+    return model.train()
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the decoder layers: what transformers itself says must not be split."""
+    names = set(model._no_split_modules)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _groups(model: Any, decays: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the parameters as groups of an optimizer, by their weight decay."""
+    groups: dict[float, list[Any]] = {}
+    for name, param in model.named_parameters():
+        groups.setdefault(decays[name], []).append(param)
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+
+
+def _checkpointed(model: Any, layers: list[Any]) -> list[Any]:
+    """Let the backward of each layer compute it again; return the wrapped layers."""
+    wrapper = load("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "bench")
+    wanted = set(layers)
+    wrapper.apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda layer: wrapper.checkpoint_wrapper(layer, preserve_rng_state=False),
+        check_fn=lambda module: module in wanted,
+    )
+    return [module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)]
+
+
+def _shard(
+    model: Any, layers: list[Any], groups: list[dict[str, Any]], case: Mapping[str, Any], device: Any
+) -> list[dict[str, Any]]:
+    """Shard each layer and the rest with FSDP2; return the groups with the sharded parameters."""
+    fsdp = load("torch.distributed.fsdp", "bench")
+    dtypes = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    policy = fsdp.MixedPrecisionPolicy(dtypes[case["param_dtype"]], dtypes[case["reduce_dtype"]])
+    decays = {id(param): group["weight_decay"] for group in groups for param in group["params"]}
+    named = [decays[id(param)] for param in model.parameters()]
+    mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    more = {} if case["reshard_after_forward"] == "none" else {"reshard_after_forward": case["reshard_after_forward"] == "true"}
+    for layer in layers:
+        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, **more)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded: dict[float, list[Any]] = {}
+    for decay, param in zip(named, model.parameters(), strict=True):
+        sharded.setdefault(decay, []).append(param)
+    return [{"params": params, "weight_decay": decay} for decay, params in sharded.items()]
+
+
+def _ddp(model: Any, case: Mapping[str, Any], device: Any) -> Any:
+    """Replicate the model with DDP, whose gradients are views of its buckets."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    ddp = parallel(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    if case["param_dtype"] == "bfloat16" and case["reduce_dtype"] == "bfloat16":
+        hooks = load("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "bench")
+        ddp.register_comm_hook(None, hooks.bf16_compress_hook)
+    return ddp
