@@ -8,8 +8,8 @@ Contenders (--settings), all with the same first weights, batches, AdamW, clippi
 
 `plain` and `torch` run on one device, with all rows of the batch. JAX runs in one process, PyTorch in one per device.
 Each turn is a fresh process, which takes a first step, some to warm up, and `--steps` timed ones; with --together all
-stay alive and take single steps in random order, which is best against noise. Ratios are to the first named, in pairs by
-round, with 95 % bootstrap intervals. Inside `jfsdp launch --nproc 2 scripts/bench.py --settings auto watched` the
+stay alive and take single steps in random order, which is best against noise. Ratios are to the first named, in pairs
+by round, with 95 % bootstrap intervals. Inside `jfsdp launch --nproc 2 scripts/bench.py --settings auto watched` the
 contenders of jfsdp take their steps in the launched processes.
 
 Memory: `resident` is the peak of resident memory (VmHWM), summed over a contender's processes, with their libraries;
@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,12 @@ def _alone(options: BenchOptions) -> int:
 
     job = find_job(options)
     check_case(options, job, num_devices)
+    more: dict[str, Any] = {}
+    if options.plan is not None:
+        _tell("planning")
+        from benchmark.planned import plan
+
+        more["plan"] = plan(options, num_devices)
     with tempfile.TemporaryDirectory(prefix="jfsdp-bench-") as directory:
         scratch = Path(directory)
         case = write_for_torch(options, job, scratch / "weights") if options.torch_settings else {}
@@ -95,27 +102,16 @@ def _alone(options: BenchOptions) -> int:
         setup = Setup(options, scratch, platform, num_devices, rows, threads, case, platforms)
         write_batches(options, job, rows, setup.batches)
         turns = run(setup, _tell)
-        more: dict[str, Any] = {"profile": profile(setup, _tell)} if options.profile else {}
-    if options.plan is not None:
-        _tell("planning")
-        more["plan"] = _plan(options, num_devices)
+        if options.profile:
+            more["profile"] = profile(setup, _tell)
     return _finish(options, turns, num_devices, platform, _threads(setup), more)
-
-
-def _plan(options: BenchOptions, num_devices: int) -> dict[str, Any]:
-    from benchmark.planned import plan
-
-    return plan(options, num_devices)
 
 
 def _threads(setup: Setup) -> str:
     """Say which cores and threads each contender uses; "" on GPUs."""
     if not setup.threads:
         return ""
-    each = [
-        f"{name} {setup.num_processes(name)} x {setup.threads_each(name)}"
-        for name in setup.options.settings
-    ]
+    each = [f"{name} {setup.num_processes(name)} x {setup.threads_each(name)}" for name in setup.options.settings]
     return f"{setup.threads} cores for each contender; processes x threads: {', '.join(each)}"
 
 
@@ -165,4 +161,5 @@ def _tell(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the contenders
     sys.exit(main(sys.argv[1:]))

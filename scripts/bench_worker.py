@@ -16,10 +16,11 @@ from benchmark.usage import use_cores
 
 def make(spec: dict[str, Any], rank: int) -> Any:
     """Make the contender that the file describes; its first step is still to come."""
+    is_cuda = spec["case"]["platform"] == "cuda"
     if spec["library"] == "torch":
         from benchmark.torch_side import TorchContender, torch
 
-        if spec["case"]["platform"] == "cpu":
+        if not is_cuda:
             torch.set_num_threads(spec["threads_each"])
         return TorchContender(spec["name"], spec["case"], rank, spec["world"])
     from jfsdp.launch.runtime import start_jax
@@ -28,8 +29,10 @@ def make(spec: dict[str, Any], rank: int) -> Any:
     from benchmark.jax_side import JaxContender
     from benchmark.options import BenchOptions
 
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in spec["options"].items()}
-    return JaxContender(spec["name"], BenchOptions(**fields), spec["batches"], spec["devices"])
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in spec["options"].items()
+    }
+    return JaxContender(spec["name"], BenchOptions(**fields), spec["batches"], spec["devices"], is_cuda=is_cuda)
 
 
 def main(path: str, rank: int) -> int:

@@ -14,7 +14,7 @@ def draw(turns: Mapping[str, Sequence[Turn]], path: Path, title: str) -> None:
     """Draw every timed step as a dot, a row for each contender, its median as a line."""
     figure = make_figure(8, 1.2 + 0.55 * len(turns))
     axes = figure.add_subplot()
-    for row, (name, own) in enumerate(turns.items()):
+    for row, own in enumerate(turns.values()):
         ms = [1e3 * second for turn in own for second in turn.seconds]
         middle = sorted(ms)[len(ms) // 2]
         axes.plot(ms, [row] * len(ms), "o", alpha=0.35, markersize=4)

@@ -36,13 +36,27 @@ class JaxContender:
 
     Args:
       path: the batches, as `write_batches` wrote them.
+      is_cuda: whether the devices must be GPUs.
       place: of this process among those of `jfsdp launch`; None: one alone.
 
     Raises:
       ValueError: for options that jfsdp refuses, and fewer devices than are asked for.
     """
 
-    def __init__(self, name: str, options: BenchOptions, path: str, num_devices: int, place: Place | None = None):
+    def __init__(
+        self,
+        name: str,
+        options: BenchOptions,
+        path: str,
+        num_devices: int,
+        *,
+        is_cuda: bool = False,
+        place: Place | None = None,
+    ):
+        if is_cuda and jax.default_backend() != "gpu":
+            raise ValueError(
+                "JAX sees no GPU, and this machine has some; install jfsdp[cuda12], or set JAX_PLATFORMS=cpu"
+            )
         if jax.device_count() < num_devices:
             raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")
         self.name, self.options = name, options
@@ -102,10 +116,10 @@ class JaxContender:
     def _compile(self) -> Any:
         return self._lower().compile()
 
-    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event.rpartition("/")[2] in _COMPILING:
             now = time.perf_counter()
-            self._compiling.append((now - seconds, now, event))
+            self._compiling.append((now - duration_secs, now, event))
 
 
 def _cut(batch: Any, rows: range) -> Any:
@@ -162,5 +176,3 @@ def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) ->
 
     params = jax.tree.map(jnp.asarray, params)
     return jax.jit(step, donate_argnums=0), (params, jax.jit(tx.init)(params))
-
-

@@ -41,7 +41,7 @@ def as_profile(ms: Mapping[str, float], kind_of: Mapping[str, str], wall_ms: flo
       ms: of all steps, by operation.
       wall_ms: of all steps.
     """
-    kinds = dict.fromkeys(KINDS, 0.0)
+    kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for name, value in ms.items():
         kinds[kind_of[name]] += value / steps
     kinds[IDLE] = max(wall_ms / steps - sum(kinds.values()), 0.0)

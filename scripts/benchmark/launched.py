@@ -35,7 +35,7 @@ def run_launched(options: BenchOptions, place: Place | None) -> dict[str, list[T
         write_batches(options, job, count_rows(options, num_devices), path)
         for name in options.settings:
             start = time.perf_counter()
-            contender = contenders[name] = JaxContender(name, options, str(path), num_devices, place)
+            contender = contenders[name] = JaxContender(name, options, str(path), num_devices, place=place)
             first = contender.first()
             turns[name] = [Turn([], first["losses"], time.perf_counter() - start, first["compile_s"])]
             turns[name][0].losses += contender.steps(options.warmup)["losses"]

@@ -148,7 +148,7 @@ def find_platform() -> str:
 
 def visible_gpus() -> int:
     """Count the GPUs that a process started here would see. Starts no driver."""
-    there = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if chosen is None else min(there, len([part for part in chosen.split(",") if part.strip()]))
 

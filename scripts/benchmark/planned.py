@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jfsdp.cli.plan import load_compiler
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.search.jobs import plan_job
 from jfsdp.trainer.options import StepOptions
@@ -26,7 +27,9 @@ def plan(options: BenchOptions, num_devices: int) -> dict[str, Any]:
     name = next((name for name in options.settings if name in JFSDP), "auto")
     own = as_jfsdp(dataclasses.replace(options, cross_documents=True), name)
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(StepOptions)}
-    found = plan_job(StepOptions(**fields), Cluster(find_gpu(options.plan or ""), 1, num_devices))
+    cluster = Cluster(find_gpu(options.plan or ""), 1, num_devices)
+    load_compiler(cluster)
+    found = plan_job(StepOptions(**fields), cluster)
     kernels: dict[tuple[str, str], list[float]] = {}
     for event in found.timeline.events:
         if event.lane == "compute" and event.kind not in ("loop", "wait"):

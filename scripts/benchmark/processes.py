@@ -1,7 +1,8 @@
-"""The processes of one contender, and questions to them: lines of JSON over pipes, with a limit on how long one takes."""
+"""The processes of one contender, and questions to them: lines of JSON over pipes, with a limit of time."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,12 +52,10 @@ class Processes:
       timeout: seconds that an answer may take.
     """
 
-    def __init__(
-        self, name: str, spec: Path, count: int, environment: Mapping[str, str | None], timeout: float, python: str = sys.executable
-    ):
+    def __init__(self, name: str, spec: Path, count: int, environment: Mapping[str, str | None], timeout: float):
         self.name, self._timeout, self.began = name, timeout, time.perf_counter()
         told = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
-        self._processes = [_start([python, str(WORKER), str(spec), str(rank)], told) for rank in range(count)]
+        self._processes = [_start([sys.executable, str(WORKER), str(spec), str(rank)], told) for rank in range(count)]
 
     def __enter__(self) -> Processes:
         return self
@@ -72,10 +71,8 @@ class Processes:
           Refused: if one refused its options.
         """
         for process in self._processes:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it ended; the wait below says so
                 print(json.dumps({"do": do, **arguments}), file=process.popen.stdin, flush=True)
-            except BrokenPipeError:
-                pass  # it ended; the wait below says so
         deadline = time.monotonic() + self._timeout
         answers = [json.loads(self._wait(rank, do, deadline)) for rank in range(len(self._processes))]
         for answer in answers:
@@ -107,13 +104,13 @@ class Processes:
                     )
             if time.monotonic() > deadline:
                 raise ContenderFailed(
-                    f"{self.name}: process {rank} did not answer within --timeout {self._timeout:g} s (asked for: {do});"
-                    f" the last lines of its error output:\n{process.tail()}"
+                    f"{self.name}: process {rank} did not answer within --timeout {self._timeout:g} s (asked for: "
+                    f"{do}); the last lines of its error output:\n{process.tail()}"
                 )
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> _Process:
-    errors = tempfile.TemporaryFile()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - `Processes.end` closes it
     popen = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -66,8 +66,11 @@ def _runs(data: Any, module: str) -> Iterator[tuple[Any, float, float, str]]:
     """Yield device, begin, end and instruction of each run, in nanoseconds."""
     begun: dict[int, tuple[Any, float, float, str]] = {}
     ended: dict[int, float] = {}
-    for plane in data.planes:
+    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")] or list(data.planes)
+    for plane in planes:
         for line in plane.lines:
+            if plane.name.startswith("/device:") and not line.name.startswith("Stream"):
+                continue  # what the profiler derives of the streams
             for event in line.events:
                 stats = dict(event.stats)
                 end = event.start_ns + event.duration_ns
@@ -105,7 +108,8 @@ def _kind(module: Module, instruction: Instruction) -> str:
         return COLLECTIVE
     if re.search(r"\bupdate\b|jfsdp\.update", scopes):
         return OPTIMIZER
-    if "vmap(" in scopes or any(frame.startswith("attention.py") for frame in instruction.stack) or "fmha" in instruction.attributes:
+    is_of_attention = any(frame.startswith("attention.py") for frame in instruction.stack)
+    if is_of_attention or "vmap(" in scopes or "fmha" in instruction.attributes:
         return ATTENTION
     if any(one.opcode in ("dot", "convolution") or _is_gemm(one) for one in parts):
         return MATMUL
@@ -113,9 +117,11 @@ def _kind(module: Module, instruction: Instruction) -> str:
 
 
 def _is_gemm(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and bool(_GEMM.search(instruction.attribute("custom_call_target").lower()))
+    target = instruction.attribute("custom_call_target").lower()
+    return instruction.opcode == "custom-call" and bool(_GEMM.search(target))
 
 
 def _short(op_name: str) -> str:
     """Return the end of a name stack, which says more than its beginning."""
-    return "/".join(part for part in op_name.split("/") if part not in ("while", "body", "closed_call", "shard_map"))[-70:]
+    outer = ("while", "body", "closed_call", "shard_map")
+    return "/".join(part for part in op_name.split("/") if part not in outer)[-70:]

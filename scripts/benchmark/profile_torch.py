@@ -19,7 +19,10 @@ from .kinds import ATTENTION, COLLECTIVE, ELEMENTWISE, MATMUL, OPTIMIZER, as_pro
 _RULES = (
     (OPTIMIZER, re.compile(r"Optimizer\.step|adamw|clip_grad|_foreach_norm|Optimizer\.zero_grad")),
     (ATTENTION, re.compile(r"scaled_dot_product|flash_attention|efficient_attention|fmha")),
-    (COLLECTIVE, re.compile(r"c10d|gloo|nccl|FSDP::|fsdp::|all_gather|reduce_scatter|allreduce|DistributedDataParallel")),
+    (
+        COLLECTIVE,
+        re.compile(r"c10d|gloo|nccl|FSDP::|fsdp::|all_gather|reduce_scatter|allreduce|DistributedData"),
+    ),
     (MATMUL, re.compile(r"::(mm|addmm|bmm|matmul|linear|baddbmm|mkldnn_\w*linear\w*)$|gemm")),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from .kinds import KINDS
 from .options import BenchOptions
 from .race import Turn
-from .stats import Difference, by_round, compare_losses, compare_seconds
+from .stats import Difference, Ratio, by_round, compare_losses, compare_seconds
 
 _GIB, _WIDTH = 2**30, 200
 
@@ -27,11 +27,12 @@ def collect(options: BenchOptions, turns: Mapping[str, Sequence[Turn]], tokens: 
     for name, own in turns.items():
         seconds = by_round(own, together=options.together)
         median = statistics.median(second for turn in seconds for second in turn)
+        ratio = Ratio(1, 1, 1) if own is first else compare_seconds(seconds, base, options.seed)
         compiling = [turn.compile_s for turn in own if turn.compile_s is not None]
         found[name] = {
             "step_s": median,
             "tokens_per_s": tokens / median,
-            "ratio": dataclasses.asdict(compare_seconds(seconds, base, options.seed)),
+            "ratio": dataclasses.asdict(ratio),
             "first_step_s": statistics.median(turn.first_s for turn in own),
             "compile_s": statistics.median(compiling) if compiling else None,
             "memory": {kind: max(turn.memory.get(kind, 0) for turn in own) for kind in own[0].memory},
@@ -58,9 +59,8 @@ def show(found: Mapping[str, Any], head: Sequence[str]) -> None:
     for name, own in found["settings"].items():
         if own["loss_difference"] is not None:
             far = own["loss_difference"]
-            console.print(
-                f"losses of {name}: at most {far['relative']:.1e} from the first's (step {far['step']})", highlight=False
-            )
+            text = f"losses of {name}: at most {far['relative']:.1e} from the first's (step {far['step']})"
+            console.print(text, highlight=False)
     if found.get("profile"):
         console.print(_kinds(found["profile"]))
         for name, profile in found["profile"].items():

@@ -79,7 +79,11 @@ def compare_losses(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Difference]
             for turn, theirs in zip(own, base, strict=True)
             for step, (loss, other) in enumerate(zip(turn.losses, theirs.losses, strict=True))
         ]
-        differences = [abs(loss - other) / abs(other) if np.isfinite([loss, other]).all() else np.inf for _, loss, other in pairs]
+        differences = [_relative(loss, other) for _, loss, other in pairs]
         place = int(np.argmax(differences))
         found[name] = Difference(name, float(differences[place]), *pairs[place])
     return found
+
+
+def _relative(loss: float, other: float) -> float:
+    return abs(loss - other) / abs(other) if np.isfinite([loss, other]).all() else np.inf

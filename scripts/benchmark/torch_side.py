@@ -49,7 +49,7 @@ class TorchContender:
         self._device = torch.device("cuda", rank) if self._is_cuda else torch.device("cpu")
         if self._is_cuda:
             torch.cuda.set_device(self._device)
-            torch.backends.cuda.matmul.allow_tf32 = True  # as JAX computes float32 there
+            torch.set_float32_matmul_precision("high")  # TF32, as JAX computes float32 there
         if name in ("torch-ddp", "torch-fsdp2", "torch-fsdp2-compile"):
             _join(case, rank, world, self._device if self._is_cuda else None)
         self._next = itertools.cycle(_read_batches(case["batches"], rank, world))
@@ -93,7 +93,7 @@ class TorchContender:
         return {"seconds": seconds, "losses": [self._mean(loss) for loss in losses]}
 
     def memory(self, *, is_first: bool) -> dict[str, Any]:
-        """Return the peaks of this process until now, in bytes; `reserved` is what PyTorch's allocator took for them."""
+        """Return the peaks of this process until now, in bytes; `reserved`: taken by PyTorch's allocator."""
         del is_first
         found: dict[str, Any] = {"resident": resident_peak(), "allocated": None}
         if self._is_cuda:
@@ -143,8 +143,11 @@ def _read_batches(path: str, rank: int, world: int) -> list[tuple[Any, Any]]:
     """Read this process's rows of each batch. Layout: [B T] -> [B/world T] int64."""
     with np.load(path) as arrays:
         numbers = sorted({int(name.partition("/")[0]) for name in arrays})
-        pairs = [[np.split(arrays[f"{number}/{what}"], world)[rank] for what in ("tokens", "targets")] for number in numbers]
-    return [(torch.from_numpy(a.astype(np.int64)), torch.from_numpy(b.astype(np.int64))) for a, b in pairs]
+        parts = [
+            [np.split(arrays[f"{number}/{what}"], world)[rank].astype(np.int64) for what in ("tokens", "targets")]
+            for number in numbers
+        ]
+    return [(torch.from_numpy(tokens), torch.from_numpy(targets)) for tokens, targets in parts]
 
 
 def _load_model(case: Mapping[str, Any]) -> Any:
@@ -196,7 +199,8 @@ def _shard(
     decays = {id(param): group["weight_decay"] for group in groups for param in group["params"]}
     named = [decays[id(param)] for param in model.parameters()]
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    more = {} if case["reshard_after_forward"] == "none" else {"reshard_after_forward": case["reshard_after_forward"] == "true"}
+    reshard = case["reshard_after_forward"]
+    more = {} if reshard == "none" else {"reshard_after_forward": reshard == "true"}
     for layer in layers:
         fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, **more)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)

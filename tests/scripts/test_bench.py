@@ -1,5 +1,6 @@
-"""`scripts/bench.py` times what it says, and refuses what it cannot time."""
+"""`scripts/bench.py` times the same program on both sides, says what each takes, and refuses what it cannot time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,27 +8,150 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TINY = ["--model", "llama-tiny", "--model-config", "num_layers=1", "dim=64", "ffn_dim=96", "--seq-len", "16"]
+SHORT = ["--rounds", "1", "--steps", "2", "--warmup", "1", "--param-dtype", "none"]
 
 
-def run(*args):
-    command = [sys.executable, "-W", "ignore", str(BENCH), "--model", "llama-tiny", "--seq-len", "16", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""})
+def run(*args, model=TINY, scripts=SCRIPTS, **environment):
+    command = [sys.executable, "-W", "ignore", str(scripts / "bench.py"), *model, *args]
+    variables = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+def result(*args, **how):
+    done = run(*args, "--json", **how)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_jfsdp_and_pytorch_compute_the_same_losses_in_processes_of_their_own(tmp_path):
+    names = ["manual", "torch-fsdp2", "torch-ddp"]
+    found = result(*SHORT, "--settings", *names, "--remat", "full", "--plot", str(tmp_path / "a.svg"))
+    settings = found["settings"]
+    assert list(settings) == names
+    for own in settings.values():
+        assert len(own["losses"][0]) == 4 and len(own["seconds"][0]) == 2
+        assert own["losses"][0] == pytest.approx(settings["manual"]["losses"][0], rel=1e-5)
+        assert own["first_step_s"] > own["step_s"] > 0 and own["memory"]["resident"] > 2**27
+    assert settings["manual"]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert settings["manual"]["memory"]["compiled"] > 0 and settings["manual"]["compile_s"] > 0
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def test_contenders_take_single_steps_in_turn_and_are_profiled():
+    found = result(*SHORT, "--together", "--rounds", "3", "--settings", "xla", "torch-fsdp2", "--profile")
+    for own in found["settings"].values():
+        assert len(own["seconds"]) == 3 and len(own["losses"][0]) == 5
+    assert found["settings"]["torch-fsdp2"]["loss_difference"]["relative"] < 1e-5
+    for profile in found["profile"].values():
+        kinds = profile["kinds"]
+        assert kinds["matmul"] > 0 and kinds["collectives"] > 0 and kinds["optimizer and clipping"] > 0
+        assert profile["step_ms"] > 0 and profile["longest"]
 
 
 @pytest.mark.proof
 def test_every_setting_has_a_row():
-    done = run("--rounds", "2", "--param-dtype", "float32")
+    names = ["plain", "xla", "manual", "flat", "auto", "watched", "torch", "torch-fsdp2-compile"]
+    settings = result(*SHORT, "--settings", *names)["settings"]
+    assert [settings[name]["ratio"]["median"] > 0 for name in names] == [True] * len(names)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtypes", [["bfloat16"], ["bfloat16", "--reduce-dtype", "float32"]])
+def test_gpt2_in_bfloat16_computes_the_same(dtypes):
+    gpt2 = ["--model", "gpt2-tiny", "--model-config", "num_layers=1", "--seq-len", "16"]
+    names = ["manual", "torch-fsdp2", "torch-ddp"]
+    settings = result(*SHORT[:-1], *dtypes, "--settings", *names, model=gpt2)["settings"]
+    assert all(settings[name]["loss_difference"]["relative"] < 2e-2 for name in names[1:])
+
+
+@pytest.mark.proof
+def test_contenders_of_jfsdp_run_in_the_processes_of_a_launcher():
+    jfsdp = str(Path(sys.executable).with_name("jfsdp"))
+    command = [jfsdp, "launch", "--nproc", "2", str(SCRIPTS / "bench.py"), *TINY, "--rounds", "3"]
+    done = subprocess.run([*command, "--settings", "auto", "watched"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
-    assert [float(rows[name][2]) > 0 for name in ("plain", "xla", "manual", "flat")] == [True] * 4
-    assert rows["plain"][2] == "1.0000"
+    assert "watched" in done.stdout and "on 2 x cpu" in done.stdout
+
+
+def changed(tmp_path, file, old, new):
+    """Copy the scripts with one line of one file changed."""
+    for source in [*SCRIPTS.glob("bench*.py"), *(SCRIPTS / "benchmark").glob("*.py")]:
+        target = tmp_path / source.relative_to(SCRIPTS)
+        target.parent.mkdir(exist_ok=True)
+        text = source.read_text()
+        assert source.name != file or text.count(old) == 1
+        target.write_text(text.replace(old, new) if source.name == file else text)
+    return tmp_path
+
+
+def test_a_contender_with_other_weights_loses_the_race(tmp_path):
+    load = "    return model.train()"
+    scripts = changed(tmp_path, "torch_side.py", load, f"    model.lm_head.weight.data *= 1.01\n{load}")
+    done = run(*SHORT, "--settings", "xla", "torch", scripts=scripts)
+    assert done.returncode == 1
+    assert "error: torch: the loss of step 1 is" in done.stderr and "--loss-tolerance 0.0001" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("args", "message"), [(["--settings", "fast"], "--settings fast: use plain, xla, manual, flat")]
+    ("line", "message"),
+    [
+        ("raise RuntimeError('broken')", "torch-ddp: process 1 ended with status 1 (asked for: first)"),
+        ("time.sleep(60)", "torch-ddp: process 1 did not answer within --timeout 6 s (asked for: first)"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_an_error_and_no_hang(tmp_path, line, message):
+    begin = '        self._case, self._is_cuda, self._world = case, case["platform"] == "cuda", world\n'
+    scripts = changed(tmp_path, "torch_side.py", begin, f"{begin}        if rank == 1:\n            {line}\n")
+    done = run(*SHORT, "--settings", "torch-ddp", "--timeout", "6", scripts=scripts)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr.partition("bench.py: error:")[0]
+
+
+KNOWN = "plain, xla, manual, flat, auto, watched, torch, torch-fsdp2, torch-ddp, torch-fsdp2-compile"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--settings", "fast"], f"--settings fast: use {KNOWN}"),
+        (["--settings", "xla", "xla"], "--settings: name each contender once"),
+        (["--rounds", "0"], "--rounds 0 must be a number from 1"),
+        (["--devices", "4096"], "--devices 4096: at most"),
+        (["--threads", "4096"], "--threads 4096: this process may use"),
+        (["--param-dtype", "int8"], "--param-dtype int8: use none, float32"),
+        (["--plot", "a.pdf"], "a.pdf: a plot is a .png or a .svg"),
+        (["--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: there is no directory /nowhere"),
+        (["--plan", "abacus"], "abacus"),
+        (["--mesh", "fsdp=3"], "mesh fsdp=3 needs 3 devices, but there are 2"),
+        (["--settings", "torch", "--accumulate", "2"], "--accumulate is not built for torch; leave out --accumulate"),
+        (["--settings", "torch", "--remat", "dots"], "--remat dots is not built for torch; use none or full"),
+    ],
 )
 def test_what_cannot_be_timed_is_named(args, message):
     done = run(*args)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("vit-tiny", "--settings torch-ddp: vit-tiny cannot be exported for transformers (its field pretrained)"),
+        ("gpt2", "--settings torch-ddp: the masks of dropout differ between libraries; --model-config dropout=0"),
+    ],
+)
+def test_a_model_that_pytorch_cannot_run_the_same_way_is_named(model, message):
+    done = run("--settings", "torch-ddp", model=["--model", model])
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_missing_library_is_named_with_the_extra_that_has_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['transformers'] = None\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("--settings", "torch", PYTHONPATH=paths)
+    assert done.returncode == 2
+    assert "needs transformers; install the extra: pip install 'jfsdp[bench]'" in done.stderr
