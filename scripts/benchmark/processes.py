@@ -103,9 +103,11 @@ class Processes:
                         f"last lines of its error output:\n{one.tail()}"
                     )
             if time.monotonic() > deadline:
+                late = [other for other, one in enumerate(self._processes) if other >= rank and one.answers.empty()]
+                tails = "\n".join(self._processes[other].tail() for other in late)
                 raise ContenderFailed(
-                    f"{self.name}: process {rank} did not answer within --timeout {self._timeout:g} s (asked for: "
-                    f"{do}); the last lines of its error output:\n{process.tail()}"
+                    f"{self.name}: process {', '.join(map(str, late))} did not answer within --timeout "
+                    f"{self._timeout:g} s (asked for: {do}); the last lines of the error output:\n{tails}"
                 )
 
 
