@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MATMUL, ATTENTION, ELEMENTWISE = "matmul", "attention", "norm, loss, elementwise, copies"
+MATMUL, ATTENTION, ELEMENTWISE, COPY = "matmul", "attention", "norm, loss, elementwise", "copies alone"
 COLLECTIVE, OPTIMIZER, IDLE = "collectives", "optimizer and clipping", "idle, or not named"
-KINDS = (MATMUL, ATTENTION, ELEMENTWISE, COLLECTIVE, OPTIMIZER, IDLE)
+KINDS = (MATMUL, ATTENTION, ELEMENTWISE, COPY, COLLECTIVE, OPTIMIZER, IDLE)
 TOP = 12
 
 

@@ -19,9 +19,11 @@ import jax
 from jfsdp.plan.program.collectives import collective_kind
 from jfsdp.plan.program.hlo import Instruction, Module, parse_module
 
-from .kinds import ATTENTION, COLLECTIVE, ELEMENTWISE, MATMUL, OPTIMIZER, as_profile, share_time
+from .kinds import ATTENTION, COLLECTIVE, COPY, ELEMENTWISE, MATMUL, OPTIMIZER, as_profile, share_time
 
 _OUTER = {"while", "conditional", "call"}
+_MOVING = {"parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate"}
+_MOVING |= {"dynamic-update-slice", "broadcast", "pad", "tuple", "get-tuple-element"}
 _GEMM = re.compile(r"gemm|matmul|cublas|dot|onednn")
 _NS_PER_MS = 1e6
 
@@ -113,7 +115,7 @@ def _kind(module: Module, instruction: Instruction) -> str:
         return ATTENTION
     if any(one.opcode in ("dot", "convolution") or _is_gemm(one) for one in parts):
         return MATMUL
-    return ELEMENTWISE
+    return COPY if all(one.opcode in _MOVING for one in inside or parts) else ELEMENTWISE
 
 
 def _is_gemm(instruction: Instruction) -> bool:

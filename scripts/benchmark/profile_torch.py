@@ -14,7 +14,7 @@ from typing import Any
 
 from jfsdp.extras import load
 
-from .kinds import ATTENTION, COLLECTIVE, ELEMENTWISE, MATMUL, OPTIMIZER, as_profile
+from .kinds import ATTENTION, COLLECTIVE, COPY, ELEMENTWISE, MATMUL, OPTIMIZER, as_profile
 
 _RULES = (
     (OPTIMIZER, re.compile(r"Optimizer\.step|adamw|clip_grad|_foreach_norm|Optimizer\.zero_grad")),
@@ -24,6 +24,7 @@ _RULES = (
         re.compile(r"c10d|gloo|nccl|FSDP::|fsdp::|all_gather|reduce_scatter|allreduce|DistributedData"),
     ),
     (MATMUL, re.compile(r"::(mm|addmm|bmm|matmul|linear|baddbmm|mkldnn_\w*linear\w*)$|gemm")),
+    (COPY, re.compile(r"^aten::(copy_|cat|clone|contiguous|_to_copy|zero_|fill_|index_copy)$")),
 )
 
 

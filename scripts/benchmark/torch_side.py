@@ -4,7 +4,8 @@ What was chosen where these leave a choice:
 - FSDP2: `fully_shard` on each decoder layer and then on the model, with `MixedPrecisionPolicy(param_dtype,
   reduce_dtype)` and the default of `reshard_after_forward` (the FSDP2 tutorial).
 - DDP and one device in bfloat16: float32 weights under `torch.autocast` (the notes on automatic mixed precision); DDP
-  reduces in bfloat16 by `bf16_compress_hook` where `--reduce-dtype` says so, as jfsdp does by default.
+  reduces in bfloat16 by `bf16_compress_hook` where `--reduce-dtype` says so, as jfsdp does by default. The hook asks
+  for NCCL: on CPUs DDP reduces in float32.
 - Remat: `checkpoint_wrapper`, non-reentrant, around each decoder layer and inside its `fully_shard`, and
   `torch.compile` of each layer with its wrapper (torchtitan).
 - AdamW with `fused=True` on every device, which the page of the optimizer calls the fastest, and names CPUs too.
@@ -214,7 +215,7 @@ def _ddp(model: Any, case: Mapping[str, Any], device: Any) -> Any:
     """Replicate the model with DDP, whose gradients are views of its buckets."""
     parallel = torch.nn.parallel.DistributedDataParallel
     ddp = parallel(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    if case["param_dtype"] == "bfloat16" and case["reduce_dtype"] == "bfloat16":
+    if device.type == "cuda" and case["param_dtype"] == "bfloat16" and case["reduce_dtype"] == "bfloat16":
         hooks = load("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "bench")
         ddp.register_comm_hook(None, hooks.bf16_compress_hook)
     return ddp
