@@ -40,6 +40,7 @@ except MissingExtra as error:
 
 import tyro
 from benchmark.options import BenchOptions, check, find_devices, find_platform, find_threads
+from benchmark.processes import ContenderFailed
 
 from jfsdp.launch.environment import find_place
 from jfsdp.launch.runtime import plain_warnings, start_jax
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     except (MissingExtra, ValueError) as error:
         print(f"bench.py: error: {describe_error(error, BenchOptions)}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except ContenderFailed as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 1
 

@@ -137,8 +137,14 @@ def _check_torch(options: BenchOptions) -> None:
             raise ValueError(f"--{spelled} is not built for {name}; leave out --{spelled}, or {name}")
     if options.remat not in ("none", "full"):
         raise ValueError(f"--remat {options.remat} is not built for {name}; use none or full, or leave out {name}")
-    if options.param_dtype == "float16":
-        raise ValueError(f"--param-dtype float16 is not built for {name}; use bfloat16, float32 or none")
+    for option in ("param_dtype", "reduce_dtype"):
+        if getattr(options, option) == "float16":
+            spelled = option.replace("_", "-")
+            raise ValueError(f"--{spelled} float16 is not built for {name}; use bfloat16, float32 or none")
+    if options.reshard_after_forward not in ("none", "true", "false"):
+        raise ValueError(
+            f"--reshard-after-forward {options.reshard_after_forward} is not built for {name}; use true, false or none"
+        )
 
 
 def find_platform() -> str:
