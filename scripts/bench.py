@@ -86,7 +86,7 @@ def _alone(options: BenchOptions) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # of this process: the devices are the contenders'
     start_jax()
     from benchmark.case import check_case, count_rows, find_job, write_batches, write_for_torch
-    from benchmark.race import Setup, profile, run
+    from benchmark.race import Setup, run
 
     job = find_job(options)
     check_case(options, job, num_devices)
@@ -104,7 +104,7 @@ def _alone(options: BenchOptions) -> int:
         write_batches(options, job, rows, setup.batches)
         turns = run(setup, _tell)
         if options.profile:
-            more["profile"] = profile(setup, _tell)
+            more["profile"] = {name: own[-1].profile for name, own in turns.items()}
     return _finish(options, turns, num_devices, platform, _threads(setup), more)
 
 

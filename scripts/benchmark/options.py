@@ -55,7 +55,7 @@ class BenchOptions(StepOptions):
     plan: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
     """Also print what `jfsdp plan` expects of the case on this GPU, such as h100."""
     profile: bool = False
-    """One more turn of each contender under a profiler: milliseconds of a step by kind of operation."""
+    """After the last turn of each contender, some steps under a profiler: ms of a step by kind of operation."""
     plot: File = None
     """Draw all step times there, as PNG or SVG."""
     json: bool = False

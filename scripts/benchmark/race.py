@@ -32,6 +32,7 @@ class Turn:
       compile_s: how much of it went into tracing, lowering and compiling; None: nothing is compiled.
       memory: peaks in bytes: `resident`, summed over processes; `allocated`, `reserved`, the device that had the most;
         `compiled`, by XLA's analysis.
+      profile: of some more steps, in the last turn where that was asked for; see `profile_jax.profile`.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -39,6 +40,7 @@ class Turn:
     first_s: float = 0.0
     compile_s: float | None = None
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    profile: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,8 @@ def _fresh(setup: Setup, tell: Callable[[str], None]) -> dict[str, list[Turn]]:
                 turn = _begin(processes, options)
                 _step(processes, turn, options.steps, is_timed=True)
                 _measure(processes, turn, is_first=number == 0)
+                if options.profile and number + 1 == options.num_rounds:
+                    turn.profile = _profile(processes)
             turns[name].append(turn)
     return turns
 
@@ -152,18 +156,10 @@ def _together(setup: Setup, tell: Callable[[str], None]) -> dict[str, list[Turn]
                 _step(alive[name], turns[name][0], 1, is_timed=True)
         for name in options.settings:
             _measure(alive[name], turns[name][0], is_first=True)
+        if options.profile:
+            for name in options.settings:
+                turns[name][0].profile = _profile(alive[name])
     return turns
-
-
-def profile(setup: Setup, tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Take some steps of each contender under its library's profiler; see `profile_jax` for what is returned."""
-    found = {}
-    for name in setup.options.settings:
-        tell(f"profile: {name}")
-        with setup.start(name, setup.options.num_rounds) as processes:
-            _begin(processes, setup.options)
-            found[name] = processes.ask("profile", count=PROFILED_STEPS)[0]
-    return found
 
 
 def orders(options: BenchOptions) -> Iterator[list[str]]:
@@ -201,3 +197,8 @@ def _measure(processes: Processes, turn: Turn, *, is_first: bool) -> None:
         values = [answer[name] for answer in answers]
         if None not in values:
             turn.memory[name] = sum(values) if name == "resident" else max(values)
+
+
+def _profile(processes: Processes) -> dict[str, Any]:
+    """Take some steps under the library's profiler, in all processes; return what the first found."""
+    return processes.ask("profile", count=PROFILED_STEPS)[0]
