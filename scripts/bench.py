@@ -143,14 +143,14 @@ def _finish(
         "settings": collect(options, turns, rows * seq_len),
         **more,
     }
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found, head + ([threads] if threads else []))
     if options.plot is not None:
         from benchmark.chart import draw
 
         draw(turns, Path(options.plot).expanduser(), title)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found, head + ([threads] if threads else []))
     far = too_far(options, turns)
     for one in far:
         print(f"bench.py: error: {one}, over --loss-tolerance {options.tolerance:g}", file=sys.stderr)

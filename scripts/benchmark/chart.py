@@ -21,5 +21,5 @@ def draw(turns: Mapping[str, Sequence[Turn]], path: Path, title: str) -> None:
         axes.plot([middle, middle], [row - 0.35, row + 0.35], color="black", linewidth=1)
         axes.annotate(f"{middle:.1f}", (middle, row - 0.35), ha="center", va="bottom", fontsize="x-small")
     axes.set(title=title, xlabel="ms of a step", yticks=range(len(turns)), yticklabels=list(turns), xlim=(0, None))
-    axes.invert_yaxis()
+    axes.set_ylim(len(turns) - 0.4, -0.75)  # the first above, with room for its number
     figure.savefig(path)
