@@ -158,6 +158,7 @@ class PlanJob(StepOptions):
         return 0 if plan.fits else FITS_NOT
 
     def _search(self, cluster: Cluster) -> int:
+        from jfsdp.plan.published.trust import trust_in
         from jfsdp.plan.search.pareto import plot_front
         from jfsdp.plan.search.search import search_job
         from jfsdp.trainer.recipes import read_recipe
@@ -174,9 +175,9 @@ class PlanJob(StepOptions):
         if self.plot and any(one.is_planned for one in search.tried):
             plot_front(search, Path(self.plot).expanduser())
         if self.json:
-            print(json.dumps(search.to_dict(), indent=2))
+            print(json.dumps(search.to_dict() | {"trust": trust_in(cluster.gpu).to_dict()}, indent=2))
         else:
-            print_search(search)
+            print_search(search, cluster.gpu)
         return 0 if search.best else FITS_NOT
 
     def _machine(self) -> dict[str, Any]:

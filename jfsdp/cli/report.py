@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.cli.console import make_console
 
 if TYPE_CHECKING:
+    from jfsdp.plan.cluster.gpus import Gpu
     from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
+    from jfsdp.plan.published.trust import Trust
     from jfsdp.plan.search.candidates import Candidate, Search
     from jfsdp.plan.wire.ledger import Ledger
 
@@ -50,6 +52,7 @@ def print_plan(plan: Plan) -> None:
         f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/GPU{mfu}; bound by {plan.bound_by}; "
         f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"
     )
+    _print_trust(plan.trust)
     for table in (_memory(plan), _wire(plan), _overlap(plan)):
         console.print()
         console.print(table)
@@ -66,6 +69,10 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{rows} (docs/plan.md)"
     )
+
+
+def _print_trust(trust: Trust) -> None:
+    make_console().print(f"  {trust.seconds}\n  {trust.memory} (jfsdp published)")
 
 
 def print_inference(plan: Any) -> None:
@@ -87,6 +94,7 @@ def print_inference(plan: Any) -> None:
             f"{program.seconds * 1000:.1f} ms"
         )
     console.print(f"estimated: {plan.tokens_per_s:,.0f} tokens/s/GPU after the prompts (docs/generate.md)")
+    console.print("  seconds of generation were compared with no run; memory is the compiler's own count")
 
 
 def short(place: str) -> str:
@@ -182,8 +190,10 @@ _CLOCK = {
 }
 
 
-def print_search(search: Search) -> None:
+def print_search(search: Search, gpu: Gpu) -> None:
     """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
+    from jfsdp.plan.published.trust import trust_in
+
     console = make_console()
     table = _table("mesh, and what is changed", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
     table.columns[0].max_width = _LABEL_WIDTH
@@ -206,6 +216,7 @@ def print_search(search: Search) -> None:
     of = "" if search.is_complete else f" of the {len(planned)} that were planned"
     console.print(f"best{of}: {search.best.label}")
     console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
+    _print_trust(trust_in(gpu))
     if not search.is_complete:
         other = f"; no other {', '.join(search.untried)} was tried" if search.untried else ""
         longest = max(one.compile_s for one in planned)
@@ -254,5 +265,6 @@ def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
         f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",
         f"computing at the datasheet's peak: {ms['compute_s']:.1f} ms per step",
         f"so a step takes at least {ms['step_s_at_least']:.1f} ms; activations and logits are not counted",
+        "a bound by arithmetic, compared with no run; a compiled plan says how near plans were",
     ]
     make_console().print("\n".join(lines))

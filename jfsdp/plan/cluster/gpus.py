@@ -24,6 +24,8 @@ _DTYPES = {
 # Assumed: the part of a link's datasheet bandwidth that a large collective gets (8 H100 get 0.89, measured).
 NVLINK_EFFICIENCY = 0.8
 PCIE_EFFICIENCY = 0.6
+# Fitted to published runs on H100s; see `Gpu.sustained`.
+SUSTAINED = 0.82
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,10 @@ class Gpu:
     `memory_bytes` is what CUDA reports, a little less than what is printed on the box. `link_bandwidth` joins the GPUs
     of a domain, at most `domain_size` of them, over `link`; other domains are reached over `network_bandwidth`. Only
     where `is_domain_of_nodes` can several nodes form one domain. `peak` is by dtype; float32 is without TF32.
-    `measured_links` are (bytes, bus bandwidth) of all-gathers inside a node, `measured_matmul` is (dtype, size, FLOP/s)
-    of a square one.
+    `measured_links` are (bytes, bus bandwidth) of all-gathers inside a node, `measured_matmul` is (dtype, (m, n, k),
+    FLOP/s) of one on a quiet GPU. `sustained` is the part of such rates that is left in a step that runs for hours,
+    where the power limit lowers the clock: fitted to published runs for the A100 and the H100 (scripts/fit_clock.py),
+    assumed to be the H100's for all others.
     """
 
     name: str
@@ -61,7 +65,8 @@ class Gpu:
     is_domain_of_nodes: bool = False
     link_efficiency: float = NVLINK_EFFICIENCY
     measured_links: tuple[tuple[int, float], ...] = ()
-    measured_matmul: tuple[str, int, float] | None = None
+    measured_matmul: tuple[str, tuple[int, int, int], float] | None = None
+    sustained: float = SUSTAINED
     aliases: tuple[str, ...] = ()
 
     def peak_flops(self, dtype: str) -> float:
@@ -80,6 +85,10 @@ class Gpu:
 def dtype_name(dtype: str) -> str:
     """Return the long name of a dtype: bf16 is bfloat16."""
     return _DTYPES.get(str(dtype), str(dtype))
+
+
+# Where matmuls were measured by others: the best shape of a search, on a quiet GPU.
+_MATMULS = "a bfloat16 matmul as measured in stas00/ml-engineering, compute/accelerator (MAMF)"
 
 
 def _peak(half: float, tf32: float, float32: float) -> tuple[tuple[str, float], ...]:
@@ -107,7 +116,10 @@ _A100 = Gpu(
     gpus_per_node=8,
     network_bandwidth=25e9,
     host_bandwidth=32e9,
-    source="datasheet A100 80GB SXM; chip and memory as CUDA reports them; network of a DGX A100, 8 x 200 Gbit/s",
+    source="datasheet A100 80GB SXM; chip and memory as CUDA reports them; network of a DGX A100, 8 x 200 Gbit/s; "
+    f"{_MATMULS}",
+    measured_matmul=("bfloat16", (1024, 10240, 5120), 271.2e12),
+    sustained=1.0,
     aliases=("a100", "a100-sxm", "a100-80gb", "a100-sxm-80"),
 )
 
@@ -135,7 +147,7 @@ _H100 = Gpu(
     source="datasheet H100 SXM; chip and memory as CUDA reports them; network of a DGX H100, 8 x 400 Gbit/s; "
     "all-gathers on 8 H100 and a bfloat16 matmul measured",
     measured_links=((8 * _MIB, 129e9), (32 * _MIB, 259e9), (128 * _MIB, 344e9), (2048 * _MIB, 402e9)),
-    measured_matmul=("bfloat16", 4096, 780e12),
+    measured_matmul=("bfloat16", (4096, 4096, 4096), 780e12),
     aliases=("h100-sxm", "h100-80", "h100-80gb", "h100-sxm-80"),
 )
 
@@ -161,7 +173,8 @@ _B200 = Gpu(
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     source="datasheet HGX B200; chip, memory and its bandwidth as CUDA reports them; network of a DGX B200, "
-    "8 x 400 Gbit/s",
+    f"8 x 400 Gbit/s; {_MATMULS}",
+    measured_matmul=("bfloat16", (1792, 16128, 3072), 1745e12),
     aliases=("b200-sxm", "hgx-b200"),
 )
 
@@ -198,11 +211,23 @@ GPUS: tuple[Gpu, ...] = (
         full_name="NVIDIA A100-SXM4-40GB",
         memory_bytes=42331013120,
         memory_bandwidth=1.555e12,
-        source="datasheet A100 40GB SXM; chip and memory as CUDA reports them; network of a DGX A100, 8 x 200 Gbit/s",
+        source="datasheet A100 40GB SXM; chip and memory as CUDA reports them; network of a DGX A100, 8 x 200 Gbit/s; "
+        f"{_MATMULS}",
         aliases=("a100-40gb", "a100-sxm-40"),
     ),
     _A100,
     _H100,
+    dataclasses.replace(
+        _H100,
+        name="h100-96-500w",
+        full_name="NVIDIA H100 96GB HBM2e, 500 W",
+        memory_bytes=95 * 2**30,
+        memory_bandwidth=2.4e12,
+        source="datasheet H100 SXM, with memory and power limit as torchtitan's reports state them (Grand Teton); "
+        "assumed: the sustained rate goes with the square root of the power limit",
+        sustained=SUSTAINED * (500 / 700) ** 0.5,
+        aliases=("h100-500w",),
+    ),
     dataclasses.replace(
         _H100,
         name="h100-pcie",
@@ -265,7 +290,9 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=4,
         host_bandwidth=225e9,
         source="datasheet GB200 NVL72, per GPU; chip, memory and its bandwidth as CUDA reports them; a node is a tray "
-        "of 4 GPUs, 18 trays are a domain; network 400 Gbit/s per GPU; assumed: half of a Grace's NVLink-C2C per GPU",
+        "of 4 GPUs, 18 trays are a domain; network 400 Gbit/s per GPU; assumed: half of a Grace's NVLink-C2C per GPU; "
+        f"{_MATMULS}",
+        measured_matmul=("bfloat16", (4096, 9728, 2048), 1822e12),
         aliases=("gb200-nvl72", "nvl72"),
     ),
     _L40S,

@@ -90,15 +90,16 @@ def host_bandwidth(gpu: Gpu) -> float:
     return gpu.host_bandwidth * HOST_EFFICIENCY
 
 
-def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int) -> float:
+def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int, *, kept: float = 1.0) -> float:
     """Return the FLOP/s of an [m k] x [k n] matmul.
 
     A part of the datasheet's peak, less whatever the shape wastes: outputs are computed in tiles, the tiles in waves of
     one per core, and a wave that is not full takes as long as a full one; short k does not fill the pipeline; and no
-    matmul is faster than its operands and result pass through memory. The part is calibrated so that a bfloat16 matmul
-    of 4096^3 on an H100 runs at the 780 TFLOP/s that were measured there. *Assumed*: the same part for other GPUs
-    and dtypes, the sizes of the tiles and the ramp over k. Split-k, which helps small outputs with a long k, is left
-    out.
+    matmul is faster than its operands and result pass through memory. The part is calibrated by `Gpu.measured_matmul`:
+    a bfloat16 matmul of 4096^3 on an H100 runs at the 780 TFLOP/s that were measured there. This is a quiet GPU; under
+    load its cores keep a part, `kept`. *Assumed*: the H100's part where nothing was measured, the
+    same part for other dtypes, the sizes of the tiles and the ramp over k. Split-k, which helps small outputs with a
+    long k, is left out.
 
     Raises:
       ValueError: for a dtype without a known peak, or a dim below 1.
@@ -107,16 +108,16 @@ def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int) -> float:
         raise ValueError(f"{gpu.name}: a matmul of {m} x {k} and {k} x {n} has an empty dim; give at least 1")
     peak = gpu.peak_flops(dtype)
     itemsize = _ITEMSIZE[dtype_name(dtype)]
-    seconds = 2 * m * n * k / (peak * _calibration() * _used(gpu, m, n, k))
+    seconds = 2 * m * n * k / (peak * _calibration(gpu) * _used(gpu, m, n, k) * kept)
     memory_s = itemsize * (m * k + k * n + m * n) / gpu.memory_bandwidth
     return 2 * m * n * k / max(seconds, memory_s)
 
 
-def _calibration() -> float:
-    h100 = find_gpu("h100")
-    assert h100.measured_matmul is not None
-    dtype, size, rate = h100.measured_matmul
-    return rate / (h100.peak_flops(dtype) * _used(h100, size, size, size))
+def _calibration(gpu: Gpu) -> float:
+    measured = gpu if gpu.measured_matmul else find_gpu("h100")
+    assert measured.measured_matmul is not None
+    dtype, shape, rate = measured.measured_matmul
+    return rate / (measured.peak_flops(dtype) * _used(measured, *shape))
 
 
 def _used(gpu: Gpu, m: int, n: int, k: int) -> float:

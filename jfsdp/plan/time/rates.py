@@ -1,35 +1,51 @@
 """Seconds of one instruction or one collective on a cluster, by arithmetic on its datasheet and on measurements."""
 
 import dataclasses
+import functools
+import statistics
 
 from jfsdp.plan.cluster import hardware
 from jfsdp.plan.cluster.gpus import dtype_name
 from jfsdp.plan.program.collectives import Collective
 from jfsdp.plan.time.work import Kind, Matmul, Work
 
-# Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets, and what each kernel costs
-# besides (launch, first and last wave).
+# Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets (of a copy on an H100 NVL 0.91
+# was measured), and what each kernel costs besides (launch, first and last wave).
 MEMORY_EFFICIENCY = 0.85
 KERNEL_S = 3e-6
-# Assumed: the part of the peak that cuDNN's fused attention gets, forward and backward; about what FlashAttention-3
-# (arXiv 2407.08608) reports for causal attention with heads of 128 on an H100.
-ATTENTION_FORWARD = 0.6
-ATTENTION_BACKWARD = 0.45
+# Assumed: the part of the peak that a fused attention kernel gets forward and backward, on a quiet GPU. XLA's is
+# cuDNN's: about what FlashAttention-3 (arXiv 2407.08608) reports for causal attention with heads of 128 on an H100.
+CUDNN_ATTENTION = (0.6, 0.45)
+# How unlike GPUs of one kind are: the standard deviation of their rates under load. A step takes as long as its slowest
+# GPU. Fitted to published runs (scripts/fit_clock.py); Sinha et al. (arXiv 2208.11035) measured 8 % on average between
+# the GPUs of five clusters.
+SPREAD = 0.055
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """How fast a cluster's GPUs work and send.
 
-    A matmul runs at `hardware.matmul_rate` or as fast as its operands pass through memory; attention at an assumed part
-    of the peak; everything else at an assumed part of the memory's bandwidth. Under a collective, matmuls and attention
-    take `overlap_slowdown` times as long (30 to 40 % were measured for matmuls; for attention assumed). A packed row is
-    taken to hold `documents_per_row` documents of equal length.
+    A matmul runs at `hardware.matmul_rate` or as fast as its operands pass through memory, attention at an assumed part
+    of the peak; of both, `sustained` is left under load, and less on the slowest of many GPUs. Everything else runs at
+    an assumed part of the memory's bandwidth. Under a collective, matmuls and attention take `overlap_slowdown` times
+    as long (30 to 40 % were measured for matmuls; for attention assumed). A packed row is taken to hold
+    `documents_per_row` documents of equal length.
+
+    Attributes:
+      sustained: None: the GPU's.
+      spread: see SPREAD.
+      attention: the parts of the peak, forward and backward.
+      passes: how often kernels that are bound by memory move their bytes; more than once where they are not fused.
     """
 
     cluster: hardware.Cluster
     overlap_slowdown: float = hardware.OVERLAP_SLOWDOWN
     documents_per_row: int = 1
+    sustained: float | None = None
+    spread: float = SPREAD
+    attention: tuple[float, float] = CUDNN_ATTENTION
+    passes: float = 1.0
 
     def work_s(self, work: Work) -> float:
         """Return the seconds of one instruction."""
@@ -38,13 +54,21 @@ class Rates:
             return 0.0
         if work.kind is Kind.HOST:
             return work.num_bytes / hardware.host_bandwidth(gpu)
-        compute = 0.0
+        compute, passes = 0.0, self.passes if work.kind is Kind.MEMORY else 1.0
         if work.kind is Kind.MATMUL:
             compute = sum(self._matmul_s(matmul) for matmul in work.matmuls)
         elif work.kind is Kind.ATTENTION:
-            part = ATTENTION_BACKWARD if work.is_backward else ATTENTION_FORWARD
+            part = self.attention[work.is_backward] * self._kept
             compute = work.num_flops / (gpu.peak_flops(work.dtype) * part)
-        return max(compute, work.num_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)) + KERNEL_S
+        return max(compute, work.num_bytes * passes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)) + KERNEL_S
+
+    @functools.cached_property
+    def _kept(self) -> float:
+        """What the slowest GPU keeps of the rates of a quiet one: that of n draws, by Blom's formula."""
+        num = self.cluster.num_devices
+        slowest = statistics.NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+        kept = self.cluster.gpu.sustained if self.sustained is None else self.sustained
+        return kept / (1 + self.spread * slowest)
 
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds of one collective, alone on the wire.
@@ -65,4 +89,4 @@ class Rates:
         if dtype not in dict(self.cluster.gpu.peak):
             dtype = "bfloat16" if dtype.startswith(("f8", "s8")) else "float32"
         rows, columns, depth = (max(1, size) for size in (matmul.batch * matmul.m, matmul.n, matmul.k))
-        return matmul.num_flops / hardware.matmul_rate(self.cluster.gpu, dtype, rows, columns, depth)
+        return matmul.num_flops / hardware.matmul_rate(self.cluster.gpu, dtype, rows, columns, depth, kept=self._kept)

@@ -16,7 +16,7 @@ from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective, find_done
 from jfsdp.plan.program.hlo import Computation, Instruction, Module
 from jfsdp.plan.program.rounds import executions, runs
 from jfsdp.plan.time.rates import Rates
-from jfsdp.plan.time.work import Kind, num_matmuls, work_of
+from jfsdp.plan.time.work import Kind, Work, num_matmuls, work_of
 
 __all__ = ["Event", "Rates", "Timed", "Timeline", "overlapped_share", "simulate"]
 
@@ -93,16 +93,21 @@ class Timeline:
         return {name: getattr(self, name) for name in names}
 
 
-def simulate(module: Module, collectives: Iterable[Collective], rates: Rates) -> Timeline:
+def simulate(
+    module: Module, collectives: Iterable[Collective], rates: Rates, *, works: dict[str, Work] | None = None
+) -> Timeline:
     """Run the schedule of a module on a clock.
 
     A collective's time on the wire is hidden where compute runs between its start and its done that hides no other
     collective; the rest is exposed. A synchronous one is exposed entirely.
 
+    Args:
+      works: what each instruction does, by its name, as far as it was found out; is filled, for other rates.
+
     Raises:
       ValueError: where a loop's length is not known, or a group has devices that the cluster lacks.
     """
-    simulation = _Simulation(module, collectives, rates)
+    simulation = _Simulation(module, collectives, rates, {} if works is None else works)
     return simulation.timeline(simulation.run(module.entry.name))
 
 
@@ -226,8 +231,8 @@ class _Run:
 class _Simulation:
     """The runs of all computations of a module, each simulated once."""
 
-    def __init__(self, module: Module, collectives: Iterable[Collective], rates: Rates):
-        self.module, self.rates = module, rates
+    def __init__(self, module: Module, collectives: Iterable[Collective], rates: Rates, works: dict[str, Work]):
+        self.module, self.rates, self.works = module, rates, works
         self.starts: dict[tuple[str, int], list[Collective]] = {}
         for collective in collectives:
             self.starts.setdefault((collective.computation, collective.start), []).append(collective)
@@ -299,7 +304,7 @@ class _Simulation:
             pending = _Pending(collective.name, collective.kind, self.rates.collective_s(collective))
             issued.append((collective, pending))
             yield "wire", pending, collective.done
-        work = work_of(self.module, computation, instruction)
+        work = self._work(computation, instruction)
         if work.kind is Kind.HOST:
             copies.append(_Pending(instruction.name, work.kind.value, self.rates.work_s(work)))
             yield "host", copies[-1], find_done(computation, instruction)
@@ -309,12 +314,18 @@ class _Simulation:
             for name, times in runs(self.module, instruction):
                 run.add(self.run(name), times)
                 clock.loop(name, self.run(name), times)
-        work = work_of(self.module, computation, instruction).with_documents(self.rates.documents_per_row)
+        work = self._work(computation, instruction).with_documents(self.rates.documents_per_row)
         if work.kind not in (Kind.NONE, Kind.HOST):
             seconds = self.rates.work_s(work)
             run.kind_s[work.kind] += seconds
             run.kind_flops[work.kind] += work.num_flops
             clock.compute(instruction.name, work.kind, seconds)
+
+    def _work(self, computation: Computation, instruction: Instruction) -> Work:
+        name = f"{computation.name}/{instruction.name}"
+        if name not in self.works:
+            self.works[name] = work_of(self.module, computation, instruction)
+        return self.works[name]
 
     def _timed(self, collective: Collective, pending: _Pending, before_s: list[float]) -> Timed:
         between_s = before_s[collective.done] - before_s[collective.start + 1] if collective.is_async else 0.0

@@ -1,0 +1,1 @@
+"""Runs that others have measured and published, planned as they were run, and how far plans lie from them."""

@@ -1,0 +1,125 @@
+"""Published runs as data: what was run, by which software, what was measured, who says so.
+
+[Note: which runs]
+A run is here if model, mesh, batch, recomputation and attention kernel are published, or follow from the software's
+defaults of the time, and it trains in bfloat16 without axes that jfsdp lacks. What a plan of jfsdp does otherwise than
+that run is said in `differs`. Nothing is adjusted for one run: a plan of it is one that anybody can make with
+`jfsdp plan` and its options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import importlib.resources
+import json
+from typing import TYPE_CHECKING, Any
+
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.time.rates import CUDNN_ATTENTION, Rates
+
+if TYPE_CHECKING:
+    from jfsdp.trainer.options import StepOptions
+
+GB = 1e9
+
+# What FlashAttention-2 gets of an H100's peak, forward and backward together: 335 TFLOP/s (Dao-AILab/flash-attention,
+# README). On an A100 it gets what cuDNN gets.
+FLASH2_ON_HOPPER = (0.34, 0.34)
+# How often kernels that are bound by memory move their bytes in eager PyTorch, where XLA fuses them: the one constant
+# that eager runs have for themselves. Fitted (scripts/fit_clock.py).
+EAGER_PASSES = 1.4
+XLA, COMPILED, EAGER = "xla", "torch-compiled", "torch-eager"
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedRun:
+    """One run that somebody measured.
+
+    Attributes:
+      id: its name here.
+      source: repository, path in it and date of what was read.
+      framework: by which it was run.
+      software: XLA, COMPILED (torch.compile, or kernels fused by hand) or EAGER (PyTorch).
+      gpu, nodes, gpus_per_node: the cluster.
+      network: GB/s of a GPU's share of its node's adapters; None: what is usual for the GPU.
+      model, model_config: the job of ours that has its shapes.
+      options: the other options of the step.
+      basis: whether the clock is fitted to it; not where what decides its time is not known, as a network's speed.
+      step_s: measured seconds; None: only memory was.
+      memory: measured peak: {"gib", "kind"}, where kind is "reserved" or "allocated" by PyTorch's allocator.
+      differs: what a plan of jfsdp does otherwise, and what was read into the source.
+    """
+
+    id: str
+    source: dict[str, str]
+    framework: str
+    software: str
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    network: float | None
+    model: str
+    model_config: dict[str, Any]
+    options: dict[str, Any]
+    basis: bool
+    step_s: float | None
+    memory: dict[str, Any] | None
+    differs: tuple[str, ...]
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that it ran on."""
+        gpu = find_gpu(self.gpu)
+        if self.network:
+            gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB)
+        return Cluster(gpu, self.nodes, self.gpus_per_node)
+
+    @property
+    def step_options(self) -> StepOptions:
+        """The options of `jfsdp plan` that come closest. Its rows are one document each."""
+        from jfsdp.trainer.options import StepOptions  # extra `cli`
+
+        config = tuple(f"{name}={json.dumps(value)}" for name, value in self.model_config.items())
+        return StepOptions(model=self.model, model_config=config, cross_documents=True, **self.options)
+
+    @property
+    def command(self) -> str:
+        """The same as a command line."""
+        config = " ".join(f"{name}={json.dumps(value)}" for name, value in self.model_config.items())
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
+        network = f" --network {self.network:g}" if self.network else ""
+        where = f"--gpu {self.gpu} --nodes {self.nodes} --gpus-per-node {self.gpus_per_node}{network}"
+        return f"jfsdp plan {where} --cross-documents --model {self.model} {options} --model-config {config}"
+
+    def rates(self, *, passes: float = EAGER_PASSES, **constants: float) -> Rates:
+        """Return the rates at which its software works; `constants` as fields of `Rates`."""
+        hopper = self.cluster.gpu.capability[0] == 9
+        attention = FLASH2_ON_HOPPER if hopper and self.software != XLA else CUDNN_ATTENTION
+        own: dict[str, Any] = {"attention": attention, "passes": passes if self.software == EAGER else 1.0, **constants}
+        return Rates(self.cluster, **own)
+
+
+@functools.cache
+def published_runs() -> tuple[PublishedRun, ...]:
+    """Return all runs, in the order of their sources."""
+    return tuple(PublishedRun(**{**row, "differs": tuple(row["differs"])}) for row in read_data("runs.json"))
+
+
+def find_runs(pattern: str) -> list[PublishedRun]:
+    """Return the runs whose names match a glob.
+
+    Raises:
+      ValueError: if there is none; names some that there are.
+    """
+    found = [run for run in published_runs() if fnmatch.fnmatchcase(run.id, pattern)]
+    if not found:
+        names = ", ".join(run.id for run in published_runs()[::12])
+        raise ValueError(f"--runs {pattern}: no published run has such a name; there are {names}, ...; * lists all")
+    return found
+
+
+def read_data(name: str) -> Any:
+    """Read a JSON file of this room."""
+    return json.loads(importlib.resources.files("jfsdp.plan.published").joinpath(name).read_text())

@@ -1,0 +1,199 @@
+"""Fit the clock's constants to published runs: `python scripts/fit_clock.py --programs /scratch/programs --write`.
+
+Plans every run of jfsdp/plan/published/runs.json (some 20 minutes on two cores; what stands in --programs is not
+compiled again, so give each version of jfsdp a directory of its own), then fits: what an A100 and an H100 keep of their
+rates under load, and how unlike GPUs are, on runs of XLA and torch.compile; and how often eager PyTorch moves the bytes
+of its kernels, on its runs. Every source weighs the same. Then each source is left out in turn and its runs are
+predicted from the others': these errors are what `jfsdp plan` says of itself. --write puts them into
+jfsdp/plan/published/errors.json; the constants stand in the code, rounded, and are changed there by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gzip
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from jfsdp.launch.runtime import without_plugin_chatter
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.published import runs as published
+from jfsdp.plan.published.compare import errors_by_source, predict, program_of
+from jfsdp.plan.published.runs import EAGER, PublishedRun, published_runs
+from jfsdp.plan.search.jobs import plan_job
+
+Constants = dict[str, float]
+START: Constants = {"a100": 0.95, "h100": 0.8, "spread": 0.03, "passes": 1.5}
+BOUNDS = {"a100": (0.6, 1.0), "h100": (0.5, 1.0), "spread": (0.0, 0.08), "passes": (1.0, 4.0)}
+LARGE = 0.15  # |log ratio| beyond which an error counts linearly: a few odd runs must not decide
+
+
+@dataclasses.dataclass(frozen=True)
+class FitOptions:
+    """Where programs are kept, and what is written."""
+
+    programs: Path
+    """A directory for the compiled programs, one file for each run."""
+    jobs: int = 2
+    """How many runs are planned at a time."""
+    write: bool = False
+    """Write jfsdp/plan/published/errors.json."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A timed run and the program of its plan, ready for any rates."""
+
+    run: PublishedRun
+    needed_bytes: int
+    predict: Callable[[Constants], float]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan, fit, leave out, print; return the exit status."""
+    options = tyro.cli(FitOptions, args=list(argv), prog="fit_clock.py", description=__doc__)
+    options.programs.mkdir(parents=True, exist_ok=True)
+    missing = [run for run in published_runs() if not _file(options.programs, run).exists()]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for line in pool.map(_plan, missing, [options.programs] * len(missing)):
+            print(line, flush=True)
+    cases = [_case(run, options.programs) for run in published_runs()]
+    timed = [case for case in cases if case.run.step_s]
+    constants = fit(timed)
+    ratios = _ratios(timed, constants)
+    left_out: dict[str, float] = {}
+    for source in dict.fromkeys(case.run.source["repository"] for case in timed):
+        others = [case for case in timed if case.run.source["repository"] != source]
+        found = fit(others)
+        left_out |= _ratios([case for case in timed if case not in others], found)
+        print(f"without {source}: {_show(found)}", flush=True)
+    committed = {case.run.id: case.predict({}) / (case.run.step_s or 1) for case in timed}
+    _print(timed, constants, ratios, left_out, committed)
+    if options.write:
+        _write(cases, committed, left_out)
+    return 0
+
+
+def _file(programs: Path, run: PublishedRun) -> Path:
+    return programs / f"{run.id}.json.gz"
+
+
+def _plan(run: PublishedRun, programs: Path) -> str:
+    with without_plugin_chatter():
+        topology_devices(run.cluster)
+    plan = plan_job(run.step_options, run.cluster)
+    kept = {"needed_bytes": plan.needed_bytes, "text": plan.compiled.text}
+    with gzip.open(_file(programs, run), "wt", compresslevel=3) as file:
+        json.dump(kept, file)
+    return f"planned {run.id}"
+
+
+def _case(run: PublishedRun, programs: Path) -> Case:
+    with gzip.open(_file(programs, run), "rt") as file:
+        kept = json.load(file)
+    module, collectives = program_of(run, kept["text"])
+    chip = "h100" if run.cluster.gpu.capability[0] == 9 else "a100"
+    usual, works = published.find_gpu(chip).sustained, {}
+
+    def seconds(constants: Constants) -> float:
+        """At other constants than the code's, as far as they are given."""
+        given = {name: value for name, value in constants.items() if name not in ("a100", "h100")}
+        if chip in constants:  # the same part less on a card with a lower limit
+            given["sustained"] = constants[chip] * run.cluster.gpu.sustained / usual
+        return predict(run, module, collectives, works=works, **given)
+
+    return Case(run, kept["needed_bytes"], seconds)
+
+
+def fit(cases: Sequence[Case]) -> Constants:
+    """Return the constants that fit best: first those of all, on fused programs; then eager PyTorch's own."""
+    fused = [case for case in cases if case.run.basis and case.run.software != EAGER]
+    eager = [case for case in cases if case.run.basis and case.run.software == EAGER]
+    return _descend(eager, _descend(fused, START, ("a100", "h100", "spread")), ("passes",))
+
+
+def _descend(cases: Sequence[Case], start: Constants, names: Sequence[str]) -> Constants:
+    """Change one constant at a time for as long as that helps."""
+    best, steps = dict(start), dict.fromkeys(names, 0.1)
+    least = _loss(cases, best)
+    while cases and max(steps.values()) > 0.005:
+        for name in names:
+            for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                low, high = BOUNDS[name]
+                tried = best | {name: min(max(best[name] * factor, low), high)}
+                loss = _loss(cases, tried)
+                if loss < least - 1e-7:
+                    best, least = tried, loss
+                    break
+            else:
+                steps[name] /= 2
+    return best
+
+
+def _loss(cases: Sequence[Case], constants: Constants) -> float:
+    own: dict[str, list[float]] = {}
+    for case in cases:
+        error = abs(math.log(case.predict(constants) / (case.run.step_s or 1)))
+        error = error**2 / 2 / LARGE if error < LARGE else error - LARGE / 2
+        own.setdefault(case.run.source["repository"], []).append(error)
+    return statistics.mean(map(statistics.mean, own.values())) if own else 0.0
+
+
+def _ratios(cases: Sequence[Case], constants: Constants) -> dict[str, float]:
+    return {case.run.id: case.predict(constants) / (case.run.step_s or 1) for case in cases}
+
+
+def _show(constants: Constants) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in constants.items())
+
+
+def _print(
+    cases: Sequence[Case],
+    constants: Constants,
+    ratios: Mapping[str, float],
+    left_out: Mapping[str, float],
+    committed: Mapping[str, float],
+) -> None:
+    print(
+        f"with all: {_show(constants)}\npredicted over measured: fitted, its source left out, with the code's constants"
+    )
+    for case in cases:
+        name = case.run.id
+        print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")
+    for what, found in (("fitted", ratios), ("left out", left_out), ("the code's", committed)):
+        errors = errors_by_source((case.run, found[case.run.id]) for case in cases)
+        near = sum(abs(ratio - 1) <= 0.12 for ratio in found.values()) / len(found)
+        print(
+            f"{what}: median over sources {statistics.median(errors.values()):.1%}, within 12 %: {near:.0%} of runs; "
+        )
+        print("  " + ", ".join(f"{source} {error:.1%}" for source, error in errors.items()))
+
+
+def _write(cases: Sequence[Case], committed: Mapping[str, float], left_out: Mapping[str, float]) -> None:
+    found: dict[str, Any] = {}
+    for case in cases:
+        run, own = case.run, {}
+        if run.step_s:
+            own = {"seconds": round(committed[run.id], 4), "seconds_left_out": round(left_out[run.id], 4)}
+        if run.memory:
+            own["memory"] = round(case.needed_bytes / 2**30 / run.memory["gib"], 4)
+        found[run.id] = own
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}" for name, own in found.items())
+    head = json.dumps({"jax": jax.__version__, "date": datetime.date.today().isoformat()})[1:-1]
+    path = Path(published.__file__).with_name("errors.json")
+    path.write_text(f'{{{head}, "ratios": {{\n{rows}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
