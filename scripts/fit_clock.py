@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gzip
+import hashlib
 import json
 import math
 import statistics
@@ -86,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _file(programs: Path, run: PublishedRun) -> Path:
-    return programs / f"{run.id}.json.gz"
+    """Named by what was planned with what, so that a change of either is another file."""
+    what = hashlib.sha256(f"{run.command} {jax.__version__}".encode()).hexdigest()[:12]
+    return programs / f"{run.id}-{what}.json.gz"
 
 
 def _plan(run: PublishedRun, programs: Path) -> str:
@@ -94,8 +97,10 @@ def _plan(run: PublishedRun, programs: Path) -> str:
         topology_devices(run.cluster)
     plan = plan_job(run.step_options, run.cluster)
     kept = {"needed_bytes": plan.needed_bytes, "text": plan.compiled.text}
-    with gzip.open(_file(programs, run), "wt", compresslevel=3) as file:
+    path = _file(programs, run)
+    with gzip.open(path.with_suffix(".part"), "wt", compresslevel=3) as file:
         json.dump(kept, file)
+    path.with_suffix(".part").replace(path)
     return f"planned {run.id}"
 
 
@@ -165,9 +170,9 @@ def _print(
     left_out: Mapping[str, float],
     committed: Mapping[str, float],
 ) -> None:
-    print(
-        f"with all: {_show(constants)}\npredicted over measured: fitted, its source left out, with the code's constants"
-    )
+    at_bound = [name for name, value in constants.items() if value in BOUNDS[name]]
+    print(f"with all: {_show(constants)}" + f"; at its bound: {', '.join(at_bound)}" * bool(at_bound))
+    print("predicted over measured: fitted, its source left out, with the code's constants")
     for case in cases:
         name = case.run.id
         print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")

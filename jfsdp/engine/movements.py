@@ -110,7 +110,8 @@ def movements(
       passes: of a pipeline; None: those of `1f1b` with gathers ahead.
     """
     by_device = program == MANUAL  # `xla` sees the rows of all devices: no axis can wait, and no group is summed first
-    deferred = deferred_axes(layout, accumulate=accumulate, once=once) if by_device else ()
+    repeats = any(num > 1 for num in (calls or {}).values())
+    deferred = deferred_axes(layout, accumulate=accumulate, once=once, repeats=repeats) if by_device else ()
     running, found = layout.gathered(held).gathered(layout.kept_in_pipeline, "kept"), []
     staged = _times_of_stages(running, passes or default_passes(layout, accumulate))
     for leaf in layout.stored:
@@ -169,17 +170,19 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
     yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(held))
 
 
-def deferred_axes(layout: Layout, *, accumulate: int, once: bool) -> tuple[str, ...]:
+def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool = False) -> tuple[str, ...]:
     """Return the data axes over which the manual program sums after the last microbatch only.
 
-    Those are all where the microbatches share one reduction; else those between the groups of a hybrid strategy. Of one
-    microbatch these wait too only where the sum is scattered, to an `opt` that they split: else each layer's sum
-    between groups is on the wire while the backward of the next computes.
+    Those are all where the microbatches share one reduction; else those between the groups of a hybrid strategy. They
+    do not wait where each unit's gradient is summed once: then that sum is on the wire while the backward of the next
+    unit computes. It is summed once in one microbatch without stages, if no unit is called again (`repeats`). Where any
+    sum is scattered, to an `opt` that these axes split, they wait too.
     """
     if once and accumulate > 1:
         return layout.data_axes
     scattered = {axis for leaf in layout.leaves if leaf.trainable for axis in _axes(leaf, "opt")}
-    return tuple(axis for axis in group_axes(layout) if accumulate > 1 or axis in scattered)
+    often = accumulate > 1 or layout.num_stages > 1 or repeats
+    return tuple(axis for axis in group_axes(layout) if often or axis in scattered)
 
 
 def group_axes(layout: Layout) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,7 +64,7 @@ class BenchOptions(StepOptions):
 
     @property
     def num_rounds(self) -> int:
-        return self.rounds if self.rounds is not None else 30 if self.together else 3
+        return self.rounds if self.rounds is not None else 30 if self.together else 7
 
     @property
     def torch_settings(self) -> list[str]:
@@ -156,7 +157,13 @@ def visible_gpus() -> int:
     """Count the GPUs that a process started here would see. Starts no driver."""
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if chosen is None else min(there, len([part for part in chosen.split(",") if part.strip()]))
+    return there if chosen is None else min(there, len(_listed(chosen)))
+
+
+def _listed(chosen: str) -> list[str]:
+    """Return the devices of CUDA_VISIBLE_DEVICES; CUDA reads no further than a negative one."""
+    parts = [part.strip() for part in chosen.split(",") if part.strip()]
+    return list(itertools.takewhile(lambda part: not part.startswith("-"), parts))
 
 
 def find_devices(options: BenchOptions, platform: str) -> int:

@@ -83,7 +83,7 @@ class Processes:
     def end(self) -> None:
         """End all processes, and what they started."""
         for process in self._processes:
-            if process.popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # also of one that ended and left others behind
                 os.killpg(process.popen.pid, signal.SIGKILL)
             process.popen.wait()
             for file in (process.popen.stdin, process.popen.stdout, process.errors):

@@ -98,7 +98,7 @@ def _contenders(settings: Mapping[str, Any]) -> Any:
             f"{1e3 * own['step_s']:.2f}",
             f"{own['tokens_per_s']:,.0f}",
             f"{ratio['median']:.4f}",
-            f"{ratio['low']:.4f}..{ratio['high']:.4f}",
+            "-" if ratio["low"] is None else f"{ratio['low']:.4f}..{ratio['high']:.4f}",
             f"{own['first_step_s']:.2f}",
             "-" if compiling is None else f"{compiling:.2f}",
             *(f"{own['memory'][kind] / _GIB:.3f}" if kind in own["memory"] else "-" for kind in memories),

@@ -10,15 +10,16 @@ import numpy as np
 from .race import Turn
 
 _DRAWS = 2000
+FEWEST_ROUNDS = 6  # of fewer, a bootstrap of their median says 95 % of what holds in 80 % of cases
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """A median of ratios and its 95 % bootstrap interval."""
+    """A median of ratios and its 95 % bootstrap interval; None where the rounds are too few for one."""
 
     median: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def compare_seconds(own: Sequence[Sequence[float]], first: Sequence[Sequence[float]], seed: int = 0) -> Ratio:
@@ -37,9 +38,12 @@ def compare_seconds(own: Sequence[Sequence[float]], first: Sequence[Sequence[flo
         places = rng.integers(steps, size=(_DRAWS, rounds, steps))
         return np.median(np.take_along_axis(seconds[drawn], places, axis=2), axis=2)
 
+    median = float(np.median(np.median(ours, axis=1) / np.median(theirs, axis=1)))
+    if rounds < FEWEST_ROUNDS:
+        return Ratio(median, None, None)
     draws = np.median(medians(ours) / medians(theirs), axis=1)
     low, high = np.quantile(draws, [0.025, 0.975])
-    return Ratio(float(np.median(np.median(ours, axis=1) / np.median(theirs, axis=1))), float(low), float(high))
+    return Ratio(median, float(low), float(high))
 
 
 def by_round(turns: Sequence[Turn], *, together: bool) -> list[list[float]]:

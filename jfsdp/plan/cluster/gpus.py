@@ -223,8 +223,8 @@ GPUS: tuple[Gpu, ...] = (
         full_name="NVIDIA H100 96GB HBM2e, 500 W",
         memory_bytes=95 * 2**30,
         memory_bandwidth=2.4e12,
-        source="datasheet H100 SXM, with memory and power limit as torchtitan's reports state them (Grand Teton); "
-        "assumed: the sustained rate goes with the square root of the power limit",
+        source="datasheet H100 SXM, with the memory of Grand Teton (torchtitan's reports) and its power limit, which "
+        "is concluded from that; assumed: the sustained rate goes with the square root of the power limit",
         sustained=SUSTAINED * (500 / 700) ** 0.5,
         aliases=("h100-500w",),
     ),

@@ -1,10 +1,11 @@
 """Published runs as data: what was run, by which software, what was measured, who says so.
 
 [Note: which runs]
-A run is here if model, mesh, batch, recomputation and attention kernel are published, or follow from the software's
-defaults of the time, and it trains in bfloat16 without axes that jfsdp lacks. What a plan of jfsdp does otherwise than
-that run is said in `differs`. Nothing is adjusted for one run: a plan of it is one that anybody can make with
-`jfsdp plan` and its options.
+A run is here if model, mesh, rows and what it recomputes are published or follow from its software's defaults of the
+time, and it trains in bfloat16 without axes that jfsdp lacks. `differs` says what our plan of it does otherwise, and
+what we read into the source; `doubts` what the source leaves open. Where that decides the time, as with a network known
+within eight times only, the run is planned, but is no basis for the clock and for what a plan says of itself. Nothing
+is adjusted for one run. Its program is the one of `command`; its seconds are those of its software (`rates`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PublishedRun:
       basis: whether the clock is fitted to it; not where what decides its time is not known, as a network's speed.
       step_s: measured seconds; None: only memory was.
       memory: measured peak: {"gib", "kind"}, where kind is "reserved" or "allocated" by PyTorch's allocator.
-      differs: what a plan of jfsdp does otherwise, and what was read into the source.
+      differs, doubts: see [Note: which runs].
     """
 
     id: str
@@ -67,6 +68,7 @@ class PublishedRun:
     step_s: float | None
     memory: dict[str, Any] | None
     differs: tuple[str, ...]
+    doubts: tuple[str, ...]
 
     @property
     def cluster(self) -> Cluster:
@@ -104,7 +106,8 @@ class PublishedRun:
 @functools.cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """Return all runs, in the order of their sources."""
-    return tuple(PublishedRun(**{**row, "differs": tuple(row["differs"])}) for row in read_data("runs.json"))
+    texts = ("differs", "doubts")
+    return tuple(PublishedRun(**row | {name: tuple(row[name]) for name in texts}) for row in read_data("runs.json"))
 
 
 def find_runs(pattern: str) -> list[PublishedRun]:
@@ -115,8 +118,8 @@ def find_runs(pattern: str) -> list[PublishedRun]:
     """
     found = [run for run in published_runs() if fnmatch.fnmatchcase(run.id, pattern)]
     if not found:
-        names = ", ".join(run.id for run in published_runs()[::12])
-        raise ValueError(f"--runs {pattern}: no published run has such a name; there are {names}, ...; * lists all")
+        heads = ", ".join(dict.fromkeys(f"{run.id.partition('-')[0]}*" for run in published_runs()))
+        raise ValueError(f"--runs {pattern}: no published run has such a name; there are {heads}; --list names all")
     return found
 
 

@@ -17,8 +17,8 @@ KERNEL_S = 3e-6
 # cuDNN's: about what FlashAttention-3 (arXiv 2407.08608) reports for causal attention with heads of 128 on an H100.
 CUDNN_ATTENTION = (0.6, 0.45)
 # How unlike GPUs of one kind are: the standard deviation of their rates under load. A step takes as long as its slowest
-# GPU. Fitted to published runs (scripts/fit_clock.py); Sinha et al. (arXiv 2208.11035) measured 8 % on average between
-# the GPUs of five clusters.
+# GPU. Fitted to published runs (scripts/fit_clock.py), and so it holds whatever else grows with the number of GPUs. For
+# comparison: Sinha et al. (arXiv 2208.11035) saw 8 % on average between V100s and others of five clusters.
 SPREAD = 0.055
 
 

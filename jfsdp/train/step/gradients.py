@@ -78,6 +78,7 @@ class Gradients:
 
     def __post_init__(self) -> None:
         self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
+        self._repeats = False
 
     def _choose(self, found: Survey | None) -> Choice:
         return choose(self.apply.layout, self.asked, accumulate=self.accumulate, once=self.once, found=found)
@@ -98,7 +99,7 @@ class Gradients:
             # From shapes alone: arrays may be those of devices that are not there.
             jax.eval_shape(lambda *arrays: found.append(self._survey(*arrays)), source, model_state, batch)
             self.own_axes = tuple(dict.fromkeys((*model_axes(mesh), *found[0].model_axes)))
-            self.choice = self._choose(found[0])
+            self.choice, self._repeats = self._choose(found[0]), found[0].repeats
             self._warn_of_axes(found[0])
         for note in self.choice.notes:
             warn(note)
@@ -158,7 +159,8 @@ class Gradients:
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
-        later = deferred_axes(self.apply.layout, accumulate=self.accumulate, once=self.once)
+        how = {"accumulate": self.accumulate, "once": self.once, "repeats": self._repeats}
+        later = deferred_axes(self.apply.layout, **how)
         name = program or self.choice.program
         made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
         return ShardedApply(self.apply.model, made), source

@@ -47,6 +47,7 @@ class Survey:
       shared: trained weights of the root unit that several operations read.
       derived: those whose gradient a derivative of the model's own (`jax.custom_vjp`) forms.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
+      repeats: whether a trainable unit is called several times in a microbatch, and so sums its gradient as often.
       gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
     """
 
@@ -57,6 +58,7 @@ class Survey:
     shared: tuple[str, ...]
     derived: tuple[str, ...]
     model_axes: tuple[str, ...]
+    repeats: bool
     gathers_rows: bool
 
 
@@ -113,8 +115,26 @@ def survey(
         of_root(num_readers(jaxpr), 2),
         of_root(num_readers(jaxpr, has_own_derivative, but=UNIT_CALL), 1),
         own,
+        _repeats(layout, trace.traced),
         any(map(_is_whole, whole)),
     )
+
+
+def _repeats(layout: Layout, traced: Any) -> bool:
+    """Tell whether weights of a unit are read by several of its calls, or whole by each round of a loop."""
+
+    def is_loop(eqn: Any) -> bool:
+        return eqn.primitive.name in ("scan", "while")
+
+    def is_call(eqn: Any) -> bool:
+        return is_loop(eqn) or str(eqn.params.get("name", "")).startswith(UNIT_CALL)
+
+    calls, loops = (num_readers(traced.jaxpr, reads) for reads in (is_call, is_loop))
+    for path, num, inside in zip(traced.names, calls, loops, strict=True):
+        leaf = layout.by_path.get(path)
+        if leaf and leaf.trainable and leaf.unit != ROOT and (num > 1 or (inside and not leaf.stacked)):
+            return True
+    return False
 
 
 class _Trace:
