@@ -81,10 +81,12 @@ def test_runs_of_a_chip_speak_for_its_gpus():
         assert len(near) >= 0.8 * len(timed)
         percent, within, of = map(int, re.findall(r"within (\d+)% of (\d+) of (\d+)", found.seconds)[0])
         assert (percent, within, of) == (found.percent, len(near), len(timed))
+        assert found.xla and found.torch
         assert (found.xla.runs, found.xla.within) == tuple(
             sum(run.software == XLA for run in own) for own in (timed, near)
         )
         assert found.torch.runs == len(timed) - found.xla.runs
+    assert h100.reserved and a100.reserved
     assert h100.reserved[2] == 10 and a100.reserved[2] == 2 and "1.17 to" in h100.memory
     for gpu in GPUS:
         if gpu.capability not in ((8, 0), (9, 0)) or "PCIe" in gpu.link:

@@ -62,6 +62,7 @@ def sums_between_groups(kind, strategy="hybrid_shard", **config):
     tx = optax.adam(1e-2)
     step = model.train_step(loss_fn, tx, **config)
     step.lower(model.abstract_state(tx), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    assert step.traced
     found = [eqn for eqn in all_eqns(step.traced.jaxpr) if eqn.primitive.name in ("psum", "dot_general")]
     return [eqn for eqn in found if eqn.primitive.name == "dot_general" or _is_between(eqn)]
 
@@ -98,7 +99,7 @@ def make_layout(strategy, **sizes):
 
 
 def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end():
-    further = jfsdp.Strategy("further", "group", "group", "all")
+    further = jfsdp.Strategy("further", jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.ALL)
     layout = make_layout(further, replica=2, fsdp=2)
     assert deferred_axes(layout, accumulate=1, once=False) == ("replica",)
 
