@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Plan training runs that others have measured and published, and print predicted beside measured.
+    """Plan training runs that others have published, and print predicted beside measured.
 
     Each takes some ten to sixty seconds of compiling, and no GPU. They are runs of other programs: MaxText, Paxml and
     AXLearn on XLA, and PyTorch's FSDP. What jfsdp's plan of a run does otherwise is printed with --list.
@@ -66,7 +66,7 @@ def _list(runs: list[PublishedRun], *, as_json: bool) -> None:
         measured = [f"{run.step_s:.3f} s" if run.step_s else "", _memory(run)]
         print(f"{run.id}: {', '.join(filter(None, measured))}; {run.framework} ({run.software}), {run.gpu}")
         print(f"  {run.source['repository']}: {run.source['path']}, {run.source['date']}")
-        lines = [*run.differs, *(f"open: {text}" for text in run.doubts)]
+        lines = [*run.differs, *(f"not stated by the source, or ambiguous: {text}" for text in run.doubts)]
         lines += [] if run.basis else ["no basis for the clock, nor for what a plan says of itself"]
         print("".join(f"  {text}\n" for text in lines) + f"  {run.command}")
 
@@ -81,7 +81,7 @@ def _print(one: Compared) -> None:
     run, ratio = one.run, one.ratio
     seconds = f"predicted {one.step_s:8.3f} s"
     if ratio:
-        seconds += f"  measured {run.step_s:8.3f} s  ratio {ratio:.3f}, {left_out(run):.3f} its source left out"
+        seconds += f"  measured {run.step_s:8.3f} s  ratio {ratio:.3f} ({left_out(run):.3f} with its source left out)"
     memory = f"  needs {one.needed_bytes / 2**30:.1f} GiB" + (f", measured {_memory(run)}" if run.memory else "")
     print(f"{run.id:42s} {run.software:14s} {seconds}{memory}", flush=True)
 
@@ -95,8 +95,9 @@ def _summarize(found: list[Compared]) -> None:
     errors = errors_by_source(pairs)
     near = sum(abs(ratio - 1) <= 0.12 for _, ratio in pairs)
     console = make_console()
+    of = f"{len(pairs)} run{'s' * (len(pairs) > 1)} of {len(errors)} source{'s' * (len(errors) > 1)}"
+    off = statistics.median(errors.values())
     console.print(
-        f"{len(pairs)} runs of {len(errors)} source{'s' * (len(errors) > 1)}: the median of the sources is off by "
-        f"{statistics.median(errors.values()):.1%}, {near} runs lie within 12 %, by a clock that was fitted to them; "
-        "docs/performance.md has how near it was to sources that it did not know"
+        f"{of}, to which the clock was fitted: off by {off:.1%}, the median of the sources; "
+        f"within 12 %: {near}. How far it is from sources that it did not know: docs/performance.md"
     )
