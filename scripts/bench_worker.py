@@ -32,7 +32,7 @@ def make(spec: dict[str, Any], rank: int) -> Any:
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in spec["options"].items()
     }
-    return JaxContender(spec["name"], BenchOptions(**fields), spec["batches"], spec["devices"], is_cuda=is_cuda)
+    return JaxContender(spec["name"], BenchOptions(**fields), spec["case"]["batches"], spec["devices"], is_cuda=is_cuda)
 
 
 def main(path: str, rank: int) -> int:

@@ -28,10 +28,12 @@ import jax
 import tyro
 
 from jfsdp.launch.runtime import without_plugin_chatter
+from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.published import runs as published
-from jfsdp.plan.published.compare import errors_by_source, predict, program_of
+from jfsdp.plan.published.compare import NEAR, find_errors, predict, program_of
 from jfsdp.plan.published.runs import EAGER, PublishedRun, published_runs
+from jfsdp.plan.published.trust import chip_of
 from jfsdp.plan.search.jobs import plan_job
 
 Constants = dict[str, float]
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         found = fit(others)
         left_out |= _ratios([case for case in timed if case not in others], found)
         print(f"without {source}: {_show(found)}", flush=True)
-    committed = {case.run.id: case.predict({}) / (case.run.step_s or 1) for case in timed}
+    committed = _ratios(timed, {})
     _print(timed, constants, ratios, left_out, committed)
     if options.write:
         _write(cases, committed, left_out)
@@ -108,8 +110,8 @@ def _case(run: PublishedRun, programs: Path) -> Case:
     with gzip.open(_file(programs, run), "rt") as file:
         kept = json.load(file)
     module, collectives = program_of(run, kept["text"])
-    chip = "h100" if run.cluster.gpu.capability[0] == 9 else "a100"
-    usual, works = published.find_gpu(chip).sustained, {}
+    chip = chip_of(run.cluster.gpu).lower()
+    usual, works = find_gpu(chip).sustained, {}
 
     def seconds(constants: Constants) -> float:
         """At other constants than the code's, as far as they are given."""
@@ -177,12 +179,10 @@ def _print(
         name = case.run.id
         print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")
     for what, found in (("fitted", ratios), ("left out", left_out), ("the code's", committed)):
-        errors = errors_by_source((case.run, found[case.run.id]) for case in cases)
-        near = sum(abs(ratio - 1) <= 0.12 for ratio in found.values()) / len(found)
-        print(
-            f"{what}: median over sources {statistics.median(errors.values()):.1%}, within 12 %: {near:.0%} of runs; "
-        )
-        print("  " + ", ".join(f"{source} {error:.1%}" for source, error in errors.items()))
+        errors = find_errors((case.run, found[case.run.id]) for case in cases)
+        near = f"within {NEAR:.0%}: {errors.near / len(found):.0%} of runs"
+        print(f"{what}: median over sources {errors.median:.1%}, {near}")
+        print("  " + ", ".join(f"{source} {error:.1%}" for source, error in errors.by_source.items()))
 
 
 def _write(cases: Sequence[Case], committed: Mapping[str, float], left_out: Mapping[str, float]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -87,17 +86,15 @@ def _print(one: Compared) -> None:
 
 
 def _summarize(found: list[Compared]) -> None:
-    from jfsdp.plan.published.compare import errors_by_source
+    from jfsdp.plan.published.compare import NEAR, find_errors
 
-    pairs: list[tuple[Any, float]] = [(one.run, one.ratio) for one in found if one.ratio]
+    pairs = [(one.run, one.ratio) for one in found if one.ratio]
     if not pairs:
         return
-    errors = errors_by_source(pairs)
-    near = sum(abs(ratio - 1) <= 0.12 for _, ratio in pairs)
-    console = make_console()
-    of = f"{len(pairs)} run{'s' * (len(pairs) > 1)} of {len(errors)} source{'s' * (len(errors) > 1)}"
-    off = statistics.median(errors.values())
-    console.print(
-        f"{of}, to which the clock was fitted: off by {off:.1%}, the median of the sources; "
-        f"within 12 %: {near}. How far it is from sources that it did not know: docs/performance.md"
+    errors, num = find_errors(pairs), len(pairs)
+    sources = len(errors.by_source)
+    make_console().print(
+        f"{num} run{'s' * (num > 1)} of {sources} source{'s' * (sources > 1)}, to which the clock was fitted: off by "
+        f"{errors.median:.1%}, the median of the sources; within {NEAR:.0%}: {errors.near}. How far it is from sources "
+        "that it did not know: docs/performance.md"
     )

@@ -95,7 +95,6 @@ class Setup:
             "threads": self.threads,
             "threads_each": each,
             "devices": 1 if is_single(name) else self.num_devices,
-            "batches": str(self.batches),
             "options": dataclasses.asdict(self.options) | (alone if name == PLAIN else {}),
             "case": case,
         }

@@ -16,6 +16,7 @@ from jfsdp.plan.time.timeline import simulate
 from jfsdp.plan.time.work import Work
 
 GIB = 2**30
+NEAR = 0.12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +77,28 @@ def predict(
     return simulate(module, collectives, run.rates(**constants), works=works).step_s
 
 
-def errors_by_source(ratios: Iterable[tuple[PublishedRun, float]]) -> dict[str, float]:
-    """Return by repository the median of |ratio - 1| over its runs."""
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """How far ratios of predicted to measured seconds are from 1.
+
+    Attributes:
+      by_source: of each repository the median of |ratio - 1| over its runs.
+      near: how many runs lie within NEAR.
+    """
+
+    by_source: dict[str, float]
+    near: int
+
+    @property
+    def median(self) -> float:
+        """The median over the sources."""
+        return statistics.median(self.by_source.values())
+
+
+def find_errors(ratios: Iterable[tuple[PublishedRun, float]]) -> Errors:
+    """Return how far ratios are from 1; at least one."""
     own: dict[str, list[float]] = {}
     for run, ratio in ratios:
         own.setdefault(run.source["repository"], []).append(abs(ratio - 1))
-    return {source: statistics.median(errors) for source, errors in own.items()}
+    near = sum(error <= NEAR for errors in own.values() for error in errors)
+    return Errors({source: statistics.median(errors) for source, errors in own.items()}, near)

@@ -70,7 +70,7 @@ class PublishedRun:
     differs: tuple[str, ...]
     doubts: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def cluster(self) -> Cluster:
         """The cluster that it ran on."""
         gpu = find_gpu(self.gpu)

@@ -87,7 +87,7 @@ class Trust:
 
 def trust_in(gpu: Gpu) -> Trust:
     """Return what is known of plans for a GPU; runs on others with its chip count as its own."""
-    runs = [run for run in published_runs() if run.basis and _chip(find_gpu(run.gpu)) == _chip(gpu)]
+    runs = [run for run in published_runs() if run.basis and chip_of(find_gpu(run.gpu)) == chip_of(gpu)]
     ratios = {run.id: left_out(run) for run in runs if run.step_s}
     if not ratios:
         return Trust("")
@@ -99,7 +99,7 @@ def trust_in(gpu: Gpu) -> Trust:
         within = sum(abs(ratio - 1) <= percent / 100 for ratio in own)
         return Near(len(own), within, statistics.median(own)) if own else None
 
-    return Trust(_chip(gpu), percent, near(True), near(False), _reserved(runs))
+    return Trust(chip_of(gpu), percent, near(True), near(False), _reserved(runs))
 
 
 def left_out(run: PublishedRun) -> float:
@@ -107,7 +107,7 @@ def left_out(run: PublishedRun) -> float:
     return _errors()[run.id]["seconds_left_out"]
 
 
-def _chip(gpu: Gpu) -> str:
+def chip_of(gpu: Gpu) -> str:
     """The name of the chip where it is on NVLink: "H100" of the H200 too. Cards on PCIe have other limits and links."""
     chips = {(8, 0): "A100", (9, 0): "H100"}
     return chips.get(gpu.capability, gpu.name) if gpu.link.startswith("NVLink") else gpu.name

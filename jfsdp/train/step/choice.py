@@ -166,13 +166,13 @@ def way_to_xla(asked: Asked) -> str:
 
 def _falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
     """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing."""
-    later = deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
+    later = _after_the_last(layout, accumulate, once)
     return f": every microbatch is reduced over {', '.join(later)}, and not the last one only" if later else ""
 
 
 def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
     """Say what XLA, left to itself, sends more than it must; "": nothing."""
-    if later := deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ():
+    if later := _after_the_last(layout, accumulate, once):
         return f"sums over {', '.join(later)} once per step and not per microbatch"
     if groups := group_axes(layout):
         return f"sums over {', '.join(groups)} of shards alone"
@@ -185,6 +185,11 @@ def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
     if found.derived:
         return f"the model forms the gradient of {found.derived[0]} itself: XLA would all-reduce it"
     return ""
+
+
+def _after_the_last(layout: Layout, accumulate: int, once: bool) -> tuple[str, ...]:
+    """Return the axes over which `manual` sums after the last of several microbatches."""
+    return deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
 
 
 def _is_split_further(leaf: Leaf) -> bool:
