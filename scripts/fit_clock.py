@@ -29,12 +29,13 @@ import tyro
 
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.gpus import find_gpu
-from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.published import runs as published
 from jfsdp.plan.published.compare import NEAR, find_errors, predict, program_of
 from jfsdp.plan.published.runs import EAGER, PublishedRun, published_runs
 from jfsdp.plan.published.trust import chip_of
 from jfsdp.plan.search.jobs import plan_job
+from jfsdp.trainer.spelling import check_numbers
 
 Constants = dict[str, float]
 START: Constants = {"a100": 0.95, "h100": 0.8, "spread": 0.03, "passes": 1.5}
@@ -64,9 +65,16 @@ class Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, fit, leave out, print; return the exit status."""
+    """Plan, fit, leave out, print; return the exit status: 2 for what cannot be begun."""
     options = tyro.cli(FitOptions, args=list(argv), prog="fit_clock.py", description=__doc__)
-    options.programs.mkdir(parents=True, exist_ok=True)
+    try:
+        check_numbers(options, jobs=1)
+        options.programs.mkdir(parents=True, exist_ok=True)
+        with without_plugin_chatter():
+            topology_devices(published_runs()[0].cluster)
+    except (ValueError, OSError, PlanUnavailable) as error:
+        print(f"fit_clock.py: error: {error}", file=sys.stderr)
+        return 2
     missing = [run for run in published_runs() if not _file(options.programs, run).exists()]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for line in pool.map(_plan, missing, [options.programs] * len(missing)):
