@@ -23,6 +23,9 @@ from jfsdp.extras import load
 __all__ = ["ClosedJaxpr", "Literal", "core", "dce_jaxpr", "define_prng_impl"]
 
 
+# Primitives of JAX's attention by cuDNN, whose results are not those of a dot_general.
+FUSED_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper")
+
 _NOT_THE_USERS = tuple(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, jax.__file__))
 
 

@@ -36,6 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_mask, document_positions, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
+from .elementwise import gelu_tanh, layer_norm
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
@@ -108,7 +109,19 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = over_tensor(_dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), -1)
         wide = checkpoint_name(wide, "mlp_hidden")
-        return _dense(self.config.dim, _residual_init(self.config), "c_proj")(jax.nn.gelu(wide, approximate=True))
+        return _dense(self.config.dim, _residual_init(self.config), "c_proj")(gelu_tanh(wide))
+
+
+class LayerNorm(nn.Module):
+    """Normalize the last dim, multiply by a scale and add a bias; see `layer_norm`."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], jnp.float32)
+        return layer_norm(x, scale, bias, self.eps)
 
 
 class Block(nn.Module):
@@ -119,17 +132,13 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
-        normed = whole_rows(_norm(eps, "ln_1")(x))
+        normed = whole_rows(LayerNorm(eps, name="ln_1")(x))
         attended = Attention(self.config, name="attn")(normed, documents, deterministic, cache)
         if cache is not None:
             attended, cache = attended
         x = x + drop(split_tokens(attended))
-        x = x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(_norm(eps, "ln_2")(x)))))
+        x = x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(LayerNorm(eps, name="ln_2")(x)))))
         return x if cache is None else (x, cache)
-
-
-def _norm(eps: float, name: str) -> nn.LayerNorm:
-    return nn.LayerNorm(epsilon=eps, use_fast_variance=False, name=name)
 
 
 class GPT2(nn.Module):
@@ -192,7 +201,7 @@ class GPT2(nn.Module):
         x = nn.Dropout(config.dropout, deterministic=deterministic)(split_tokens(looked_up(wte(tokens))) + wpe(places))
         if cache is not None and lengths is not None:
             x, cache = self._extend(x, positions, cache)
-            return wte.attend(_norm(config.norm_eps, "ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
+            return wte.attend(LayerNorm(config.norm_eps, name="ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
         if config.attention_dropout and not deterministic:
             documents = document_mask(segment_ids)
         else:
@@ -201,7 +210,7 @@ class GPT2(nn.Module):
                 segment_ids, x, config.attention, head_size=head_size, most=config.documents_per_row
             )
         x = self._run_blocks(x, documents, deterministic)
-        x = whole_rows(_norm(config.norm_eps, "ln_f")(x))
+        x = whole_rows(LayerNorm(config.norm_eps, name="ln_f")(x))
         if targets is None or weights is None:
             return wte.attend(x)
         return head_loss(x, wte.embedding, targets, weights, chunk=config.loss_chunk, tied=True, by_row=by_row)

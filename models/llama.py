@@ -34,6 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_positions, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
+from .elementwise import rms_norm, swiglu
 from .llama_config import PRESETS, LlamaConfig, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
@@ -102,9 +103,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse_rms * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Embedding(nnx.Module):
@@ -166,7 +165,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = (self.gate_proj(x), self.up_proj(x))
         gate, up = (checkpoint_name(over_tensor(wide, -1), "mlp_hidden") for wide in (gate, up))
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(swiglu(gate, up))
 
 
 def _residual_gain(config: LlamaConfig) -> float:

@@ -36,6 +36,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend
+from .elementwise import gelu, layer_norm
 from .losses import LossSums, classification_loss, image_batch
 from .optimizers import NORMS_AND_BIASES, decay_mask
 from .over_tensor import HEADS, Cuts, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
@@ -55,12 +56,23 @@ class BatchNorm(nnx.BatchNorm):
         return super().__call__(x, *args, **kwargs).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Normalize the last dim, multiply by a scale and add a bias; see `layer_norm`."""
+
+    def __init__(self, dim: int, *, eps: float):
+        self.eps = eps
+        self.scale, self.bias = nnx.Param(jnp.ones((dim,), jnp.float32)), nnx.Param(jnp.zeros((dim,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layer_norm(x, self.scale[...], self.bias[...], self.eps)
+
+
 def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
     if config.norm == "batch":
         return BatchNorm(
             config.dim, epsilon=config.norm_eps, momentum=config.norm_momentum, use_fast_variance=False, rngs=rngs
         )
-    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_fast_variance=False, rngs=rngs)
+    return LayerNorm(config.dim, eps=config.norm_eps)
 
 
 def _linear(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
@@ -123,7 +135,7 @@ class MLP(nnx.Module):
         self.down = _linear(config.ffn_dim, config.dim, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(checkpoint_name(over_tensor(self.up(x), -1), "mlp_hidden"), approximate=False))
+        return self.down(gelu(checkpoint_name(over_tensor(self.up(x), -1), "mlp_hidden")))
 
 
 class EncoderBlock(nnx.Module):

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.compat import core
+from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.policy import Remat, SaveNames
 from jfsdp.layout.table import DEVICE, HOST
@@ -140,7 +140,7 @@ def apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     if remat == "full":
         policy = policies.nothing_saveable
     elif remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
+        policy = _saves_products
     elif isinstance(remat, tuple):
         policy = policies.save_only_these_names(*remat)
     elif isinstance(remat, SaveNames):
@@ -153,6 +153,12 @@ def apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     else:
         policy = remat
     return jax.checkpoint(compute, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
+
+
+def _saves_products(primitive: Any, *values: Any, **params: Any) -> bool:
+    """Save matrix products without batch dims, and what a fused attention gives: its result and its statistics."""
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *values, **params)
+    return is_product or primitive.name in FUSED_ATTENTION
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -78,9 +78,9 @@ class UnitPolicy:
       reshard_after_forward: False keeps the gathered parameters until the unit's backward; n keeps them split n ways
         over neighbouring devices, which makes the gather of the backward cheaper (hpZ); 1 is False.
       remat: "none" (save what the backward needs), "full" (save only the unit's inputs), "dots" (save matmul results
-        without batch dims), names given to `jax.ad_checkpoint.checkpoint_name` (a tuple, or `SaveNames` where some are
-        offloaded), or a policy function of `jax.checkpoint_policies`. Whatever it says, a resharded unit saves nothing
-        that depends on its weights alone.
+        without batch dims, and what cuDNN's attention gives), names given to `jax.ad_checkpoint.checkpoint_name` (a
+        tuple, or `SaveNames` where some are offloaded), or a policy function of `jax.checkpoint_policies`. Whatever it
+        says, a resharded unit saves nothing that depends on its weights alone.
     """
 
     mp_policy: MixedPrecisionPolicy

@@ -100,8 +100,8 @@ class ShardingOptions:
     """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
     N: kept split N ways, say over the devices of a host, so that the second gather is cheap. none: the strategy's."""
     remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = "full"
-    """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products.
-    names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
+    """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
+    attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
     offload:C: all but these, which wait in host memory. Both are joined by +."""
     offload: Stages = ()
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""

@@ -1,5 +1,8 @@
 """Packed rows without a mask: where documents are, what attends by it, and for which devices."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jfsdp.engine.unit import apply_remat
 from jfsdp_models import attention, cudnn  # pyright: ignore[reportMissingImports]
 from tests import hlo
 
@@ -88,6 +92,21 @@ def test_keys_have_as_many_heads_as_queries_where_the_binding_counts_them_so(win
     inner = next(eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name.startswith("custom_vjp_call"))
     heads = [var.aval.shape[2] for var in inner.invars[:3]]  # pyright: ignore[reportAttributeAccessIssue]
     assert heads == ([8, 8, 8] if jax.__version_info__ < (0, 12) else [8, 2, 2])
+
+
+@pytest.mark.parametrize(("remat", "times"), [("full", 2), ("dots", 1), ("none", 1)])
+def test_a_backward_computes_fused_attention_again_only_under_full(remat, times):
+    """ "dots" knows it by the name of a primitive of JAX's, which is private."""
+    shapes = [jax.ShapeDtypeStruct((2, T, 8, 64), jnp.bfloat16)] * 3
+    places = [jax.ShapeDtypeStruct((2, 4), jnp.int32)] * 2
+
+    def total(*args):
+        attend = partial(cudnn.packed_attention, window=None)
+        return apply_remat(attend, remat)(*args).astype(jnp.float32).sum()
+
+    with jax.default_device(hlo.h100s(1)[0]):
+        text = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*shapes, *places))
+    assert len(re.findall("dot_product_attention_fwd_wrapper", text)) == times
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
