@@ -199,8 +199,9 @@ class Supervisor:
         left = self.max_restarts - attempt
         others = {child.rank: _status(child.process.returncode) for child in self.children if child is not failed}
         lines = failed.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        word = "ended" if status == USAGE else "failed"  # all end with that one, and process 0 last (watch.py)
         told = [
-            f"jfsdp launch: process {failed.rank} failed first, with status {status}{_said(status)}; the others of "
+            f"jfsdp launch: process {failed.rank} {word} first, with status {status}{_said(status)}; the others of "
             f"this host ended with {others or 'nothing: there are none'}. Logs: {failed.log.parent}",
             *[f"did not end by themselves, and were killed: {sorted(self.killed)}; they hung, or were stopped"]
             * bool(self.killed),

@@ -2,8 +2,9 @@
 
 [Note: how processes end together] A process that fails leaves its error in the key-value store of JAX's coordination
 service, which every process has joined, and all others read it there: they end within seconds, with that error as
-theirs. JAX by itself ends them after its heartbeats stop (100 s), or after the 300 s that a failing process waits for
-the others at its exit, and without a word about the cause. A process that waits in a collective still sends heartbeats;
+theirs, and where what was asked cannot begin with that status too: no launcher, on whatever host, starts them again.
+JAX by itself ends them after its heartbeats stop (100 s), or after the 300 s that a failing process waits for the
+others at its exit, and without a word about the cause. A process that waits in a collective still sends heartbeats;
 so each says what it is about to do and how long that may take (`Watch.at`), and the thread ends it when it takes
 longer. A hung GPU is not repaired: the process ends, and its launcher starts all again.
 """
@@ -81,14 +82,14 @@ class Watch:
 
     def _watch_others(self) -> None:
         while not self._done.wait(_PERIOD_S):
-            told = ""
+            told = None
             with contextlib.suppress(Exception):  # nobody has told anything
-                told = self.store.key_value_try_get(_KEY)
+                told = _Told.read(self.store.key_value_try_get(_KEY))
             if told:
-                if self._done.wait(_OWN_WORD_S + _LINGER_S * told.startswith(self._name)):
+                if self._done.wait(_OWN_WORD_S + _LINGER_S * told.text.startswith(self._name)):
                     return  # this process has come to its end meanwhile
-                say(f"error: another process failed, so this one ends: {told}")
-                _end(self.process, ENDED_BY_OTHERS)
+                say(f"error: another process failed, so this one ends: {told.text}")
+                _end(self.process, told.status_of_others)
 
     def _say_stuck(self, place: _Place) -> None:
         message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
@@ -109,32 +110,54 @@ class _Place:
     is_told: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What the first process to fail leaves for the others: its exit status, and its error with its name."""
+
+    status: int
+    text: str
+
+    @classmethod
+    def read(cls, value: str) -> _Told:
+        status, _, text = value.partition(" ")
+        return cls(int(status), text)
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.text}"
+
+    @property
+    def status_of_others(self) -> int:
+        return USAGE if self.status == USAGE else ENDED_BY_OTHERS
+
+
 def tell_and_end(message: str, status: int) -> None:
     """Tell the other processes of the run why this one ends, and end it at once: at its exit JAX would wait for them.
 
     Where another has told before, what failed here is what followed from it: that is said last, and the exit status is
-    `ENDED_BY_OTHERS`. Does nothing in a run of one process, or where `jax` was not imported.
+    `ENDED_BY_OTHERS`, or `USAGE` where that was the first's. Does nothing in a run of one process, or where `jax` was not
+    imported.
     """
     if "jax" not in sys.modules:
         return
     from jfsdp.compat import coordination_store
 
     store, process, count = coordination_store()
-    own, first = f"{_name(process, count)} {message}", []
+    own = _Told(status, f"{_name(process, count)} {message}")
+    first: list[_Told] = []
 
     def tell() -> None:
         with contextlib.suppress(Exception):  # another was first, or the store has gone: then nobody reads it
-            store.key_value_set(_KEY, own)
+            store.key_value_set(_KEY, str(own))
         with contextlib.suppress(Exception):
-            first.append(store.key_value_try_get(_KEY))
+            first.append(_Told.read(store.key_value_try_get(_KEY)))
 
     if count > 1:
         teller = threading.Thread(target=tell, daemon=True)  # the store may not answer
         teller.start()
         teller.join(_LINGER_S)
         if first and first[0] != own:
-            say(f"error: another process failed before: {first[0]}")
-            status = ENDED_BY_OTHERS
+            say(f"error: another process failed before: {first[0].text}")
+            status = first[0].status_of_others
         _end(process, status)
 
 

@@ -105,6 +105,17 @@ def test_an_error_that_followed_from_anothers_ends_with_the_others(join, ended, 
     assert "another process failed before: process 0 of 2: disk full" in capfd.readouterr().err
 
 
+def test_where_one_cannot_begin_the_others_are_not_to_be_restarted_either(join, ended):
+    store = Store()
+    join(store, process=0)
+    watch.tell_and_end("no such data", watch.USAGE)
+    join(store, process=1)
+    watch.tell_and_end("connection closed", 1)
+    with watch.Watch(0, PLACE):
+        wait_for(lambda: len(ended) > 2)
+    assert set(ended) == {watch.USAGE}
+
+
 def test_one_process_alone_is_told_and_goes_on(ended, capfd):
     with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
         time.sleep(0.5)
