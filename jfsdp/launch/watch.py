@@ -134,8 +134,8 @@ def tell_and_end(message: str, status: int) -> None:
     """Tell the other processes of the run why this one ends, and end it at once: at its exit JAX would wait for them.
 
     Where another has told before, what failed here is what followed from it: that is said last, and the exit status is
-    `ENDED_BY_OTHERS`, or `USAGE` where that was the first's. Does nothing in a run of one process, or where `jax` was not
-    imported.
+    `ENDED_BY_OTHERS`, or `USAGE` where that was the first's. Does nothing in a run of one process, or where `jax` was
+    not imported.
     """
     if "jax" not in sys.modules:
         return
