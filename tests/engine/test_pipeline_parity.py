@@ -81,7 +81,7 @@ CASES = {
     "one gather ahead, forward": (INNER, FSDP, {"prefetch": jfsdp.Prefetch(1, 0)}, {}, {"pipe_repeats": 2}, ADAM),
     "dropout, Linen": (published.gpt2(dropout=0.3), FSDP, {"remat": ("qkv",)}, {}, {}, ADAM),
 }  # fmt: skip
-QUICK = ("masked optimizer, average, clipping", "float16")
+QUICK = ("masked optimizer, average, clipping", "float16", "dropout, Linen")
 
 
 def train(case, sizes, options, step, tx):

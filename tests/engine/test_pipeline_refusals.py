@@ -197,12 +197,62 @@ def test_whatever_layers_carry_is_exact(run):
     place, factory = CARRIES.index(run), functools.partial(Model, run=run)
     # A mean over the rows at hand couples those of a microbatch, of which each device has its own.
     sizes = {"pipe": 2, "fsdp": 1 if run is summed else 1 + place // 2 % 2}
-    value, grads = gradients(make(factory, sizes), pipe_repeats=1 + place % 2)
-    mean, exact = wanted(factory)
+    check_exact(gradients(make(factory, sizes), pipe_repeats=1 + place % 2), wanted(factory))
+
+
+def check_exact(found, wanted):
+    (value, grads), (mean, exact) = found, wanted
     assert value == pytest.approx(mean, rel=1e-6)
     assert grads.keys() == exact.keys()
     for name, grad in exact.items():
         assert np.abs(grads[name] - grad).max() < 1e-12 * max(np.abs(grad).max(), 1), name
+
+
+def test_a_carry_that_begins_with_a_number_is_exact_without_a_pipeline_too():
+    factory = functools.partial(Model, run=summed)
+    check_exact(gradients(make(factory, {"fsdp": 1}, engine="manual")), wanted(factory))
+
+
+class Router(nnx.Module):
+    def __init__(self, rngs):
+        self.scores = linear(rngs)
+
+    def __call__(self, x):
+        return self.scores(x)
+
+
+class Routed(nnx.Module):
+    """Two units, of which the one called last only counts: it has no backward."""
+
+    def __init__(self, rngs):
+        self.layer, self.router = Layer(rngs), Router(rngs)
+
+    def __call__(self, carry):
+        x, seen = carry
+        x = self.layer(x)
+        return x, seen + (self.router(x) > 0).sum((1, 2))
+
+
+def routed(model, x, _):
+    x, seen = scan(lambda carry, layer: layer(carry), (x, jnp.zeros(x.shape[0], jnp.int64)), model.layers)
+    return x * (1 + 0.01 * seen[:, None, None])
+
+
+def test_a_last_unit_without_a_backward_gives_its_weights_to_no_other():
+    factory = functools.partial(Model, run=routed, kind=Routed)
+    check_exact(gradients(make(factory, {"pipe": 2, "fsdp": 2}, [Layer, Router])), wanted(factory))
+
+
+_, A, B = -1, 0, 1
+ONE_AT_A_TIME = jfsdp.Schedule(
+    [[A, _], [_, A], [_, _], [B, _], [_, B], [_, _]], [[_, _], [_, A], [A, _], [_, _], [_, B], [B, _]]
+)
+BEGUN_LATE = jfsdp.Schedule([[_, _], [B, _], [A, B], [_, A], [_, _]], [[_, _], [_, _], [_, B], [B, A], [A, _]])
+
+
+@pytest.mark.parametrize("schedule", [ONE_AT_A_TIME, BEGUN_LATE])
+def test_a_schedule_with_ticks_in_which_no_stage_goes_forward_is_exact(schedule):
+    check_exact(gradients(make(), accumulate=2, schedule=schedule), wanted(Model, 2))
 
 
 @pytest.mark.parametrize("step", [pytest.param({}, marks=pytest.mark.proof), {"pipe_repeats": 2}])

@@ -88,7 +88,7 @@ def simulate(schedule, stages, microbatches, repeats):
         name: [["nothing"] * getattr(ticks, name).num for _ in range(stages)]
         for name in ("saved", "inputs", "cotangents", "hidden")
     }
-    losses, left = [], []
+    losses, left, entered = [], [], [ticks.first_to_enter()]
 
     def key(task, stage):
         return (int(task) // microbatches * stages + stage, int(task) % microbatches) if task != IDLE else None
@@ -112,11 +112,12 @@ def simulate(schedule, stages, microbatches, repeats):
                 if task and task[0]:
                     assert came == ("x", task[0] - 1, task[1])
                 elif task:
-                    assert ticks.entering[tick] == task[1]
+                    assert entered[-1] == ticks.entering[tick] == task[1]
                 made.append(("x", *task) if task else "garbage")
             put("inputs", tick, neighbours(made, 1))
             put("hidden", tick, made)
             put("saved", tick, made)
+            entered.append(int(tables["next"][tick]))
         else:
             assert all(task == IDLE for task in ticks.forward[tick])
         assert kind.has_loss == (ticks.leaving[tick] != IDLE)

@@ -359,7 +359,7 @@ def mark_live(block: Block, live: set[Any]) -> set[Any]:
         if not item.needs_backward:
             continue
         reaches = _mark_loop_live(item) if isinstance(item, Loop) else item.is_active
-        live.update(atom for atom, mark in zip(item.inputs, reaches, strict=True) if mark)
+        live.update(atom for atom, mark in zip(item.inputs, reaches, strict=True) if mark and not is_literal(atom))
     return live
 
 

@@ -131,7 +131,9 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
             f"one scan at the top of the model, forward, outside of a remat of the model's own (use remat=); {_REMEDY}"
         )
     ((at, loop),) = found.items()
-    outside = closed.jaxpr.replace(eqns=[eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at])
+    # Flax traces the body of a Linen scan once more, for nothing but its check: a call without outputs.
+    rest = [eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at and eqn.outvars]
+    outside = closed.jaxpr.replace(eqns=rest)
     for eqn in all_eqns(outside):
         call = calls.get(str(eqn.params.get("name", "")))
         if call is not None and call.unit in staged:
@@ -174,7 +176,8 @@ def _check_beside(parts: Parts, names: Sequence[str]) -> None:
             raise ValueError(
                 f"the layers read a value of shape {atom.aval.shape} that depends on weights and is not handed from "
                 "layer to layer (an encoder's output, learned positions), and stages of a pipeline (mesh axis "
-                f"{PIPE!r}) do not sum its gradient; hand it on in what the layers carry, or {_REMEDY}"
+                f"{PIPE!r}) do not sum its gradient; hand it on in what the layers carry, where each layer changes it "
+                f"(x * 1.0 is enough: what all hand on as it is counts as read from outside), or {_REMEDY}"
             )
 
 

@@ -215,7 +215,7 @@ class _Pipeline:
     def run(self, ticks: Ticks, sums: Arrays, combine: Combine, start: Callable[[Any], Any]) -> Results:
         """Run all ticks."""
         tables = ticks.tables()
-        given = self.enter(max(tables["entering"][0], 0))[0], self.micro, self.states
+        given = self.enter(ticks.first_to_enter())[0], self.micro, self.states
         first, last = _on_stages(self.stage.ends, self.staged, given)
         held = Held(self.staged, first)
         state = self._begin(ticks, sums, held, given, start)

@@ -224,13 +224,19 @@ class Ticks:
     hidden: Places
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Return all tables by name."""
+        """Return all tables by name; `next` is what enters in the next tick in which any stage goes forward."""
         found = {name: getattr(self, name) for name in ("forward", "backward", "entering", "leaving", "left")}
-        found["next"] = np.roll(self.entering, -1)
+        busy = np.flatnonzero((self.forward != IDLE).any(1))
+        found["next"] = np.full(len(self.entering), IDLE)
+        found["next"][busy[:-1]] = self.entering[busy[1:]]
         for name in ("saved", "inputs", "cotangents", "hidden"):
             places = getattr(self, name)
             found |= {f"{name}_write": places.write, f"{name}_read": places.read}
         return {name: table.astype(np.int32) for name, table in found.items()}
+
+    def first_to_enter(self) -> int:
+        """Return the microbatch with which the first tick begins in which any stage goes forward."""
+        return int(self.entering[(self.forward != IDLE).any(1)][0])
 
     def segments(self) -> Iterator[Segment]:
         """Yield runs of ticks that compute alike, in their order."""

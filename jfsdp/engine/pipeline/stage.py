@@ -146,8 +146,8 @@ class Stage:
         """Gather the weights of the first call forward and of the first one back; None where none of them moves."""
         entered, *rows = given
         step, _ = self._program(Held(source, None), rows, (0, 0), entered)
-        if not self.turns:
-            return None, None
+        if not self.turns or not step.order_back or step.order[-1][0] is not step.order_back[0][0]:
+            return None, None  # the last call forward may have no backward: what stays would be another's weights
         calls = [(call, iteration) for call, _, iteration in (step.order[0], step.order[-1])]
         found = {call: step.weights.fetch(*call, None) for call in calls}
         return _all(found[calls[0]]), _all(found[calls[1]])
