@@ -70,7 +70,7 @@ def plain(x, layers):
 class Model(nnx.Module):
     """An embedding, a stack, a head; `run(model, x, tokens)` is what goes between."""
 
-    def __init__(self, rngs, run=lambda model, x, tokens: plain(x, model.layers), kind=Layer, layers=LAYERS):
+    def __init__(self, rngs, run=lambda model, x, tokens: plain(x, model.layers), kind: Any = Layer, layers=LAYERS):
         self.run = run
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
         self.layers = stack(kind, rngs, layers)
