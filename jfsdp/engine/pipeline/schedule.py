@@ -226,9 +226,9 @@ class Ticks:
     def tables(self) -> dict[str, np.ndarray]:
         """Return all tables by name; `next` is what enters in the next tick in which any stage goes forward."""
         found = {name: getattr(self, name) for name in ("forward", "backward", "entering", "leaving", "left")}
-        busy = np.flatnonzero((self.forward != IDLE).any(1))
+        going = self._going_forward()
         found["next"] = np.full(len(self.entering), IDLE)
-        found["next"][busy[:-1]] = self.entering[busy[1:]]
+        found["next"][going[:-1]] = self.entering[going[1:]]
         for name in ("saved", "inputs", "cotangents", "hidden"):
             places = getattr(self, name)
             found |= {f"{name}_write": places.write, f"{name}_read": places.read}
@@ -236,7 +236,10 @@ class Ticks:
 
     def first_to_enter(self) -> int:
         """Return the microbatch with which the first tick begins in which any stage goes forward."""
-        return int(self.entering[(self.forward != IDLE).any(1)][0])
+        return int(self.entering[self._going_forward()[0]])
+
+    def _going_forward(self) -> np.ndarray:
+        return np.flatnonzero((self.forward != IDLE).any(1))
 
     def segments(self) -> Iterator[Segment]:
         """Yield runs of ticks that compute alike, in their order."""
