@@ -19,7 +19,7 @@ from jfsdp.extras import EXTRAS
 PACKAGE = Path(jfsdp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, section 4.
+# Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, "Rooms".
 PLANNED = [
     f"trainer.{name}" for name in ("generate", "job", "options", "preferences", "spelling", "step", "run.config")
 ]

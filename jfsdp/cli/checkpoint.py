@@ -13,7 +13,7 @@ import tyro
 
 from jfsdp.cli.console import BROKEN, make_console, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
-from jfsdp.trainer.options import Count, Number, optional
+from jfsdp.trainer.options import Number, optional
 from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
@@ -121,16 +121,18 @@ class Diff:
 class Prune:
     """Delete checkpoints of a run, but for the newest, and what the other options keep.
 
-    A run that is being written to is left alone. Exit status: 0; 2 where PATH is no run, or is in use.
+    What is left out is as the run was told. A run that is being written to is left alone. Exit status: 0; 2 where PATH
+    is no run, or is in use.
     """
 
     path: tyro.conf.Positional[_OfRun]
-    keep: Count = 3
-    """How many of the newest to keep."""
+    keep: Number = None
+    """How many of the newest to keep. none: as the run was told; 3 of checkpoints that the script did not write."""
     keep_every: Number = None
-    """Keep every step that is a multiple of this."""
-    keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]")] = None
-    """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2."""
+    """Keep every step that is a multiple of this. none: as the run was told; 0: no such step."""
+    keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]|off")] = None
+    """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2. none: as the run
+    was told; off: none for a metric."""
     dry_run: bool = False
     """Say what would be deleted, and delete nothing."""
     json: bool = False
@@ -139,14 +141,19 @@ class Prune:
     def run(self) -> int:
         from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
-        from jfsdp.checkpoint.policy import parse_best
+        from jfsdp.trainer.run.directory import read_config
 
-        check_numbers(self, keep=1, keep_every=1)
+        check_numbers(self, keep=1, keep_every=0)
         paths = find_checkpoints(self.path)
         if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
             raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")
-        best = None if self.keep_best is None else parse_best(self.keep_best)
-        run = Checkpointer(paths[-1].parent, self.keep, keep_every=self.keep_every, keep_best=best)
+        told = {"keep": 3, **read_config(paths[-1].parents[1]).get("config", {})}
+        rules = {name: told.get(name) for name in ("keep", "keep_every", "keep_best")}
+        rules |= {name: value for name in rules if (value := getattr(self, name)) is not None}
+        if rules["keep_best"] == "off":
+            rules["keep_best"] = None
+        keep, every, best = (value or None for value in rules.values())
+        run = Checkpointer(paths[-1].parent, keep, keep_every=every, keep_best=best)
         sizes = {int(path.name): _bytes_below(path) for path in paths}
         run.check_metric()
         gone = run.surplus() if self.dry_run else run.prune()

@@ -101,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns the exit status: 0; 1 where `doctor` found something wrong or a factory failed; 2 for bad arguments; 3 for a
     plan that does not fit; 4 for a program that an audit found something in, a damaged checkpoint, or two that
-    differ.
+    differ; 130 for Ctrl-C.
     """
     args = sys.argv[1:] if args is None else args
     if list(args) in (["--version"], ["-V"]):
@@ -112,6 +112,9 @@ def main(args: Sequence[str] | None = None) -> int:
         command = parse(args)
         with plain_warnings():
             return command.run()
+    except KeyboardInterrupt:
+        print("jfsdp: interrupted", file=sys.stderr)
+        return 130
     except FactoryError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1

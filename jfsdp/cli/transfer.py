@@ -156,11 +156,12 @@ class Export(_ModelOptions):
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
         """Write the adapters of a checkpoint for PEFT; the base is what its run began with."""
         from jfsdp.checkpoint.foreign.peft import write_peft
+        from jfsdp.checkpoint.foreign.pretrained import find_averages
         from jfsdp.checkpoint.source import Renamed
         from jfsdp.layout.lora import Adapter
 
-        if self.ema or self.max_length is not None:
-            raise ValueError(f"{source.path}: holds adapters of a base; leave out --ema and --max-length")
+        if self.max_length is not None:
+            raise ValueError(f"{source.path}: holds adapters of a base; leave out --max-length")
         layout, config = source.manifest["layout"], source.manifest["config"] or {}
         adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
         names = [leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]]
@@ -169,9 +170,11 @@ class Export(_ModelOptions):
                 f"{source.path}: was converted, and has no {names[0]} as its layout says; export the "
                 "checkpoint that it was made from"
             )
-        source.check([f"params.{name}" for name in names])
+        stored = {f"params.{name}": f"params.{name}" for name in names}
+        stored |= find_averages(source, stored) if self.ema else {}
+        source.check(list(stored.values()))
         written = write_peft(
-            Renamed(source, {name: f"params.{name}" for name in names}),
+            Renamed(source, {name: stored[f"params.{name}"] for name in names}),
             Path(self.target).expanduser(),
             job.pretrained,
             adapters,

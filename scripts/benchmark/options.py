@@ -42,7 +42,7 @@ class BenchOptions(StepOptions):
     together: bool = False
     """Keep all contenders alive and let them take single steps in turn. Otherwise each turn is a fresh process."""
     rounds: Number = None
-    """Turns of each contender. none: 3, and 30 with --together."""
+    """Turns of each contender. none: 7, and 30 with --together."""
     steps: Count = 10
     """Timed steps of a turn; with --together a turn is one step."""
     warmup: Count = 2

@@ -239,6 +239,40 @@ def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):
     assert sorted(path.name for path in there.glob("[0-9]")) == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ((), [2, 3]),
+        (("--keep", "2", "--keep-every", "0"), [2, 3]),
+        (("--keep-every", "1"), [1, 2, 3]),
+        (("--keep-every", "0"), [3]),
+        (("--keep-every", "0", "--keep-best", "eval_loss:max"), [1, 3]),
+    ],
+)
+def test_what_prune_is_not_told_is_as_the_run_was_told(call, run, tmp_path, more, kept):
+    shutil.copytree(run, tmp_path / "run")
+    told = {"config": {"keep": 1, "keep_every": 2, "keep_best": None}, "decides": {}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(told))
+    status, out, _ = call("prune", tmp_path / "run", "--json", *more)
+    assert (status, json.loads(out)["kept"]) == (0, kept)
+
+
+@pytest.mark.parametrize(("more", "kept"), [((), [2, 3]), (("--keep-best", "off"), [3])])
+def test_prune_keeps_the_best_that_the_run_was_told_to_keep(call, run, tmp_path, more, kept):
+    shutil.copytree(run, tmp_path / "run")
+    told = {"config": {"keep": 1, "keep_every": None, "keep_best": "eval_loss"}, "decides": {}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(told))
+    status, out, _ = call("prune", tmp_path / "run", "--json", *more)
+    assert (status, json.loads(out)["kept"]) == (0, kept)
+
+
+def test_prune_of_a_run_that_keeps_all_deletes_nothing(call, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": {"keep": 0}, "decides": {}}))
+    status, out, _ = call("prune", tmp_path / "run", "--json")
+    assert (status, json.loads(out)["kept"]) == (0, [1, 2, 3])
+
+
 def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     from jfsdp.checkpoint.disk.lock import Lock

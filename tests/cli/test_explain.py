@@ -72,6 +72,15 @@ def fails_with(capsys, *args: str) -> str:
     return captured.err
 
 
+def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jfsdp.cli.commands.parse", interrupt)
+    assert main([*TINY]) == 130
+    assert capsys.readouterr().err == "jfsdp: interrupted\n"
+
+
 def test_json_has_totals_and_leaves(capsys):
     table = run_json(capsys, *TINY)
     assert {

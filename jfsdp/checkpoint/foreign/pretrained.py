@@ -199,7 +199,7 @@ def _open_ours(
         if names.from_config is not None:
             _compare(source.path, names, dict(names.from_config(stated)), config, "the checkpoint")
     inner = {name: name for name in source.arrays if name.startswith("params.")}
-    inner |= _averages(source, inner) if averages else {}
+    inner |= find_averages(source, inner) if averages else {}
     view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
     there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
     kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or kind")
@@ -216,8 +216,12 @@ def _open_ours(
     return Unprefixed(view, "params."), functools.partial(source.check, list(inner.values()))
 
 
-def _averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:
-    """Find the averages that `track_ema` kept, by the names of their parameters."""
+def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the averages that `track_ema` kept, by those of their parameters, `params.` first.
+
+    Raises:
+      ValueError: if there are none, or several of one parameter.
+    """
     found: dict[str, dict[str, str]] = {}
     for name in source.arrays:
         where, mark, leaf = name.partition(".ema.")

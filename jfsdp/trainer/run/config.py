@@ -123,14 +123,16 @@ class TrainConfig(StepOptions):
     cache_dir: Location = None
     """Where compiled programs are kept, but those for several CPU devices. none: ~/.cache/jfsdp."""
     coordinator: Annotated[str | None, optional(str, "HOST:PORT|auto")] = None
-    """HOST:PORT of process 0, or auto under Slurm and the like. none: JAX_COORDINATOR_ADDRESS, or one process."""
+    """HOST:PORT of process 0. none: as JAX_COORDINATOR_ADDRESS, torchrun, `jfsdp launch`, Kubernetes, Open MPI or Slurm
+    say in the environment, else one process. auto: the same, and they must say something."""
     num_processes: Number = None
     """How many processes; needed with HOST:PORT."""
     process_id: Number = None
     """Which of them this is, from 0; needed with HOST:PORT."""
     timeout: Real = 600.0
-    """Seconds that a step, a batch or a part of an evaluation may take; three times that for the first step, a save and
-    restoring. Then one of several processes ends with the reason, and so do the others. 0: any number."""
+    """Seconds that a step, a batch or a batch of the evaluation may take; three times that for the start, the first
+    step, restoring and a save; 72 times for the first look at the data. Then one of several processes ends with the
+    reason, and so do the others. 0: any number."""
     debug: bool = False
     """Show the traceback of an error."""
 

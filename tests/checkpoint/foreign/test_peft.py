@@ -467,6 +467,20 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
     assert "was converted, and has no layers.attn.q_proj.kernel.lora_a" in capsys.readouterr().err
 
 
+def test_the_averages_of_adapters_are_exported(tmp_path, capsys):
+    given = Adapted("llama")
+    model = jfsdp.fully_shard(given.job.model, units=given.job.units, lora=given.loras)
+    state = model.init(optax.chain(optax.sgd(1.0), jfsdp.track_ema(0.9)))
+    averaged = jfsdp.with_ema(state)
+    moved = {name: x + 1 for name, x in state.params.items() if name.endswith(("lora_a", "lora_b"))}
+    jfsdp.save(tmp_path / "saved", dataclasses.replace(state, params={**state.params, **moved}), frozen=False)
+    jfsdp.export_peft(model, averaged, tmp_path / "right", given.names)
+    fields = [*LLAMA[1], "stacked=true"]
+    command = ["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "adapter"), "--model", "llama-tiny"]
+    assert main([*command, "--ema", "--model-config", *fields]) == 0, capsys.readouterr().err
+    assert (tmp_path / "adapter" / WEIGHTS).read_bytes() == (tmp_path / "right" / WEIGHTS).read_bytes()
+
+
 def test_two_adapters_and_two_bases_are_compared(tmp_path, capsys):
     one, other = (Adapted("llama", seed=seed).write(tmp_path / f"{seed}") for seed in (0, 1))
     assert main(["checkpoint", "diff", str(one), str(one)]) == 0
