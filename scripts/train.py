@@ -1,7 +1,8 @@
 """Train a model, fully sharded, from one command: `python scripts/train.py --recipe stdlib`.
 
 A recipe names defaults; any option on the command line overrides it. Exit status:
-- 0: all steps are done; or SIGINT or SIGTERM stopped the training, and its last step is saved (a second signal kills)
+- 0: all steps are done; or SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped the training, whose last step is saved (a second
+  one kills)
 - 1: an error after training began
 - 2: what was asked cannot begin: an option, a path, data, weights, a checkpoint that is not there
 - 4: the checkpoint to begin or resume from is damaged

@@ -224,7 +224,8 @@ class Supervisor:
             self.stopped_by = number
             self._send(number)
 
-        before = {number: signal.signal(number, forward) for number in FORWARDED}
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, forward) for number in FORWARDED if number not in nohup}
         before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads on: the run goes on
         try:
             yield

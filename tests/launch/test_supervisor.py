@@ -132,6 +132,16 @@ def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, 
     assert status == 9 and os.listdir(supervisor.log_dir) == ["0"]
 
 
+def test_a_hangup_that_nohup_ignores_ends_nothing(supervise):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGHUP]).start()
+        _, status = supervise("import signal\ntime.sleep(2); sys.exit(signal.getsignal(signal.SIGHUP) == 0)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert status == 0  # and the processes ignore it too
+
+
 def test_what_others_hosts_ended_is_not_blamed_on_one_that_hangs(supervise, capfd):
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60 * (rank == 1)); sys.exit(76)"
     _, status = supervise(code, 2, grace_s=0.5)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
+from jfsdp.trainer.run.metrics import peak_flops
 
 MIB = 2**20
 SIZES = [2**power for power in range(10, 35)]
@@ -23,6 +24,11 @@ def test_every_gpu_is_plausible_and_says_where_its_numbers_come_from(gpu):
     assert gpu.domain_size % gpu.gpus_per_node == 0
     assert gpu.num_links == 0 or gpu.link_bandwidth / gpu.num_links in (25e9, 50e9)
     assert gpu.network_bandwidth <= gpu.link_bandwidth
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_a_run_s_mfu_knows_the_gpu_and_its_peak(gpu):
+    assert peak_flops(gpu.full_name) == pytest.approx(gpu.peak_flops("bf16"), rel=2e-3)
 
 
 def test_names_and_aliases_are_unique_and_found_in_any_case():

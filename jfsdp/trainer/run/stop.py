@@ -1,21 +1,25 @@
-"""Stopping on request: SIGINT, SIGTERM and SIGUSR1 finish the step, save, and leave."""
+"""Stopping on request: SIGINT, SIGTERM, SIGUSR1 and SIGHUP finish the step, save, and leave."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import time
 from types import FrameType
 from typing import Any
 
 from jfsdp.launch.hosts import gather_json
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what Slurm's --signal=USR1 sends
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's --signal; HUP: no terminal
 
 _SAME_S = 1.0  # a manager of jobs and a launcher may both send the same signal: that is one
 
 
 class StopSignal:
-    """Remembers the first SIGINT, SIGTERM or SIGUSR1; the second one acts as if nobody listened. A context manager.
+    """Remembers the first of `SIGNALS`; the second one acts as if nobody listened. A context manager.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
 
     Several processes must stop at the same step, or some would wait for others in a collective for ever. Whether any
     was asked is therefore gathered, and only at the steps that the loop names: at most `log_every` steps late.
@@ -27,7 +31,9 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = SIGNALS[:-1] if is_nohup else SIGNALS
+        self._before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -36,6 +42,8 @@ class StopSignal:
     def _remember(self, number: int, _: FrameType | None) -> None:
         if self.name is None:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
+            if number == signal.SIGHUP:
+                _leave_terminal()
         elif time.monotonic() - self._since > _SAME_S:
             self._restore()
             signal.raise_signal(number)
@@ -59,3 +67,12 @@ class StopSignal:
         is_asked = any(gather_json(self.name is not None))
         self.name = self.name or ("another process" if is_asked else None)
         return is_asked
+
+
+def _leave_terminal() -> None:
+    """Write to no terminal any more: where it is gone, a line would end the run before it has saved."""
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
