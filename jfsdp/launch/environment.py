@@ -22,6 +22,7 @@ from pathlib import Path
 LATEST_PORT = 65_535
 # What `jfsdp launch` tells its processes beside torchrun's variables.
 ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
+RESTART = "JFSDP_RESTART"  # how often `jfsdp launch` has started the processes again; not there without it
 SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
 
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, SNAPSHOTS, memory_dir
+from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, RESTART, SNAPSHOTS, memory_dir
 from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -138,7 +138,7 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": hosts.num_siblings * self.nproc,
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            "JFSDP_RESTART": attempt,
+            RESTART: attempt,
             ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
         told |= {} if self.min_nproc is None else {MIN_NPROC: self.min_nproc}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from jfsdp.launch.environment import Place
+from jfsdp.launch.environment import RESTART, Place
 
 USAGE, DAMAGED, STUCK, ENDED_BY_OTHERS = 2, 4, 75, 76  # exit statuses; restarting does not mend USAGE
 PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
@@ -97,7 +97,9 @@ class Watch:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         say(f"error: {self._name} {message}; the stacks of all threads stand above")  # last: of long logs it is the end
-        tell_and_end(message, STUCK)  # alone it goes on: it may be in a debugger
+        tell_and_end(message, STUCK)
+        if RESTART in os.environ:  # else one that is alone goes on: it may be in a debugger
+            _end(self.process, STUCK)
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,7 +7,7 @@ import pytest
 
 from jfsdp import compat
 from jfsdp.launch import watch
-from jfsdp.launch.environment import Place
+from jfsdp.launch.environment import RESTART, Place
 
 PLACE = Place("test", None, 2, 1)
 
@@ -121,6 +121,13 @@ def test_one_process_alone_is_told_and_goes_on(ended, capfd):
         time.sleep(0.5)
     watch.tell_and_end("anything", 1)
     assert not ended and capfd.readouterr().err.count("the data of step 3 takes more than 0.1 s") == 2
+
+
+def test_one_process_alone_ends_where_a_launcher_will_start_it_again(ended, monkeypatch):
+    monkeypatch.setenv(RESTART, "0")
+    with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
+        wait_for(lambda: ended)
+    assert ended == [watch.STUCK]
 
 
 def test_the_store_of_this_jax_is_found(monkeypatch):

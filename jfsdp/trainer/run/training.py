@@ -17,6 +17,7 @@ import jax
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.compat import warn
+from jfsdp.launch.environment import RESTART
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.advice import advise
@@ -356,7 +357,7 @@ class Run:
             "eval_correct": record.get("eval_correct"),
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
-            "restarts": int(os.environ.get("JFSDP_RESTART", 0)),
+            "restarts": int(os.environ.get(RESTART, 0)),
             "goodput": loop.goodput.fraction,
             "seconds": loop.goodput.seconds,
             "processes": paces,
