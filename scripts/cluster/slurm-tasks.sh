@@ -1,5 +1,5 @@
 #!/bin/bash
-# No launcher, a Slurm task per GPU: sbatch scripts/cluster/slurm-tasks.sh. Slurm's requeue is the restart.
+# No launcher, a Slurm task per GPU: sbatch scripts/cluster/slurm-tasks.sh. Slurm's requeue is the restart, but not after an error.
 #SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12
 #SBATCH --time=24:00:00 --signal=TERM@600 --requeue --open-mode=append
 RUN=/shared/runs/llama
@@ -12,4 +12,4 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 NCCL_DEBUG=WARN NCCL_LAUNCH_ORDER_IMP
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   python scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
 [ $code = 0 ] || [ $code = 143 ] || exit $code # 143: SIGTERM before training began
-grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"
+[ $code = 0 ] && grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"

@@ -18,4 +18,4 @@ srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   jfsdp launch --nproc 8 --max-restarts 3 --log-dir "$RUN-logs" \
   scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
 [ $code = 0 ] || [ $code = 143 ] || exit $code # 143: SIGTERM before training began
-grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"
+[ $code = 0 ] && grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"

@@ -226,8 +226,9 @@ def _open_encoding(
         what = f"tokenizer {config.tokenizer!r}" if tokenizer else f"data {config.data!r}"
         raise ValueError(
             f"{what}: token ids go up to {needed - 1}, beyond the model's "
-            f"vocabulary size {vocab_size}; give the model's own tokenizer, or set its vocabulary size to at least "
-            f"{needed} (--model-config vocab_size={needed})"
+            f"vocabulary size {vocab_size}; give the model's own tokenizer, or, for a model without weights of others, "
+            f"a vocabulary size of at least {needed} (--model-config vocab_size={needed}); nothing here resizes the "
+            "embedding of --init-from"
         )
     return tokenizer, tokenizer.name if tokenizer else str(token_format), needed
 
