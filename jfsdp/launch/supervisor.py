@@ -198,7 +198,10 @@ class Supervisor:
     def _report(self, failed: Child, status: int, attempt: int) -> None:
         left = self.max_restarts - attempt
         others = {child.rank: _status(child.process.returncode) for child in self.children if child is not failed}
-        lines = failed.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        try:
+            lines = failed.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:  # moved away, by a rotation of logs say
+            lines = [f"(its log cannot be read: {error.strerror})"]
         word = "ended" if status == USAGE else "failed"  # all end with that one, and process 0 last (watch.py)
         told = [
             f"jfsdp launch: process {failed.rank} {word} first, with status {status}{_said(status)}; the others of "

@@ -132,6 +132,12 @@ def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, 
     assert status == 9 and os.listdir(supervisor.log_dir) == ["0"]
 
 
+def test_a_log_that_was_moved_away_does_not_keep_the_launcher_from_starting_again(supervise, tmp_path, capfd):
+    code = f"os.remove({str(tmp_path / 'logs' / '0' / '0.log')!r}) if attempt == 0 else 0\nsys.exit(3 * (attempt == 0))"
+    _, status = supervise(code, 1, max_restarts=1)
+    assert status == 0 and "its log cannot be read" in capfd.readouterr().err
+
+
 def test_a_hangup_that_nohup_ignores_ends_nothing(supervise):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

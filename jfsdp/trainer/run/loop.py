@@ -205,6 +205,7 @@ class Loop:
             metrics["loss"].block_until_ready()
             with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
+            self._check_finite(metrics, step)
         is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
         is_compared = self._is_due(config.compare_replicas, step)
         if not (is_save or is_snapshot or is_compared):
@@ -237,7 +238,7 @@ class Loop:
         return self.get_extra() | {"train_s": self.goodput.seconds["train"]}
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:
-        """Never let a diverged state push a good one out of the checkpoints that are kept."""
+        """End a run that has diverged: it trains in vain, and may not push good states out of those that are kept."""
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not self.config.skips_nonfinite and not all(map(math.isfinite, values.values())):
             raise ValueError(

@@ -97,6 +97,15 @@ def test_a_diverged_state_is_not_saved_and_earlier_ones_stand():
     assert [step for step, *_ in records.saved] == [2, 4]
 
 
+def test_a_run_that_has_diverged_ends_at_the_next_line_that_says_so():
+    records = Records()
+    with pytest.raises(ValueError, match=r"step 6: the run has diverged \(loss nan"):
+        run_loop(
+            steps=90, log_every=3, records=records, loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan)
+        )
+    assert [line["step"] for line in records.lines] == [3, 6]
+
+
 def test_a_diverged_step_that_was_skipped_may_be_saved():
     records, *_ = run_loop(steps=4, checkpoint_every=2, skips_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
     assert [step for step, *_ in records.saved] == [2, 4]
