@@ -16,6 +16,6 @@ export NCCL_LAUNCH_ORDER_IMPLICIT=1        # with a process per GPU: communicato
 # its own again, so srun must not end the step when one task fails.
 srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   jfsdp launch --nproc 8 --max-restarts 3 --log-dir "$RUN-logs" \
-  scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
+  scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --fall-back --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
 [ $code = 0 ] || [ $code = 143 ] || exit $code # 143: SIGTERM before training began
 [ $code = 0 ] && grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"
