@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.layout.table import PER_PARAMETER
+from jfsdp.layout.leaf import PER_PARAMETER
 from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
 

@@ -13,8 +13,9 @@ from jfsdp.cli.console import make_console
 from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
+    from jfsdp.layout.leaf import Leaf
     from jfsdp.layout.policy import UnitPolicy
-    from jfsdp.layout.table import Layout, Leaf
+    from jfsdp.layout.table import Layout
     from jfsdp.train.account import StateBytes
     from jfsdp.train.state import TrainState
 

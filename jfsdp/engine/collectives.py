@@ -37,7 +37,7 @@ from jfsdp.engine.movements import (
     of_leaf,
 )
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.table import Leaf
+from jfsdp.layout.leaf import Leaf
 
 
 @dataclasses.dataclass(frozen=True)

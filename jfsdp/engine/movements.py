@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.table import Layout
 
 XLA, MANUAL = "xla", "manual"
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"

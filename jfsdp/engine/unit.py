@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
+from jfsdp.layout.leaf import DEVICE, HOST
 from jfsdp.layout.policy import Remat, SaveNames
-from jfsdp.layout.table import DEVICE, HOST
 
 Arrays = dict[str, jax.Array]
 

@@ -20,8 +20,8 @@ from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, Pairs, Pull, pad_all, to_device
 from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import data_axes
-from jfsdp.layout.table import Leaf
 
 
 @dataclasses.dataclass(frozen=True)

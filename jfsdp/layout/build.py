@@ -15,6 +15,7 @@ from jfsdp.arguments import check_call, checked
 from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts, part_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
+from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, PIPE, axis_sizes
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
@@ -29,7 +30,7 @@ from jfsdp.layout.precision import (
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import Split, Strategy, get_strategy
-from jfsdp.layout.table import DEVICE, HOST, PER_PARAMETER, Cut, Layout, Leaf, Stage
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
 
 ShardDim = Callable[[str, tuple[int, ...]], int | None]

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import checked
+from jfsdp.layout.leaf import Cut, cut_sizes
 from jfsdp.layout.lora import LAYER, A, Adapter, B
 from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
 from jfsdp.layout.select import chooses, select_leaves
-from jfsdp.layout.table import Cut, close_names, cut_sizes
+from jfsdp.layout.table import close_names
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
 AxisRules = Mapping[str, str | tuple[str, ...] | None] | Sequence[tuple[Any, ...]]

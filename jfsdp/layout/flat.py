@@ -25,7 +25,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.table import Layout
 
 FLAT = "flat"
 

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from jfsdp.layout.table import Cut, cut_sizes
+from jfsdp.layout.leaf import Cut, cut_sizes
 
 DEFAULT_MIN_SIZE = 1024
 

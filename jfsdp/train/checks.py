@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.report import differing_frozen, summary
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.update.loss_scale import LossScale
 

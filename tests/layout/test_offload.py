@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import pytest
 
+from jfsdp.layout.leaf import HOST
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.layout.policy import OffloadPolicy
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.layout.table import HOST
 from jfsdp.layout.units import UnitInfo, matches_glob
 from tests.layout.tables import make_table
 

@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
-from jfsdp.layout.table import Leaf
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
 

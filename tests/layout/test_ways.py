@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jfsdp.layout.leaf import Stage
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, split_mesh
-from jfsdp.layout.table import Stage, split_axis
+from jfsdp.layout.table import split_axis
 from tests.layout.tables import make_table
 
 F, A = ("fsdp",), ("replica", "fsdp")

@@ -25,7 +25,8 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
-from jfsdp.layout.table import Layout, Leaf, cut_sizes
+from jfsdp.layout.leaf import Leaf, cut_sizes
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.memory.buffers import LiveRanges, Value
 from jfsdp.plan.program.flow import Flow, Place, is_collective

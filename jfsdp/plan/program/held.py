@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.engine.engine import SCOPE
 from jfsdp.engine.movements import GATHER
-from jfsdp.layout.table import Layout, Leaf, cut_sizes
+from jfsdp.layout.leaf import Leaf, cut_sizes
+from jfsdp.layout.table import Layout
 from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
 from jfsdp.plan.program.rounds import walk
 from jfsdp.plan.time.work import is_matmul

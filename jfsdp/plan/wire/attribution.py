@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
-from jfsdp.layout.table import Layout, Leaf, cut_sizes
+from jfsdp.layout.leaf import Leaf, cut_sizes
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import Collective, wire_bytes
 from jfsdp.plan.program.scopes import find_scopes, split_names

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.arguments import Amount, Count, Share, checked
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import Instruction, Module, parse_module
 from jfsdp.plan.program.scopes import find_argument

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import REDUCE, SCATTER
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.wire.activations import Activations, Sent, find_activations

@@ -18,7 +18,8 @@ from typing import Any
 from jfsdp.arguments import Size, checked
 from jfsdp.engine import movements
 from jfsdp.engine.movements import REDUCE, Passes
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.program.hlo import Shape
 from jfsdp.train.step.step import StepConfig

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import MODEL_AXES
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.program.held import find_held

@@ -28,8 +28,9 @@ from jfsdp.engine.engine import Engine
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.movements import MANUAL, XLA, deferred_axes, group_axes
 from jfsdp.engine.xla import XlaEngine
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import PIPE
-from jfsdp.layout.table import Layout, Leaf
+from jfsdp.layout.table import Layout
 from jfsdp.train.step.survey import Survey
 
 AUTO = "auto"

@@ -30,7 +30,7 @@ import optax
 from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.table import Leaf
+from jfsdp.layout.leaf import Leaf
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 

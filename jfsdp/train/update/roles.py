@@ -19,8 +19,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.layout.leaf import DEVICE, Cut, Leaf, make_spec
 from jfsdp.layout.rules import choose_dim
-from jfsdp.layout.table import DEVICE, Cut, Layout, Leaf, make_spec
+from jfsdp.layout.table import Layout
 from jfsdp.modules.model import KeyPath, ParamTree
 
 

@@ -12,7 +12,7 @@ import optax
 
 from jfsdp.engine.engine import is_on_host, to_device
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.table import HOST
+from jfsdp.layout.leaf import HOST
 from jfsdp.train.checks import check_kept_types
 from jfsdp.train.state import TrainState, make_work, state_memories, trainable
 from jfsdp.train.update.loss_scale import LossScale
