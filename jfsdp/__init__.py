@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.engine.pipeline.schedule import Schedule
-    from jfsdp.layout.build import LeafRules, build_layout
+    from jfsdp.layout.build import build_layout
     from jfsdp.layout.lora import LoRA
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
+    from jfsdp.layout.placements import LeafRules
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
@@ -47,10 +48,11 @@ _HOMES = {
     "engine.pipeline.schedule": ("Schedule",),
     "layout.lora": ("LoRA",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
+    "layout.placements": ("LeafRules",),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),
     "layout.strategy": ("STRATEGIES", "Split", "Strategy"),
-    "layout.build": ("LeafRules", "build_layout"),
+    "layout.build": ("build_layout",),
     "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size", "resolve_units"),
     "plan.wire.audit": ("audit",),

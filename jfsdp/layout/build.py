@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jfsdp.arguments import check_call, checked
-from jfsdp.layout.codec import Codec, scales_of
-from jfsdp.layout.cuts import AxisRules, Cuts, DimNames, find_cuts, part_cuts
+from jfsdp.layout.codec import scales_of
+from jfsdp.layout.cuts import DimNames, find_cuts
 from jfsdp.layout.flat import FLAT, in_buffers
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
-from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, PIPE, axis_sizes
+from jfsdp.layout.mesh import PIPE, axis_sizes
+from jfsdp.layout.placements import Choice, LeafRules, ShardDim, choose_beside, choose_own
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
@@ -28,69 +27,11 @@ from jfsdp.layout.precision import (
     sum_dtype,
 )
 from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
-from jfsdp.layout.select import Selectors, select_leaves
-from jfsdp.layout.strategy import Split, Strategy, get_strategy
+from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
 
-ShardDim = Callable[[str, tuple[int, ...]], int | None]
-Placements = Mapping[Any, Any]  # to a name or number of a strategy, a `Strategy`, or a PartitionSpec
 STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest leaves that are split
-
-
-@checked
-@dataclasses.dataclass(frozen=True)
-class LeafRules:
-    """What the user says about single leaves.
-
-    Attributes:
-      shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
-      frozen: leaves without gradient and optimizer state.
-      ignored: leaves that stay whole on every device, in the dtype that they have; as in `placements` with "ignored".
-      placements: by selector, another strategy for some leaves, the PartitionSpec of their `param` stage, or "ignored".
-        What is kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
-      axis_rules, cuts: which dims are cut over axis `tensor`; see `jfsdp.layout.cuts.find_cuts`.
-      adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
-        but for `also`.
-      codecs: by leaf, how it is coded; its scales are a leaf too, sharded and cut as its codes are.
-      frozen_dtype: dtype at rest of floating leaves that are not trained; None: as the model makes them.
-    Selectors are path globs, classes of variables and predicates; see `select_leaves`. They choose among the model's
-    own leaves; parts of adapters are placed as `Adapter` says.
-    """
-
-    shard_dim: ShardDim | None = None
-    frozen: Selectors = None
-    ignored: Selectors = None
-    placements: Placements | None = None
-    axis_rules: AxisRules | None = None
-    cuts: Cuts | None = None
-    adapters: Mapping[str, Adapter] | None = None
-    codecs: Mapping[str, Codec] | None = None
-    also: Selectors = None
-    frozen_dtype: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """What was chosen for one leaf: its strategy, its dim if given by a PartitionSpec, reasons in words, and how many
-    values an element holds.
-    """
-
-    strategy: Strategy
-    dim: int | None
-    frozen: str | None
-    placed: str | None
-    cuts: tuple[Cut, ...]
-    coded: str | None = None
-    per_item: int = 1
-
-    @property
-    def is_ignored(self) -> bool:
-        return self.strategy is _IGNORED
-
-
-_BY_CODEC = "quantized"
-_IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
 @checked
@@ -141,8 +82,8 @@ def build_layout(
     own = {path: leaf for path, leaf in leaves.items() if path not in beside}
     stacked = {path: owners[path].stacked for path in own}
     cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
-    choices = _choose(own, strategy, rules, types or {}, sizes, cuts)
-    choices |= _choose_beside(choices, adapters, codecs)
+    choices = choose_own(own, strategy, rules, types or {}, sizes, cuts)
+    choices |= choose_beside(choices, adapters, codecs)
     build = functools.partial(
         _build_leaf,
         sizes=sizes,
@@ -176,128 +117,12 @@ def build_layout(
     return in_buffers(layout) if storage == FLAT else layout
 
 
-def _choose_beside(
-    own: Mapping[str, _Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec]
-) -> dict[str, _Choice]:
-    """Choose for codes, and for what is beside the model's own leaves: parts of adapters, and scales."""
-    choices: dict[str, _Choice] = {}
-    for one in adapters:
-        placed = get_strategy(one.placement)
-        for part in one.leaves:
-            cuts = part_cuts(one, part, own[one.path].cuts)
-            choices[one.name(part)] = _Choice(placed, None, None, "an adapter's part", cuts)
-    for path, codec in codecs.items():
-        if own[path].frozen is None:
-            raise ValueError(
-                f"{path}: is quantized, and codes are not trained; freeze it (frozen=, lora=), or leave it out of "
-                "quantized="
-            )
-        said = f"in {codec.name}, blocks of {codec.block}"
-        choices[path] = dataclasses.replace(own[path], coded=said, per_item=codec.per_item)
-        choices[scales_of(path)] = dataclasses.replace(own[path], dim=None, frozen=_BY_CODEC, per_item=0)
-    return choices
-
-
-def _choose(
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    strategy: Strategy,
-    rules: LeafRules,
-    types: Mapping[str, type],
-    sizes: Mapping[str, int],
-    cuts: Mapping[str, tuple[Cut, ...]],
-) -> dict[str, _Choice]:
-    frozen = select_leaves("frozen", rules.frozen, leaves, types)
-    if rules.adapters:
-        also = select_leaves("lora also", rules.also, leaves, types)
-        if both := [path for path in also if path in rules.adapters]:
-            raise ValueError(
-                f"{both[0]}: has an adapter, and lora also {also[both[0]]} trains it as it is; make one of them "
-                "narrower"
-            )
-        frozen = {path: "lora" for path in leaves if path not in also} | frozen
-    ignored = select_leaves("ignored", rules.ignored, leaves, types)
-    placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}
-    for selector, placement in (rules.placements or {}).items():
-        for path, by in select_leaves("placements", selector, leaves, types).items():
-            if path in placed and placed[path][1] != placement:
-                raise ValueError(
-                    f"{path}: placements {placed[path][0]} ({_show(placed[path][1])}) and {by} ({_show(placement)}) "
-                    "collide; make one of them narrower"
-                )
-            placed[path] = (by, placement)
-    _check_axes("", strategy, sizes)
-    choices = {}
-    for path, leaf in leaves.items():
-        by, placement = placed.get(path, (None, strategy))
-        own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placement, sizes)
-        how = by and f"{'ignored' if own is _IGNORED else 'placed'} by {by}"
-        if own is _IGNORED and cuts[path]:
-            raise ValueError(
-                f"{path}: {how}, so that every device holds it whole, and {cuts[path][0].reason} cuts it over axis "
-                f"{cuts[path][0].axis!r}; leave one of them out"
-            )
-        choices[path] = _Choice(own, dim, frozen.get(path), how, cuts[path])
-    return choices
-
-
-def _show(placement: Any) -> str:
-    return placement.name if isinstance(placement, Strategy) else repr(placement)
-
-
-def _own_strategy(
-    path: str, shape: tuple[int, ...], strategy: Strategy, placement: Any, sizes: Mapping[str, int]
-) -> tuple[Strategy, int | None]:
-    """Return the strategy of one leaf, and its dim where a PartitionSpec names it."""
-    if placement == _IGNORED.name:
-        return _IGNORED, None
-    if not isinstance(placement, PartitionSpec):
-        try:
-            own = get_strategy(placement)
-        except ValueError as error:
-            raise ValueError(f"{path}: placements: {error} or {_IGNORED.name!r}, or a PartitionSpec") from error
-        _check_axes(path, own, sizes)
-        return own, None
-    if len(placement) > len(shape):
-        raise ValueError(f"{path}: {placement} has more entries than shape {shape} has dims")
-    split = {dim: entry for dim, entry in enumerate(placement) if entry not in (None, ())}
-    if len(split) > 1:
-        raise ValueError(
-            f"{path}: {placement} splits dims {', '.join(map(str, split))}; data axes split one dim of a leaf, and "
-            "what axis 'tensor' cuts is said by cuts="
-        )
-    dim, entry = next(iter(split.items()), (None, ()))
-    axes = entry if isinstance(entry, tuple) else (entry,)
-    if cutting := [axis for axis in axes if axis in MODEL_AXES]:
-        raise ValueError(
-            f"{path}: placements: {placement} names axis {cutting[0]!r}, which cuts leaves for all of their life; say "
-            f"cuts={{{path!r}: ({dim}, {cutting[0]!r})}}"
-        )
-    wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
-    try:
-        own = Strategy(str(placement), axes, wider, wider)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    _check_axes(path, own, sizes)
-    return own, dim
-
-
-def _check_axes(path: str, strategy: Strategy, sizes: Mapping[str, int]) -> None:
-    """Axes that are given by hand must be there; those of a `Split` count as 1 where they are not."""
-    for stage, axes in strategy.given_axes().items():
-        missing = [axis for axis in axes if axis not in sizes]
-        if missing:
-            raise ValueError(
-                f"{path or 'strategy'}: {strategy.name!r} splits {stage} over axis {missing[0]!r}, which the mesh "
-                f"lacks; its axes are {', '.join(sizes)}"
-            )
-
-
 def _build_leaf(
     path: str,
     abstract: jax.ShapeDtypeStruct,
     unit: UnitInfo,
     policy: UnitPolicy,
-    choice: _Choice,
+    choice: Choice,
     *,
     sizes: Mapping[str, int],
     min_size: int,
@@ -308,7 +133,7 @@ def _build_leaf(
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
     choice = dataclasses.replace(choice, cuts=(*_stage_cut(path, shape, unit, sizes.get(PIPE, 1)), *choice.cuts))
     trainable = is_inexact(dtype) and choice.frozen is None
-    if frozen_dtype and choice.frozen not in (None, _BY_CODEC) and is_float(dtype) and not choice.is_ignored:
+    if frozen_dtype and choice.frozen and not choice.is_scales and is_float(dtype) and not choice.is_ignored:
         dtype = frozen_dtype
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
@@ -362,7 +187,7 @@ def _stage_cut(path: str, shape: tuple[int, ...], unit: UnitInfo, stages: int) -
     return (Cut(0, PIPE, stages, f"stages of unit {unit.name!r}"),)
 
 
-def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: _Choice) -> None:
+def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: Choice) -> None:
     """What is kept is decided by unit: a leaf's own strategy must not need more than its unit keeps."""
     own, keeps = choice.strategy, choice.strategy.reshard_after_forward
     if choice.placed and policy.reshard_after_forward is True and own.axes("param") and keeps is not True:
@@ -377,7 +202,7 @@ def _choose_dim(
     shape: tuple[int, ...],
     unit: UnitInfo,
     stages: Mapping[str, Stage | None],
-    choice: _Choice,
+    choice: Choice,
     sizes: Mapping[str, int],
     min_size: int,
     shard_dim: ShardDim | None,
@@ -396,7 +221,7 @@ def _choose_dim(
     return choose_dim(path, shape, num_shards, **own)
 
 
-def _reason(split: DimChoice, choice: _Choice, dtype: str, users: tuple[str, ...] | None) -> str:
+def _reason(split: DimChoice, choice: Choice, dtype: str, users: tuple[str, ...] | None) -> str:
     placed = None if choice.is_ignored else choice.placed
     frozen = f"frozen by {choice.frozen}" if choice.frozen else None
     integer = None if is_inexact(dtype) else f"not trained: {dtype}"

@@ -12,7 +12,7 @@ from jfsdp.arguments import Size, checked
 from jfsdp.compat import warn
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
-from jfsdp.layout.build import LeafRules, Placements, Selectors, ShardDim, build_layout
+from jfsdp.layout.build import build_layout
 from jfsdp.layout.codec import Coded, find_codecs
 from jfsdp.layout.cuts import AxisRules, Cuts, check_aliases
 from jfsdp.layout.lora import LoRA, also, find_adapters
@@ -30,8 +30,10 @@ from jfsdp.layout.mesh import (
     num_data_shards,
     row_shares,
 )
+from jfsdp.layout.placements import LeafRules, Placements, ShardDim
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
+from jfsdp.layout.select import Selectors
 from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units, with_leaves_beside
 from jfsdp.modules.adapt import as_model

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
-from jfsdp.layout.build import LeafRules, build_layout
+from jfsdp.layout.build import build_layout
 from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.layout.placements import LeafRules
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.strategy import get_strategy

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.layout.build import LeafRules, build_layout
+from jfsdp.layout.build import build_layout
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.placements import LeafRules
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
 from jfsdp.layout.strategy import STRATEGIES, get_strategy
