@@ -30,8 +30,9 @@ from jfsdp.train.checks import check_lowers, check_stands, check_state
 from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.choice import Asked
+from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.own_loop import ApplyStep, GradStep, named_gradients
-from jfsdp.train.step.step import StepConfig, TrainStep
+from jfsdp.train.step.step import TrainStep
 from jfsdp.train.step.survey import LossFn
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.loss_scale import LossScale

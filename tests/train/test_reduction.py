@@ -8,7 +8,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.train.step.choice import needs_of
-from jfsdp.train.step.step import StepConfig
+from jfsdp.train.step.config import StepConfig
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
 F32_SUMS = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")

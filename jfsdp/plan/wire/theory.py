@@ -22,7 +22,7 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import SCALARS_BYTES, wire_bytes
 from jfsdp.plan.program.hlo import Shape
-from jfsdp.train.step.step import StepConfig
+from jfsdp.train.step.config import StepConfig
 
 PERMUTE = "collective-permute"
 _WHATS = {

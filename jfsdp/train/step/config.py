@@ -1,0 +1,95 @@
+"""How a step is taken, as the user says it."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from jfsdp.engine.pipeline.schedule import Schedule
+from jfsdp.layout.strategy import Split
+from jfsdp.layout.table import Layout
+from jfsdp.layout.units import matches_glob
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """How a step is taken.
+
+    Attributes:
+      accumulate: into how many microbatches the batch is cut; they run one after the other.
+      reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
+        times the traffic; between the groups of a hybrid strategy only once, in program `manual`). "once", for program
+        `manual`, accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
+        None: as the strategy's table says, which is "once" for zero1, and "every" for the others; in program `xla` it
+        is "every" for all, and a step that falls short of its strategy so warns.
+      reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
+        last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
+        root) to False says so of some units; globs that match one unit must not contradict each other.
+      max_grad_norm: clip the gradient to this global norm; None does not clip.
+      skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
+        finite.
+      check_loss: before the first step, compare the loss over all rows with what the rows of each device add up to,
+        where the step computes it from those; see [Note: what a loss must be] in loss_check.py.
+      compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
+        one away. The step's attribute of this name shows what it is compiled with.
+      schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its
+        microbatches is `accumulate`; what is not in the stages is gathered once per step.
+      pipe_repeats: into how many parts the layers of a stage fall, every P-th part of the model: the bubble is that
+        many times smaller. Weights of the layers are sent to the stages that compute them once per step, and gradients
+        back.
+    """
+
+    accumulate: int = 1
+    reduce: str | None = None
+    reshard_after_backward: bool | Mapping[str, bool] = True
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+    check_loss: bool = True
+    schedule: str | Schedule = "1f1b"
+    pipe_repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.accumulate, numbers.Integral) or self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
+        if self.pipe_repeats < 1:
+            raise ValueError(f"pipe_repeats={self.pipe_repeats} must be at least 1")
+        if self.reduce not in (None, "every", "once"):
+            raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
+        norm = self.max_grad_norm
+        if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
+            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
+
+    def held_units(self, layout: Layout) -> tuple[str, ...]:
+        """Return the units that stay gathered over all microbatches.
+
+        Raises:
+          ValueError: for a glob that matches no unit, or globs that contradict each other.
+        """
+        wanted, names = self.reshard_after_backward, [unit.name for unit in layout.units]
+        choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
+        reshards: dict[str, bool] = {}
+        for pattern, choice in choices.items():
+            matched = [name for name in names if matches_glob(pattern, name)]
+            if not matched:
+                known = ", ".join(map(repr, names))
+                raise ValueError(f"reshard_after_backward[{pattern!r}] matches no unit; these are {known}")
+            for name in matched:
+                if reshards.setdefault(name, choice) != choice:
+                    raise ValueError(
+                        f"unit {name!r}: reshard_after_backward is {not choice}, and by {pattern!r} {choice}; make one "
+                        "of the globs narrower"
+                    )
+        held = layout.held_in_pipeline
+        return tuple(name for name, reshard in reshards.items() if not reshard or name in held)
+
+    def reduces_once(self, layout: Layout) -> bool:
+        """Tell whether the microbatches of a step share one reduction, where the program can; see `reduce`."""
+        return self.reduce == "once" or (self.reduce is None and layout.strategy.grad is Split.PARTIAL)
+
+    @property
+    def movement(self) -> dict[str, Any]:
+        """What of it decides how often leaves are gathered and reduced, by name."""
+        return {name: getattr(self, name) for name in ("accumulate", "reduce", "reshard_after_backward")}
