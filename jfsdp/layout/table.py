@@ -128,7 +128,7 @@ class Layout:
         policies = tuple(
             policy
             if unit.name not in held or isinstance(policy.reshard_after_forward, bool)
-            else dataclasses.replace(policy, **_RESHARD)
+            else dataclasses.replace(policy, reshard_after_forward=True)
             for unit, policy in zip(self.units, self.policies, strict=True)
         )
         leaves, packed = (tuple(map(change, table)) for table in (self.leaves, self.packed))
@@ -139,28 +139,24 @@ class Layout:
         """The number of stages of the pipeline; 1: there is none."""
         return self.num_shards([PIPE])
 
+    @functools.cached_property
+    def _staged(self) -> Mapping[str, bool | int]:
+        """By unit of the stages of a pipeline, whether it is freed after its forward, as its policy says."""
+        staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
+        pairs = zip(self.units, self.policies, strict=True)
+        return {unit.name: policy.reshard_after_forward for unit, policy in pairs if unit.name in staged}
+
     @property
     def kept_in_pipeline(self) -> tuple[str, ...]:
         """The units of stages that are kept in part: `kept` is made once per step, and each tick gathers from it."""
-        staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
-        pairs = zip(self.units, self.policies, strict=True)
-        return tuple(
-            unit.name
-            for unit, policy in pairs
-            if unit.name in staged and not isinstance(policy.reshard_after_forward, bool)
-        )
+        return tuple(name for name, reshard in self._staged.items() if not isinstance(reshard, bool))
 
     @property
     def held_in_pipeline(self) -> tuple[str, ...]:
         """The units that are gathered once per step of a pipeline: those outside of its stages, and those of stages
         that are not freed after their forward."""
-        staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
-        pairs = zip(self.units, self.policies, strict=True)
-        return tuple(
-            unit.name
-            for unit, policy in pairs
-            if self.num_stages > 1 and (unit.name not in staged or policy.reshard_after_forward is False)
-        )
+        names = [unit.name for unit in self.units if self.num_stages > 1]
+        return tuple(name for name in names if self._staged.get(name, False) is False)
 
     def in_stage(self) -> Layout:
         """Return the layout of what one stage of a pipeline computes: its layers of the units that are cut, alone."""
@@ -272,9 +268,6 @@ def close_names(name: str, names: Iterable[str]) -> str:
         return f"below it are {', '.join(below[:8])}"
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.4)
     return f"close names are {', '.join(close)}" if close else f"names are such as {', '.join(known[:1]) or 'none'}"
-
-
-_RESHARD = {"reshard_after_forward": True}
 
 
 def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str, int], ...]:

@@ -97,7 +97,7 @@ _WRITTEN = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUT
 class _Axis:
     """How every value is split over some mesh axes."""
 
-    def __init__(self, names: Sequence[str], parts: int, send: Callable[[str, Any, Any], None] | None = None):
+    def __init__(self, names: Sequence[str], parts: int, send: Callable[[str, Any, Any], None] = lambda *_: None):
         self.names, self.parts, self.send = frozenset(names), parts, send
         self.forms: dict[Any, Form] = {}
         self.unread: dict[str, None] = {}
@@ -118,20 +118,16 @@ class _Axis:
         if isinstance(now, _Sum):
             self._form(now.root(), atom.aval.shape, form, eqn)
         elif now is not None:
-            self._tell(ALL_GATHER if form is None else ALL_TO_ALL, atom, eqn)
+            self.send(ALL_GATHER if form is None else ALL_TO_ALL, atom, eqn)
         self.forms[atom] = form
 
     def _form(self, found: _Sum, shape: tuple[int, ...], form: Form, eqn: Any) -> None:
         if found.is_formed:
             return
         found.is_formed, found.form = True, form if found.var.aval.shape == shape else None
-        self._tell(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
+        self.send(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
         for other in found.beside:
             self._form(other.root(), shape, form, eqn)
-
-    def _tell(self, kind: str, var: Any, eqn: Any) -> None:
-        if self.send:
-            self.send(kind, var, eqn)
 
     def give(self, out: Any, form: Form | str) -> None:
         """Say how a result is split."""
