@@ -36,6 +36,7 @@ ALLOWED = {
         "layout",
         "train.state",
         "train.digest",
+        "train.storage",
         "train.update.roles",
         "launch.hosts",
         "launch.environment",

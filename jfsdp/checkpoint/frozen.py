@@ -14,24 +14,19 @@ from typing import Any
 
 import jax
 
-from jfsdp.layout.leaf import PER_PARAMETER
 from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
+from jfsdp.train.storage import by_leaf
 
 
 def without_frozen(state: TrainState) -> TrainState:
-    """Return a state without the leaves that are not trained. Moves no data.
+    """Return a state without the leaves that are not trained. Moves no data."""
+    return _of(state, is_trained=True)
 
-    Raises:
-      ValueError: for flat storage, where a digest would be that of one mesh.
-    """
-    if state.layout.storage != PER_PARAMETER:
-        raise ValueError(
-            f"frozen=False: storage {state.layout.storage!r} has no leaves of their own; save the state whole, or use "
-            "storage='per_parameter'"
-        )
-    is_trained = {leaf.path: leaf.trainable for leaf in state.layout.leaves}
-    params, work = ({name: x for name, x in of.items() if is_trained[name]} for of in (state.params, state.work))
+
+def _of(state: TrainState, *, is_trained: bool) -> TrainState:
+    names = {stored.path for stored in state.layout.stored if stored.trainable == is_trained}
+    params, work = ({name: x for name, x in of.items() if name in names} for of in (state.params, state.work))
     return dataclasses.replace(state, params=params, work=work)
 
 
@@ -39,10 +34,10 @@ def frozen_digests(state: TrainState) -> dict[str, int]:
     """Return a number for each leaf that is not trained: of its logical bits, the same on every mesh.
 
     Cost:    each device reads its part of these leaves once, and a number of each is summed over all devices.
-    Memory:  what is offloaded is copied to its device, a leaf at a time.
+    Memory:  what is offloaded is copied to its device, a leaf at a time; a second copy of what shares arrays.
     """
-    leaves = {leaf.path: leaf for leaf in state.layout.leaves if not leaf.trainable}
-    found = {name: _digest(state.params[name], leaf.shape) for name, leaf in leaves.items()}
+    frozen, shapes = by_leaf(_of(state, is_trained=False)).params, state.layout.by_path
+    found = {name: _digest(x, shapes[name].shape) for name, x in frozen.items()}
     return {name: int(number) for name, number in found.items()}
 
 
@@ -61,11 +56,6 @@ def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
         raise ValueError(
             f"checkpoint {path}: holds what was trained alone, without the {len(base)} frozen leaves; restore with "
             "like=a live state that has them, as jfsdp.load_pretrained or model.init returns it"
-        )
-    if like.layout.storage != PER_PARAMETER:
-        raise ValueError(
-            f"checkpoint {path}: leaves out {len(base)} frozen leaves, and storage {like.layout.storage!r} has none "
-            "of their own; restore it with storage='per_parameter'"
         )
     there = frozen_digests(like)
     differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))

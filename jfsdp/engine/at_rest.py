@@ -113,7 +113,7 @@ def rest_of(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
     """Return the arrays at rest that hold the leaves of a call, with the number of layer dims gone.
 
     Raises:
-      ValueError: if the call takes some leaves of a buffer and not the others.
+      ValueError: if the call takes some leaves of a buffer and not the others, or layers of an undeclared stack.
     """
     stored = {layout.stored_name[path]: gone for path, gone in shards.items()}
     for buffer in _buffers(layout):
@@ -122,6 +122,12 @@ def rest_of(layout: Layout, shards: Mapping[str, int]) -> dict[str, int]:
             raise ValueError(
                 f"{missing[0]}: a call of unit {buffer.unit!r} leaves it out, and it is stored in one buffer with what "
                 "the call takes; make units of the modules that are called, or use storage='per_parameter'"
+            )
+        if (gone := stored.get(buffer.path, 0)) > buffer.stacked:
+            raise ValueError(
+                f"{buffer.holds[0]}: is stored in one array with others, without its layer dim, but unit "
+                f"{buffer.unit!r} is called inside a scan over it; declare the layer dim: "
+                f"units=[jfsdp.Unit(..., stacked={gone})]"
             )
     return stored
 

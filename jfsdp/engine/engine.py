@@ -299,12 +299,6 @@ def cast_floating(values: Any, dtype: str | None) -> Any:
 def num_sliced(leaf: Leaf, ndim: int) -> int:
     """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
     gone = len(leaf.shape) - ndim
-    if leaf.holds != (leaf.path,) and gone > leaf.stacked:
-        raise ValueError(
-            f"{leaf.holds[0]}: is stored in one array with others, without its layer dim, but unit "
-            f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
-            f"units=[jfsdp.Unit(..., stacked={gone})]"
-        )
     if leaf.dim is not None and gone > leaf.dim:
         raise ValueError(
             f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "

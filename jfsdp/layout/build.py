@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jfsdp.arguments import check_call, checked
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.cuts import DimNames, find_cuts
-from jfsdp.layout.flat import FLAT, in_buffers
+from jfsdp.layout.flat import storage_form
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
 from jfsdp.layout.placements import Choice, LeafRules, ShardDim, choose_beside, choose_own
@@ -26,12 +26,10 @@ from jfsdp.layout.precision import (
     item_bytes,
     sum_dtype,
 )
-from jfsdp.layout.rules import DEFAULT_MIN_SIZE, DimChoice, choose_dim
+from jfsdp.layout.rules import DimChoice, choose_dim
 from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
-
-STORAGE_FORMS = {PER_PARAMETER: DEFAULT_MIN_SIZE, FLAT: 0}  # with the smallest leaves that are split
 
 
 @checked
@@ -62,15 +60,14 @@ def build_layout(
       names: what the model calls the dims of its leaves, where it does.
       offload: what waits in host memory.
       min_size: leaves below it are replicated; None: as the storage form has it.
-      storage: one of `STORAGE_FORMS`.
+      storage: one of `STORAGE_FORMS` in flat.py.
 
     Raises:
       ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
         that choose nothing or collide, and placements that cannot work.
     """
-    if storage not in STORAGE_FORMS:
-        raise ValueError(f"storage {storage!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
-    min_size = STORAGE_FORMS[storage] if min_size is None else min_size
+    form = storage_form(storage)
+    min_size = form.min_size if min_size is None else min_size
     if min_size < 0:
         raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
@@ -102,7 +99,7 @@ def build_layout(
         )
         for path, leaf in leaves.items()
     )
-    _check_stages(units, storage, sizes.get(PIPE, 1))
+    _check_stages(units, sizes.get(PIPE, 1))
     layout = Layout(
         leaves=table,
         units=tuple(units.values()),
@@ -114,7 +111,7 @@ def build_layout(
         adapters=adapters,
     )
     _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
-    return in_buffers(layout) if storage == FLAT else layout
+    return form.store(layout)
 
 
 def _build_leaf(
@@ -159,19 +156,14 @@ def _build_leaf(
     )
 
 
-def _check_stages(units: Mapping[str, UnitInfo], storage: str, stages: int) -> None:
-    """Refuse a pipeline of what is no stack, or in one buffer."""
+def _check_stages(units: Mapping[str, UnitInfo], stages: int) -> None:
+    """Refuse a pipeline of what is no stack."""
     if stages > 1 and not any(unit.stacked for unit in units.values()):
         named = ", ".join(repr(name) for name in [*units][:4] if name) or "none"
         raise ValueError(
             f"mesh axis {PIPE!r} (size {stages}) cuts the layers of a stack, and no unit is one (units: {named}): "
             "layers in a list are no pipeline; scan over stacked layers (stacked=True in the models here), and make "
             "the stack a unit, or give the devices of the axis to another"
-        )
-    if stages > 1 and storage == FLAT:
-        raise ValueError(
-            f"storage={storage!r}: the leaves of a unit stand in one array, which mesh axis {PIPE!r} (size {stages}) "
-            "does not cut into layers; use storage='per_parameter'"
         )
 
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.leaf import PER_PARAMETER, Leaf
+from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.rules import DEFAULT_MIN_SIZE
 from jfsdp.layout.table import Layout
 
 FLAT = "flat"
@@ -91,8 +93,13 @@ def in_buffers(layout: Layout) -> Layout:
     """Put the leaves of every unit into buffers: one for each dtype and life that they have.
 
     Raises:
-      ValueError: if the model has a parameter of a buffer's name.
+      ValueError: if the model has a parameter of a buffer's name, and for the stages of a pipeline.
     """
+    if layout.num_stages > 1:
+        raise ValueError(
+            f"storage={FLAT!r}: the leaves of a unit stand in one array, which mesh axis {PIPE!r} (size "
+            f"{layout.num_stages}) does not cut into layers; use storage='per_parameter'"
+        )
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in layout.leaves:
         cuts = tuple(cut.axis for cut in leaf.cuts)
@@ -109,6 +116,28 @@ def in_buffers(layout: Layout) -> Layout:
             )
         buffers.append(_make_buffer(layout, name, leaves))
     return dataclasses.replace(layout, packed=tuple(buffers))
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageForm:
+    """A storage form: the smallest leaves that are split, and what makes the layout of it."""
+
+    min_size: int
+    store: Callable[[Layout], Layout]
+
+
+STORAGE_FORMS = {PER_PARAMETER: StorageForm(DEFAULT_MIN_SIZE, lambda layout: layout), FLAT: StorageForm(0, in_buffers)}
+
+
+def storage_form(name: str) -> StorageForm:
+    """Return a storage form.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name not in STORAGE_FORMS:
+        raise ValueError(f"storage {name!r} is unknown; the storage forms are {', '.join(STORAGE_FORMS)}")
+    return STORAGE_FORMS[name]
 
 
 def _name(unit: str, num_before: int) -> str:

@@ -51,11 +51,8 @@ def check_stands(state: TrainState, layout: Layout) -> None:
     """Refuse a state that stands elsewhere than a layout says.
 
     Raises:
-      ValueError: naming the first leaf that differs, those that are frozen on one side, or the form of storage.
+      ValueError: naming the first leaf that differs, or those that are frozen on one side.
     """
-    forms = state.layout.storage, layout.storage
-    if forms[0] != forms[1]:
-        raise ValueError(f"the state has storage {forms[0]!r}, and this model {forms[1]!r}; {_REMEDY}")
     if frozen := differing_frozen(*({x.path: x.trainable for x in of.leaves} for of in (state.layout, layout))):
         raise ValueError(f"the state is of other frozen leaves than this model: {frozen}")
     there, wanted = _at_rest(state.layout), _at_rest(layout)
@@ -69,12 +66,11 @@ def check_stands(state: TrainState, layout: Layout) -> None:
 
 
 def _at_rest(layout: Layout) -> dict[str, Any]:
-    def at_rest(leaf: Leaf) -> tuple[Any, ...]:
-        stages = [dict(leaf.stages)[name] for name in ("param", "work", "opt")]
-        return leaf.shape, leaf.dim, leaf.padding, leaf.cuts, stages
+    def at_rest(leaf: Leaf) -> Leaf:
+        stages = tuple((name, stage) for name, stage in leaf.stages if name in ("param", "work", "opt"))
+        return dataclasses.replace(leaf, stages=stages, unit="", stacked=0, reason="")
 
-    leaves = {leaf.path: at_rest(leaf) for leaf in layout.leaves}
-    return leaves | {stored.path: dataclasses.replace(stored, stages=()) for stored in layout.packed}
+    return {path: at_rest(leaf) for path, leaf in layout.by_path.items()}
 
 
 def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int) -> None:

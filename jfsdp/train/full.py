@@ -27,9 +27,6 @@ def full(state: TrainState, path: str) -> jax.Array:
       ValueError: for an unknown name, listing close ones; or for a state of shapes only.
     """
     shapes = jax.eval_shape(_logical, state)
-    if holds := [name for stored in state.layout.packed if stored.path == path for name in stored.holds]:
-        several = " or ".join(holds[:4])
-        raise ValueError(f"{path}: holds several parameters, cut and padded; ask for {several}")
     if path not in shapes:
         raise ValueError(f"{path}: the state has no array of this name; {close_names(path, shapes)}")
     check_live(path, state)

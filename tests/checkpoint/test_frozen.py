@@ -1,7 +1,6 @@
 """Checkpoints without the frozen leaves: what they hold, onto what they go, and what they refuse."""
 
 import dataclasses
-import warnings
 
 import jax
 import numpy as np
@@ -108,11 +107,13 @@ def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):
     same(back, state)
 
 
-def test_flat_storage_is_saved_whole(tmp_path):
-    model = shard(engine="manual", storage="flat", min_size=0)
-    with pytest.raises(ValueError, match="storage 'flat' has no leaves of their own"), warnings.catch_warnings():
-        jfsdp.save(tmp_path / "c", model.init(TX), frozen=False)
-    assert not (tmp_path / "c").exists()
+def test_flat_storage_leaves_the_base_out_too(saved, tmp_path):
+    model = shard(3, engine="manual", storage="flat", min_size=0)
+    jfsdp.save(tmp_path / "c", jfsdp.restore(saved[0], model.init(TX)), frozen=False)
+    assert CheckpointSource(tmp_path / "c").arrays == CheckpointSource(saved[0]).arrays
+    same(jfsdp.restore(tmp_path / "c", shard().init(TX)), saved[1])
+    with pytest.raises(ValueError, match="another base"):
+        jfsdp.restore(tmp_path / "c", model.init(TX, seed=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"quantized": {"**.up.kernel": "nf4"}}])

@@ -45,8 +45,8 @@ def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
 
 
 def leaves_out_base(config: TrainConfig) -> bool:
-    """Tell whether a run's checkpoints leave out the base: where it trains adapters. Flat buffers are saved whole."""
-    return (bool(config.lora) or config.init_adapter is not None) and config.storage != "flat"
+    """Tell whether a run's checkpoints leave out the base: where it trains adapters."""
+    return bool(config.lora) or config.init_adapter is not None
 
 
 def find_job(config: TrainConfig) -> Job:
