@@ -100,32 +100,14 @@ class Move:
         return self.leaf.padding_share
 
 
-def expected_wire(
-    layout: Layout,
-    *,
-    accumulate: int = 1,
-    reduce: str | None = None,
-    reshard_after_backward: bool | Mapping[str, bool] = True,
-    program: str = movements.MANUAL,
-    calls: Mapping[str, int] | None = None,
-    passes: Passes | None = None,
-) -> tuple[Expected, ...]:
+def expected_wire(layout: Layout, **step: Any) -> tuple[Expected, ...]:
     """Return what a step must put on the wire for its weights; see [Note: what theory counts].
 
-    Args:
-      accumulate, reduce, reshard_after_backward: as given to `train_step`.
-      program: of the step, "xla" or "manual": only the second can sum over some axes after the last microbatch.
-      calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
-      passes: of a pipeline, as `step.movement` has them.
-
-    Raises:
-      ValueError: for options that `train_step` refuses, and for a unit in `calls` that the layout does not have.
+    Args, Raises: as `find_moves`.
     """
-    step: dict[str, Any] = {"accumulate": accumulate, "reduce": reduce, "program": program, "calls": calls}
-    step["passes"] = passes
     sums: dict[tuple[Any, ...], list[float]] = {}
     paths: dict[tuple[Any, ...], dict[str, None]] = {}
-    for move in find_moves(layout, reshard_after_backward=reshard_after_backward, **step):
+    for move in find_moves(layout, **step):
         padding = move.wire_bytes * move.padding_share
         for what, size in ((move.what, move.wire_bytes - padding), ("padding", padding)):
             if what != "padding" or size:
@@ -135,7 +117,7 @@ def expected_wire(
     rows = [Expected(*key, wire_bytes=sum(sizes), paths=tuple(paths[key])) for key, sizes in sums.items()]
     data = layout.data_axes
     if data:
-        allowed = float(SCALARS_BYTES * accumulate)
+        allowed = float(SCALARS_BYTES * step.get("accumulate", 1))
         rows.append(Expected("", "scalars", REDUCE, "f32", data, layout.num_shards(data), allowed, ()))
     return tuple(rows)
 
@@ -153,7 +135,14 @@ def find_moves(
 ) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
-    Args, Raises: as `expected_wire`.
+    Args:
+      accumulate, reduce, reshard_after_backward: as given to `train_step`.
+      program: of the step, "xla" or "manual": only the second can sum over some axes after the last microbatch.
+      calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
+      passes: of a pipeline, as `step.movement` has them.
+
+    Raises:
+      ValueError: for options that `train_step` refuses, and for a unit in `calls` that the layout does not have.
     """
     if program not in (movements.XLA, movements.MANUAL):
         raise ValueError(f"program={program!r} must be {movements.XLA!r} or {movements.MANUAL!r}, as step.program")
