@@ -178,5 +178,5 @@ def differing_frozen(there: Mapping[str, bool], here: Mapping[str, bool]) -> str
     return words and f"{words}; go on with {remedy}"
 
 
-def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

@@ -203,9 +203,9 @@ class Layout:
             shape[leaf.dim] //= self.num_parts(leaf.stage(stage))
         return tuple(shape)
 
-    def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str, *, sliced: int = 0) -> NamedSharding:
+    def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> NamedSharding:
         """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes, its axes split or not."""
-        on_device = self.on_device(mesh, leaf, stage, sliced=sliced)
+        on_device = self.on_device(mesh, leaf, stage)
         return on_device.with_memory_kind(HOST) if leaf.stage(stage).memory == HOST else on_device
 
     def on_device(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str, *, sliced: int = 0) -> NamedSharding:

@@ -167,8 +167,6 @@ def is_ours(path: Any) -> bool:
 def our_parameters(
     path: Any,
     leaves: Shapes,
-    names: Names = None,
-    config: Any = None,
     *,
     averages: bool = False,
     cache_bytes: int = CACHE_BYTES,
@@ -176,14 +174,13 @@ def our_parameters(
     """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
 
     Args:
-      names, config: as in `load_pretrained`: where the checkpoint says what its model computes, that is compared.
       averages: give those of `jfsdp.track_ema` in place of the parameters that have one.
       cache_bytes: see `CheckpointSource`.
 
     Raises:
       ValueError: if it is damaged, or of another model, listing what differs; or has no averages where they are asked.
     """
-    source, check = _open_ours(path, leaves, names, config, cache_bytes, averages)
+    source, check = _open_ours(path, leaves, None, None, cache_bytes, averages)
     check()
     return source
 

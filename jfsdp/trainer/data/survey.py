@@ -20,7 +20,7 @@ class Survey:
 
     Attributes:
       form: of the records.
-      num_records, num_tokens: all of them, and their tokens before any is cut.
+      num_tokens: of all of them, before any is cut.
       num_trained: tokens that are trained on once per epoch.
       longest: tokens of the longest example.
       seq_len: tokens of a row, at which examples are cut.
@@ -31,7 +31,6 @@ class Survey:
 
     form: str
     seq_len: int
-    num_records: int = 0
     num_tokens: int = 0
     num_trained: int = 0
     longest: int = 0
@@ -64,7 +63,6 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
     _check_time(lambda: documents[0], documents.place(0))
     for index in range(len(documents)):
         examples = documents.read_examples(index)
-        survey.num_records += 1
         for one in examples:
             survey.num_tokens += one.num_tokens
             survey.longest = max(survey.longest, one.num_tokens)
