@@ -1,4 +1,4 @@
-"""One checkpoint into another: other dtypes, layers stacked or listed, some of the arrays, chunks for another mesh."""
+"""One checkpoint into another: other dtypes, layers stacked or listed, some of the arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
 from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
-from jfsdp.layout.rules import choose_dim
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
@@ -59,7 +58,6 @@ def convert(
     unstack: str | None = None,
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
-    num_shards: int = 1,
     progress: Callable[[str, int], None] = lambda what, num_bytes: None,
 ) -> tuple[str, ...]:
     """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
@@ -75,7 +73,6 @@ def convert(
       stack: the name of a list of layers, such as "layers" of `layers.0.attn` (or `layers_0.attn`), to be one stack.
       unstack: the name of a stack of layers to be a list; "h_" makes `h_0` of `h`, as flax.linen calls them.
       only, skip: patterns of names, as in `restore`.
-      num_shards: chunks are cut for so many devices, along the dim that the general rule splits.
       progress: called with each array's name, and the bytes of the piece that was read.
 
     Returns:
@@ -103,8 +100,7 @@ def convert(
     manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    how: dict[str, Any] = {"key_impls": impls, "num_shards": num_shards, "progress": progress}
-    return write_source(target, view, chosen, manifest, documents, **how)
+    return write_source(target, view, chosen, manifest, documents, key_impls=impls, progress=progress)
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:
@@ -121,7 +117,6 @@ def write_source(
     documents: Mapping[str, Any],
     *,
     key_impls: Mapping[str, str] | None = None,
-    num_shards: int = 1,
     allow_nonfinite: bool = True,
     progress: Callable[[str, int], None] = lambda what, num_bytes: None,
 ) -> tuple[str, ...]:
@@ -151,10 +146,8 @@ def write_source(
     needed = sum(array.size * array.dtype.itemsize for array in arrays.values())
     check_space(target, needed)
     partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
-    stacked = _stacked(documents.get(LAYOUT), names)
-    blocks = {name: _block_shape(name, array, num_shards, stacked[name]) for name, array in arrays.items()}
     counted = Counted(source)
-    pieces = {name: _lazy(counted, name, block, progress) for name, block in blocks.items()}
+    pieces = {name: _lazy(counted, name, progress) for name in arrays}
     described = {name: _describe(array, (key_impls or {}).get(name)) for name, array in arrays.items()}
     whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
 
@@ -182,8 +175,8 @@ def _describe(array: Any, key_impl: str | None) -> dict[str, Any]:
     return Logical(tuple(array.shape), array.dtype, key_impl).to_dict()
 
 
-def _lazy(source: Source, name: str, block: tuple[int, ...], progress: Callable[[str, int], None]) -> Any:
-    """Return the pieces of an array, each read when it is written; blocks of this shape begin a chunk."""
+def _lazy(source: Source, name: str, progress: Callable[[str, int], None]) -> Any:
+    """Return the pieces of an array, each read when it is written."""
     from jfsdp.checkpoint.disk.pieces import Pieces
 
     array = source.arrays[name]
@@ -196,22 +189,6 @@ def _lazy(source: Source, name: str, block: tuple[int, ...], progress: Callable[
 
         return read
 
-    cell = cell_of(block, array.dtype.itemsize, shape=tuple(array.shape))
+    cell = cell_of(tuple(array.shape), array.dtype.itemsize)
     parts = [(index, reader(index)) for index in grid(tuple(array.shape), cell)]
     return Pieces(tuple(array.shape), np.dtype(array.dtype), cell, parts)
-
-
-def _stacked(layout: Any, names: Sequence[str]) -> dict[str, int]:
-    """Return how many leading dims of arrays are layer dims, as the layout says of the leaf that ends their name."""
-    known = {leaf["path"]: leaf["stacked"] for leaf in (layout or {}).get("leaves", ())}
-    tails = {name: [name.split(".", cut)[-1] for cut in range(name.count(".") + 1)] for name in names}
-    return {name: next((known[tail] for tail in tails[name] if tail in known), 0) for name in names}
-
-
-def _block_shape(name: str, array: Any, num_shards: int, stacked: int) -> tuple[int, ...]:
-    """Return the shape of what one of so many devices would hold of an array by the general rule."""
-    if num_shards == 1 or not array.size:
-        return tuple(array.shape)
-    stacked = min(stacked, max(len(array.shape) - 1, 0))
-    dim = choose_dim(name, tuple(array.shape), num_shards, stacked=stacked, min_size=0).dim
-    return tuple(-(-size // num_shards) if at == dim else size for at, size in enumerate(array.shape))

@@ -172,7 +172,6 @@ CHECKPOINT_COMMANDS = {
     "verify": Verify,
     "diff": Diff,
     "convert": Convert,
-    "reshard": Convert,
     "export": Export,
     "import": Import,
     "merge": Merge,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ Globs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="GLOB ...")]
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Write a checkpoint anew: other dtypes, layers stacked or listed, some of the arrays, chunks for another mesh.
+    """Write a checkpoint anew: other dtypes, layers stacked or listed, some of the arrays.
 
     To be restored on another mesh, strategy, engine, storage or form of layers, a checkpoint needs none of this. Of a
     run the newest step is taken. Exit status: 0; 2 for a wrong path or option, 4 for a damaged checkpoint.
@@ -46,8 +45,6 @@ class Convert:
     """Take arrays whose names match these globs, or a name above them, such as params."""
     skip: Globs = ()
     """Leave these out, such as opt_state."""
-    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
-    """Cut chunks as the devices of this mesh read them, fully sharded. Any mesh reads any chunks."""
     json: bool = False
     """Print JSON."""
 
@@ -55,12 +52,8 @@ class Convert:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
         from jfsdp.checkpoint.disk.places import find_checkpoint
         from jfsdp.checkpoint.disk.reader import CheckpointSource
-        from jfsdp.layout.mesh import make_abstract_mesh, parse_mesh
 
         path = find_checkpoint(self.path)
-        num_shards = 1
-        if self.mesh is not None:
-            num_shards = math.prod(make_abstract_mesh(parse_mesh(self.mesh)).shape.values())
         total = _bytes_of(CheckpointSource(path))
         with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
             lines = convert(
@@ -71,7 +64,6 @@ class Convert:
                 unstack=self.unstack,
                 only=self.only or None,
                 skip=self.skip or None,
-                num_shards=num_shards,
                 progress=progress,
             )
         _say(self.json, {"from": str(path), "to": self.target}, lines)

@@ -93,15 +93,6 @@ def test_only_and_skip_choose_arrays(tmp_path):
     assert set(read(tmp_path / "b")) == {f"params.layers.{layer}.up.kernel" for layer in range(11)}
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
-def test_chunks_for_any_number_of_devices_hold_the_same_bits(num_shards, tmp_path):
-    values = {"params.w": np.arange(48 * 10, dtype=np.float32).reshape(48, 10), "step": np.int32(1).reshape(())}
-    path = write(tmp_path / "a", values)
-    convert(path, tmp_path / "b", num_shards=num_shards)
-    assert_same_bits(read(tmp_path / "b"), values)
-    assert CheckpointSource(tmp_path / "b").chunk_shape("params.w") == (48 // num_shards, 10)
-
-
 def test_what_is_damaged_is_not_converted_and_nothing_stays(tmp_path):
     path = write(tmp_path / "a", make_values("layers"))
     file = max((path / "arrays" / "params").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)

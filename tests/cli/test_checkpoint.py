@@ -165,10 +165,9 @@ def test_diff_is_0_for_equals_and_4_with_the_place_of_what_differs(call, step, t
     assert (found["only_first"], found["values"][0]["at"], found["values"][0]["max_abs"]) == ([], [2, 1], 2.0)
 
 
-@pytest.mark.parametrize("verb", ["convert", "reshard"])
-def test_convert_casts_and_lists_layers_of_the_newest_step(verb, call, run, step, tmp_path):
-    options = ("--dtype", "bfloat16", "--unstack", "layers", "--skip", "opt_state", "--mesh", "fsdp=2", "--json")
-    status, out, _ = call(verb, run, tmp_path / "out", *options)
+def test_convert_casts_and_lists_layers_of_the_newest_step(call, run, step, tmp_path):
+    options = ("--dtype", "bfloat16", "--unstack", "layers", "--skip", "opt_state", "--json")
+    status, out, _ = call("convert", run, tmp_path / "out", *options)
     assert status == 0
     assert json.loads(out) == {"from": str(step), "to": str(tmp_path / "out")}
     ours, theirs = CheckpointSource(step), CheckpointSource(tmp_path / "out")
@@ -329,7 +328,6 @@ BAD = {
     "skip all": (("convert", "STEP", "OUT", "--skip", "**"), "leave nothing"),
     "no list": (("convert", "STEP", "OUT", "--stack", "layers"), "--stack layers"),
     "no stack": (("convert", "STEP", "OUT", "--unstack", "nope"), "--unstack nope"),
-    "mesh": (("convert", "STEP", "OUT", "--mesh", "fdsp=2"), "fdsp"),
     "target": (("convert", "STEP", "THERE"), "exists already"),
     "inside": (("convert", "STEP", "INSIDE"), "is inside of it"),
     "short dtype": (("export", "STEP", "OUT", "--dtype", "bf16"), "dtype 'bf16' is unknown"),
