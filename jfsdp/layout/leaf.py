@@ -131,6 +131,13 @@ class Leaf:
         """The stored shape of what a device has of the leaf at all: with every cut dim divided."""
         return cut_sizes(self.stored_shape, self.cuts)
 
+    def piece_shape(self, pieces: int) -> tuple[int, ...]:
+        """Return the shape of one of so many equal pieces of what a device has of the leaf."""
+        shape = list(self.cut_shape)
+        if self.dim is not None:
+            shape[self.dim] //= pieces
+        return tuple(shape)
+
     def cut_spec(self, sliced: int = 0) -> PartitionSpec:
         """Return the spec of the cuts alone: of the leaf where no data axis splits it."""
         return make_spec(len(self.shape), self.cuts, sliced=sliced)

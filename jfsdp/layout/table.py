@@ -198,10 +198,7 @@ class Layout:
 
     def shard_shape(self, leaf: Leaf, stage: str) -> tuple[int, ...]:
         """Return the shape of what a device holds of one stage of a leaf, padding included."""
-        shape = list(leaf.cut_shape)
-        if leaf.dim is not None:
-            shape[leaf.dim] //= self.num_parts(leaf.stage(stage))
-        return tuple(shape)
+        return leaf.piece_shape(self.num_parts(leaf.stage(stage)))
 
     def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> NamedSharding:
         """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes, its axes split or not."""

@@ -23,7 +23,7 @@ from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.program.collectives import Collective, wire_bytes
 from jfsdp.plan.program.scopes import find_scopes, split_names
-from jfsdp.plan.wire.theory import PERMUTE, Move, piece_shape
+from jfsdp.plan.wire.theory import PERMUTE, Move
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
@@ -140,7 +140,7 @@ def _elements(move: Move) -> int:
 
 def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:
     """Yield the shapes that a piece of a leaf may have: stored, and if whole logical; layer dims taken off or not."""
-    for shape in {piece_shape(leaf, pieces), *([cut_sizes(leaf.shape, leaf.cuts)] if pieces == 1 else [])}:
+    for shape in {leaf.piece_shape(pieces), *([cut_sizes(leaf.shape, leaf.cuts)] if pieces == 1 else [])}:
         for sliced in range(leaf.stacked + 1):
             yield shape[sliced:]
 

@@ -86,7 +86,7 @@ class Move:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the gathered or not yet reduced array, all layers of a stack together."""
-        return piece_shape(self.leaf, self.pieces)
+        return self.leaf.piece_shape(self.pieces)
 
     @property
     def wire_bytes(self) -> float:
@@ -178,14 +178,6 @@ def _check_calls(layout: Layout, calls: Mapping[str, int]) -> Mapping[str, int]:
 def is_replicated(layout: Layout, leaf: Leaf) -> bool:
     """Tell whether a leaf stays whole although the strategy splits leaves over this mesh."""
     return leaf.dim is None and layout.num_shards(layout.strategy.axes("opt")) > 1
-
-
-def piece_shape(leaf: Leaf, pieces: int) -> tuple[int, ...]:
-    """Return the shape of one of `pieces` equal pieces of what a device has of a leaf as it is stored."""
-    shape = list(leaf.cut_shape)
-    if leaf.dim is not None:
-        shape[leaf.dim] //= pieces
-    return tuple(shape)
 
 
 def hlo_dtype(name: str) -> str:
