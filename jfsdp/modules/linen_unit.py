@@ -52,27 +52,9 @@ class Unread:
 
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
-for _name in [
-    *(
-        "jax_array",
-        "array",
-        "getitem",
-        "iter",
-        "len",
-        "bool",
-        "float",
-        "int",
-        "neg",
-        "pos",
-        "abs",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-    ),
-    *_OPERATORS,
-    *(f"r{operator}" for operator in _OPERATORS),
-]:
+_READS = ("array", "iter", "len", "bool", "float", "int", "pos", "abs", "lt", "le", "gt", "ge")
+_USES = ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for operator in _OPERATORS))
+for _name in (*_USES, *_READS):
     setattr(Unread, f"__{_name}__", Unread._refuse)
 
 
@@ -120,7 +102,7 @@ class NotGathered(meta.AxisMetadata):
 
 
 # A transform that maps variables (nn.map_variables) sees the boxes themselves.
-for _name in ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for operator in _OPERATORS)):
+for _name in _USES:
     setattr(NotGathered, f"__{_name}__", NotGathered._refuse)
 
 
