@@ -65,7 +65,7 @@ def _unchanged(eqn: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
         return list(range(len(eqn.outvars)))
     if is_cut(eqn):
         return [0]
-    inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+    inner = _called(eqn)
     if inner is not None and eqn.primitive.name == "scan":
         return _scan_passes_through(eqn, inner, is_cut)
     if inner is not None and eqn.primitive.name != "while" and _is_call(inner, eqn):
@@ -116,7 +116,7 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
     elif eqn.primitive.name == "cond":
         yield from ((_open(branch), range(1, num)) for branch in eqn.params["branches"])
     else:
-        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+        inner = _called(eqn)
         if inner is not None and len(inner.invars) == num:
             yield inner, range(num)
 
@@ -157,7 +157,7 @@ def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None, but: st
         if not is_literal(atom) and is_one is None:
             readers[atom] = readers.get(atom, 0) + 1
     for eqn in reversed(jaxpr.eqns):
-        inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+        inner = _called(eqn)
         if eqn.primitive.name in _SAME_VALUE:
             counts = [readers.get(var, 0) for var in eqn.outvars]
         elif is_one and is_one(eqn):
@@ -274,7 +274,7 @@ def _eqn_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
     name = eqn.primitive.name
     if name == "scan":
         return _scan_depends_on(eqn, marked, visit)
-    inner = next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
+    inner = _called(eqn)
     if name != "while" and inner is not None and _is_call(inner, eqn):
         return depends_on(inner, marked, visit)
     if name == "cond" and not marked[0]:
@@ -298,6 +298,11 @@ def _scan_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
 
 def _num_same(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(a.aval.shape == b.aval.shape for a, b in zip(outside, inside, strict=True))
+
+
+def _called(eqn: Any) -> Any:
+    """Return what a call or a scan runs; None for any other equation."""
+    return next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
 
 
 def _is_call(inner: Any, eqn: Any) -> bool:
