@@ -67,10 +67,14 @@ def plain(x, layers):
     return scan(lambda x, layer: layer(x), x, layers)
 
 
+def straight(model, x, tokens):
+    return plain(x, model.layers)
+
+
 class Model(nnx.Module):
     """An embedding, a stack, a head; `run(model, x, tokens)` is what goes between."""
 
-    def __init__(self, rngs, run=lambda model, x, tokens: plain(x, model.layers), kind: Any = Layer, layers=LAYERS):
+    def __init__(self, rngs, run=straight, kind: Any = Layer, layers=LAYERS):
         self.run = run
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
         self.layers = stack(kind, rngs, layers)
@@ -354,6 +358,37 @@ def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():
         gradients(make(functools.partial(Two, run=both)))
 
 
+def averaging(model, x, tokens):
+    model.seen[...] = 0.9 * model.seen[...] + 0.1 * tokens.mean()
+    return plain(x, model.layers)
+
+
+def mean(model, batch):
+    found = loss(model, batch)
+    return found.total / found.weight
+
+
+def test_a_mean_and_statistics_of_rows_are_right_where_one_data_shard_has_all_rows():
+    model, batch, seen = make(functools.partial(Model, run=averaging)), make_batch(), 0.0
+    state, grads, metrics = model.grads(mean, accumulate=4)(model.init(optax.sgd(0.1)), batch)
+    check_exact((float(metrics["loss"]), by_name(grads)), wanted(Model))
+    for place in range(4):
+        seen = 0.9 * seen + 0.1 * batch["tokens"][place::4].mean()
+    assert float(state.model_state["seen"]) == pytest.approx(seen, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("run", "loss_fn", "message"),
+    [
+        (averaging, loss, "state seen depends on the rows of the batch, and each device sees its own rows only"),
+        (straight, mean, "the loss is a scalar.*, and each device sees its own rows only; .*return jfsdp.Loss"),
+    ],
+)
+def test_a_mean_and_statistics_of_rows_are_refused_where_data_shards_have_rows_of_their_own(run, loss_fn, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(make(functools.partial(Model, run=run), {"pipe": 2, "fsdp": 2}), loss_fn)
+
+
 def test_a_weight_of_the_layers_outside_of_their_units_is_refused_by_name():
     class Up(nnx.Linear):
         pass
@@ -395,7 +430,6 @@ def test_a_layout_that_is_no_pipeline_is_refused_by_name(given, message):
         ({"pipe_repeats": 0}, "pipe_repeats=0 must be at least 1"),
         ({"schedule": "zb"}, "schedule 'zb' is unknown; the schedules are 1f1b, gpipe"),
         ({"schedule": None}, "schedule=None must be text or a Schedule"),
-        ({"loss_fn": lambda model, batch: loss(model, batch).total}, "the loss is a scalar.*return jfsdp.Loss"),
     ],
 )
 def test_a_step_that_is_no_pipeline_is_refused_by_name(step, message):

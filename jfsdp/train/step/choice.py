@@ -99,7 +99,7 @@ def choose(
     notes = []
     if asked.engine == AUTO and program == XLA and _falls_short(layout, accumulate=accumulate, once=once):
         notes.append(f"{layout.strategy.name}: {reason}")
-    if found and program == MANUAL and found.draws_alike:
+    if found and program == MANUAL and found.draws_alike and layout.data_axes:
         notes.append(f"{reason}: {_ALIKE}; draw from keys in the model's state")
     if found and program == XLA and found.gathers_rows and layout.data_axes:
         notes.append(_GATHERS)
@@ -138,7 +138,8 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
     obstacle = found.problem or found.no_sum
     if forced:
         if obstacle:
-            raise ValueError(f"{forced}: {obstacle}, and each device sees its own rows only; {_remedy(asked, found)}")
+            apart = ", and each device sees its own rows only" if layout.data_axes else ""
+            raise ValueError(f"{forced}: {obstacle}{apart}; {_remedy(asked, found)}")
         return MANUAL, forced
     gain = _gain(layout, found, accumulate=accumulate, once=once)
     if not gain:

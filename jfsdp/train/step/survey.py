@@ -39,8 +39,8 @@ class Survey:
     """What a trace shows.
 
     Attributes:
-      no_sum: why the loss is no sum over rows by its type; None if it is. A weight that does not follow the rows, as in
-        `Loss(total, 512.0)`, would count once per device.
+      no_sum: why the loss is no sum over rows by its type; None if it is, or if one data shard has all rows. A weight
+        that does not follow the rows, as in `Loss(total, 512.0)`, would count once per device.
       draws: whether it depends on the rng keys of the model's state.
       draws_alike: whether it draws from other keys, which would be the same on every device.
       problem: why the model cannot run on a device's own rows; None if it can.
@@ -85,15 +85,17 @@ def survey(
     own_draws = {id(eqn) for eqn in keyed if draws(eqn)}
     stated = stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
+    num_shards = layout.num_shards(layout.data_axes)
+    apart = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
         or _unread_problem(jaxpr)
         or _condition_problem(jaxpr)
         or _weight_problem(layout, trace.traced, held)
-        or _state_problem(states, trace.states, keys, by_rows[after], by_keys[after], passes_through(jaxpr)[after])
+        or _state_problem(states, trace.states, keys, apart, by_keys[after], passes_through(jaxpr)[after])
     )
-    no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
-    num_shards = layout.num_shards(layout.data_axes)
+    is_sum = trace.is_sum or num_shards == 1
+    no_sum = None if is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
     if trace.is_sum and not by_rows[1] and num_shards > 1:
         weight = trace.weight()
         if weight is None:
