@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jfsdp
 
@@ -341,6 +342,34 @@ def watching(model, x, _):
 def test_a_model_that_is_no_pipeline_is_refused_by_name(run, message):
     with pytest.raises(ValueError, match=message):
         gradients(make(functools.partial(Model, run=run)))
+
+
+def staged(x):
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, None, "pipe"))
+
+
+class Stating(Layer):
+    def __call__(self, x, beside=0.0):
+        return staged(super().__call__(x, beside))
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (lambda model, x, _: plain(staged(x), model.layers), Layer),
+        (lambda model, x, _: staged(plain(x, model.layers)), Layer),
+        (straight, Stating),
+    ],
+)
+def test_a_model_that_states_a_sharding_over_the_stages_is_refused_with_what_to_state_instead(run, kind):
+    with pytest.raises(ValueError, match=r"states a sharding over mesh axis 'pipe' .size 2.* cuts=.name: .dim, 'pipe'"):
+        gradients(make(functools.partial(Model, run=run, kind=kind), units=[kind]))
+
+
+def test_a_model_may_state_a_sharding_over_stages_that_its_mesh_does_not_have():
+    options = {"engine": "manual", "cuts": {"layers.up.kernel": (-1, "tensor")}}
+    model = make(functools.partial(Model, kind=Stating), {"fsdp": 2, "tensor": 2}, [Stating], **options)
+    check_exact(gradients(model), wanted(Model))
 
 
 def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():

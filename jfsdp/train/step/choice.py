@@ -135,6 +135,12 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
     forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")
     if found is None:
         return (MANUAL, forced) if forced else (None, OPEN)
+    if PIPE in found.model_axes and layout.num_stages > 1:
+        raise ValueError(
+            f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which inside of its "
+            "layers is none that it may name; leave the axis out there, and cut weights before and after the layers "
+            f"over it: cuts={{name: (dim, {PIPE!r})}} splits what is computed with them too"
+        )
     obstacle = found.problem or found.no_sum
     if forced:
         if obstacle:
