@@ -230,6 +230,14 @@ def draws(eqn: Any) -> bool:
     return eqn.primitive.name in _DRAWS
 
 
+_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+
+
+def calls_back(eqn: Any) -> bool:
+    """Tell whether an operation calls Python for what that does (prints), and not for a value alone."""
+    return eqn.primitive.name in _CALLBACKS
+
+
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}

@@ -309,6 +309,17 @@ def both(model, x, _):
     return plain(plain(x, model.layers), model.more)
 
 
+class Printing(Layer):
+    def __call__(self, x, beside=0.0):
+        jax.debug.print("{x}", x=x.sum())
+        return super().__call__(x, beside)
+
+
+def printing(model, x, _):
+    jax.debug.callback(print, x.sum())
+    return plain(x, model.layers)
+
+
 def one_by_one(model, x, _):
     graph, params = nnx.split(model.layers)
     for place in range(LAYERS):
@@ -370,6 +381,13 @@ def test_a_model_may_state_a_sharding_over_stages_that_its_mesh_does_not_have():
     options = {"engine": "manual", "cuts": {"layers.up.kernel": (-1, "tensor")}}
     model = make(functools.partial(Model, kind=Stating), {"fsdp": 2, "tensor": 2}, [Stating], **options)
     check_exact(gradients(model), wanted(Model))
+
+
+@pytest.mark.parametrize(("run", "kind"), [(straight, Printing), (printing, Layer)])
+def test_a_model_that_prints_is_refused_by_name(run, kind):
+    """Stages without work would print too; and what comes before the layers is computed more than once."""
+    with pytest.raises(ValueError, match=r"calls Python .jax.debug.print, debug_\w+.*as a metric in the loss's aux"):
+        gradients(make(functools.partial(Model, run=run, kind=kind), units=[kind]))
 
 
 def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():

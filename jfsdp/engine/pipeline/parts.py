@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
-from jfsdp.engine.dataflow import all_eqns, depends_on, is_literal, keep_outputs, passes_through
+from jfsdp.engine.dataflow import all_eqns, calls_back, depends_on, is_literal, keep_outputs, passes_through
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
 from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
@@ -117,9 +117,10 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
 
     Raises:
       ValueError: if no scan, or several, run over the layers; if they are called elsewhere too; if what a layer reads
-        besides depends on weights.
+        besides depends on weights; if the model prints.
     """
     shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
+    _check_callbacks(traced.jaxpr)
     closed = inlined(ClosedJaxpr(traced.jaxpr, ()), calls)
     known = {closed.jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
     loops = {place: read_loop(eqn, known, calls, 0) for place, eqn in enumerate(closed.jaxpr.eqns)}
@@ -150,6 +151,15 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     _check_body(loop, staged)
     _check_beside(parts, traced.names)
     return parts
+
+
+def _check_callbacks(jaxpr: Any) -> None:
+    if found := next(filter(calls_back, all_eqns(jaxpr)), None):
+        raise ValueError(
+            f"the model calls Python (jax.debug.print, {found.primitive.name}), which stages of a pipeline (mesh axis "
+            f"{PIPE!r}) would do where they have no work too, with values of no use; return what it shows as a metric "
+            f"in the loss's aux, or {_REMEDY}"
+        )
 
 
 def _check_body(loop: Loop, staged: Collection[str]) -> None:
