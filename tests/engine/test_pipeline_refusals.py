@@ -301,6 +301,16 @@ def backwards(model, x, _):
     return scan(lambda x, layer: layer(x), x, model.layers, reverse=True)
 
 
+def some(model, x, _):
+    graph, params = nnx.split(model.layers)
+    return plain(x, nnx.merge(graph, jax.tree.map(lambda x: x[::-1], params)))
+
+
+def again_and_again(model, x, _):
+    run = nnx.scan(lambda x, _, layers: plain(x, layers), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
+    return run(x, jnp.arange(2), model.layers)
+
+
 def twice(model, x, _):
     return plain(plain(x, model.layers), model.layers)
 
@@ -342,11 +352,14 @@ def watching(model, x, _):
             r"layers read a value of shape \(8,\) that depends on weights .*hand it on in what the layers carry",
         ),
         (with_other, r"layers read a value of shape \(8,\) that depends on weights"),
-        (around_remat, "0 scans .*outside of a remat of the model's own .use remat=."),
-        (inside_remat, "0 scans .*outside of a remat of the model's own"),
-        (backwards, "0 scans .*one scan at the top of the model, forward"),
-        (one_by_one, "0 scans of the model run over the layers of 'layers'"),
-        (twice, "2 scans of the model run over the layers of 'layers'"),
+        (around_remat, "a remat of the model's own is around the scan over 'layers', .*; use remat= instead"),
+        (inside_remat, "a remat of the model's own is inside the scan over 'layers', .*; use remat= instead"),
+        (backwards, "the scan over 'layers' runs in reverse, .*; stack the layers in the order of their calls"),
+        (one_by_one, "the layers of 'layers' are called one by one, .*; scan over them"),
+        (some, "the scan over 'layers' takes its layers changed .*; give it the stack as it is"),
+        (again_and_again, "the layers of 'layers' are called inside of scan, in scan"),
+        (twice, "2 scans run over the layers of 'layers', .*; give the devices of axis 'pipe' to another axis"),
+        (lambda model, x, _: x, "unit 'layers' is called nowhere, .*; leave it out of units="),
         (watching, "gain: the model's other state.* depends on this parameter"),
     ],
 )
@@ -401,8 +414,22 @@ def test_a_unit_that_all_layers_share_and_a_second_stack_are_refused_by_name():
 
     with pytest.raises(ValueError, match="unit 'other' is called in every layer with the same weights"):
         gradients(make(factory, units=[Layer, Other]))
-    with pytest.raises(ValueError, match="2 scans of the model run over the layers of 'layers', 'more'"):
+    with pytest.raises(ValueError, match=r"2 scans run over the stacks 'layers', 'more', .*; leave all stacks but one"):
         gradients(make(functools.partial(Two, run=both)))
+
+
+def test_a_second_stack_that_is_not_scanned_is_refused_by_name():
+    def run(model, x, tokens):
+        return scan(lambda x, layer: layer(x), plain(x, model.layers), model.more, reverse=True)
+
+    with pytest.raises(ValueError, match=r"unit 'more' is called outside of the scan over the layers of 'layers', .*; leave"):
+        gradients(make(functools.partial(Two, run=run)))
+
+
+def test_of_two_stacks_one_is_a_pipeline_where_the_other_is_no_unit():
+    factory = functools.partial(Two, run=both)
+    units = [jfsdp.Unit("layers", stacked=1)]
+    check_exact(gradients(make(factory, {"pipe": 2, "fsdp": 2}, units)), wanted(factory))
 
 
 def averaging(model, x, tokens):

@@ -17,13 +17,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
-from jfsdp.engine.dataflow import all_eqns, calls_back, depends_on, is_literal, keep_outputs, passes_through
+from jfsdp.engine.dataflow import (
+    all_eqns,
+    calls_back,
+    depends_on,
+    inner_jaxprs,
+    is_literal,
+    keep_outputs,
+    passes_through,
+)
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
 from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
 from jfsdp.layout.mesh import PIPE
 
 _REMEDY = f"give the devices of axis {PIPE!r} to another axis"
+_LEAVE_OUT = "leave all stacks but one out of units= (they are then gathered once per step, and stay whole), or "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +134,23 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     known = {closed.jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
     loops = {place: read_loop(eqn, known, calls, 0) for place, eqn in enumerate(closed.jaxpr.eqns)}
     found = {place: loop for place, loop in loops.items() if loop and any(x.unit in staged for x in loop.calls)}
-    stacks = ", ".join(map(repr, sorted(staged)))
     if len(found) != 1:
+        saw, instead = _explain(closed.jaxpr, [*found.values()], calls, staged)
         raise ValueError(
-            f"{len(found)} scans of the model run over the layers of {stacks}, and a pipeline (mesh axis {PIPE!r}) is "
-            f"one scan at the top of the model, forward, outside of a remat of the model's own (use remat=); {_REMEDY}"
+            f"{saw}, and stages of a pipeline (mesh axis {PIPE!r}) are cut from one scan over layers, forward, at the "
+            f"top of the model; {instead}{_REMEDY}"
         )
     ((at, loop),) = found.items()
     # Flax traces the body of a Linen scan once more, for nothing but its check: a call without outputs.
     rest = [eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at and eqn.outvars]
-    outside = closed.jaxpr.replace(eqns=rest)
+    outside, own = closed.jaxpr.replace(eqns=rest), {call.unit for call in loop.calls}
     for eqn in all_eqns(outside):
         call = calls.get(str(eqn.params.get("name", "")))
         if call is not None and call.unit in staged:
+            scan, instead = ("its layers too", "") if call.unit in own else (f"the layers of {min(own)!r}", _LEAVE_OUT)
             raise ValueError(
-                f"unit {call.unit!r} is called outside of the scan over its layers too, and stages of a pipeline (mesh "
-                f"axis {PIPE!r}) have theirs alone; {_REMEDY}"
+                f"unit {call.unit!r} is called outside of the scan over {scan}, and stages of a pipeline (mesh axis "
+                f"{PIPE!r}) have theirs alone; {instead}{_REMEDY}"
             )
     parts = Parts(closed, loop, at, calls, shards, traced.num_flat)
     if keys := [atom for atom in parts.carried if is_key(atom.aval)]:
@@ -151,6 +161,49 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     _check_body(loop, staged)
     _check_beside(parts, traced.names)
     return parts
+
+
+def _explain(
+    jaxpr: Any, loops: Sequence[Loop], calls: Mapping[str, NamedCall], staged: Collection[str]
+) -> tuple[str, str]:
+    """Say what a model does that is not one scan over layers, and what to do instead."""
+    stacks = list(dict.fromkeys(call.unit for loop in loops for call in loop.calls if call.unit in staged))
+    if len(loops) > 1:
+        named_by = [{call.unit for call in loop.calls if call.unit in staged} for loop in loops]
+        if set.intersection(*named_by):
+            return f"{len(loops)} scans run over the layers of {stacks[0]!r}", ""
+        return f"{len(loops)} scans run over the stacks {', '.join(map(repr, stacks))}", _LEAVE_OUT
+    found = _around(jaxpr, calls, staged)
+    if found is None:
+        stacks = ", ".join(map(repr, sorted(staged)))
+        return f"unit {stacks} is called nowhere", "leave it out of units=, or "
+    unit, around = found
+    names = [eqn.primitive.name for eqn in around]
+    if not names:
+        return f"the layers of {unit!r} are called one by one", "scan over them (nnx.scan, nn.scan), or "
+    if remat := [place for place, name in enumerate(names) if name in ("checkpoint", "remat", "remat2")]:
+        where = "inside" if "scan" in names[: remat[0]] else "around"
+        return f"a remat of the model's own is {where} the scan over {unit!r}", "use remat= instead, or "
+    if names == ["scan"] and around[0].params["reverse"]:
+        return f"the scan over {unit!r} runs in reverse", "stack the layers in the order of their calls, or "
+    if names == ["scan"]:
+        return (
+            f"the scan over {unit!r} takes its layers changed (some of them, another order, a cast)",
+            "give it the stack as it is, or ",
+        )
+    return f"the layers of {unit!r} are called inside of {', in '.join(names[::-1])}", ""
+
+
+def _around(jaxpr: Any, calls: Mapping[str, NamedCall], staged: Collection[str]) -> tuple[str, list[Any]] | None:
+    """Return the unit of the first call of layers, and what stands around it from the outside in, but for `jit`."""
+    for eqn in jaxpr.eqns:
+        call = calls.get(str(eqn.params.get("name", "")))
+        if call is not None and call.unit in staged:
+            return call.unit, []
+        for found in (_around(inner, calls, staged) for inner in inner_jaxprs(eqn)):
+            if found is not None:
+                return found[0], [eqn][: eqn.primitive.name not in ("jit", "pjit")] + found[1]
+    return None
 
 
 def _check_callbacks(jaxpr: Any) -> None:
