@@ -162,8 +162,8 @@ def _check_stages(units: Mapping[str, UnitInfo], stages: int) -> None:
         named = ", ".join(repr(name) for name in [*units][:4] if name) or "none"
         raise ValueError(
             f"mesh axis {PIPE!r} (size {stages}) cuts the layers of a stack, and no unit is one (units: {named}): "
-            "layers in a list are no pipeline; scan over stacked layers (stacked=True in the models here), and make "
-            "the stack a unit, or give the devices of the axis to another"
+            "layers in a list are no pipeline; stack them (nnx.vmap of their class, nn.scan; stacked=True in models "
+            "here), scan over the stack, and make it a unit, or give the devices of the axis to another"
         )
 
 

@@ -289,6 +289,11 @@ def with_gain(model, x, _):
     return scan(lambda x, layer, gain: layer(x, gain), x, model.layers, model.gain[...])
 
 
+def handing_on(model, x, _):
+    gain = jnp.broadcast_to(model.gain[...], (x.shape[0], 1, DIM))
+    return scan(lambda c, layer: (layer(c[0], c[1]), c[1] * 1.0), (x, gain), model.layers)[0]
+
+
 def around_remat(model, x, _):
     return nnx.remat(lambda layers, x: plain(x, layers))(model.layers, x)
 
@@ -390,6 +395,15 @@ def test_a_model_that_states_a_sharding_over_the_stages_is_refused_with_what_to_
         gradients(make(functools.partial(Model, run=run, kind=kind), units=[kind]))
 
 
+def test_a_frozen_weight_that_all_layers_read_is_refused_and_right_where_they_hand_it_on():
+    with pytest.raises(ValueError, match=r"without weights, trained or frozen; hand it on in what the layers carry"):
+        gradients(make(functools.partial(Model, run=with_gain), frozen=["gain"]))
+    factory = functools.partial(Model, run=handing_on)
+    mean, exact = wanted(factory)
+    exact.pop("['gain']")
+    check_exact(gradients(make(factory, {"pipe": 2, "fsdp": 2}, frozen=["gain"])), (mean, exact))
+
+
 def test_a_model_may_state_a_sharding_over_stages_that_its_mesh_does_not_have():
     options = {"engine": "manual", "cuts": {"layers.up.kernel": (-1, "tensor")}}
     model = make(functools.partial(Model, kind=Stating), {"fsdp": 2, "tensor": 2}, [Stating], **options)
@@ -422,7 +436,7 @@ def test_a_second_stack_that_is_not_scanned_is_refused_by_name():
     def run(model, x, tokens):
         return scan(lambda x, layer: layer(x), plain(x, model.layers), model.more, reverse=True)
 
-    with pytest.raises(ValueError, match=r"unit 'more' is called outside of the scan over the layers of 'layers', .*; leave"):
+    with pytest.raises(ValueError, match=r"unit 'more' is called outside of the scan over the layers of 'layers'"):
         gradients(make(functools.partial(Two, run=run)))
 
 
@@ -483,7 +497,7 @@ def test_a_weight_of_the_layers_outside_of_their_units_is_refused_by_name():
             {"factory": functools.partial(Model, layers=6), "sizes": {"pipe": 4}},
             "6 layers of unit 'layers' cannot be cut",
         ),
-        ({"factory": Listed}, "layers in a list are no pipeline; scan over stacked layers"),
+        ({"factory": Listed}, "layers in a list are no pipeline; stack them .nnx.vmap of their class, nn.scan"),
         ({"remat": jfsdp.SaveNames(save=("a",), offload=("b", "c"))}, "unit 'layers': remat keeps b, c in host memory"),
         ({"storage": "flat"}, "storage='flat': .* use storage='per_parameter'"),
         ({"units": []}, "no unit is one .units: none."),

@@ -239,8 +239,9 @@ def _check_beside(parts: Parts, names: Sequence[str]) -> None:
             raise ValueError(
                 f"the layers read a value of shape {atom.aval.shape} that depends on weights and is not handed from "
                 "layer to layer (an encoder's output, learned positions), and stages of a pipeline (mesh axis "
-                f"{PIPE!r}) do not sum its gradient; hand it on in what the layers carry, where each layer changes it "
-                f"(x * 1.0 is enough: what all hand on as it is counts as read from outside), or {_REMEDY}"
+                f"{PIPE!r}) compute what they read besides without weights, trained or frozen; hand it on in what the "
+                "layers carry, where each layer changes it (x * 1.0 is enough: what all hand on as it is counts as "
+                f"read from outside), or {_REMEDY}"
             )
 
 
