@@ -112,7 +112,7 @@ def run_pipeline(
 class _Pipeline:
     """Attributes:
     staged, rest: weights at rest of the stages, and all others.
-    states: the model's state before each microbatch, [M ...]; `state` is that after the last.
+    rows: what `rows_of` takes; `state` is the model's state after the last microbatch.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class _Pipeline:
     ):
         engine, layout = apply.engine, apply.layout
         assert isinstance(engine, LocalEngine)
-        self.engine, self.cotangent, self.micro = engine, cotangent, micro
+        self.engine, self.cotangent = engine, cotangent
         self.staged = {name: x for name, x in source.items() if layout.by_path[name].is_staged}
         self.rest = {name: x for name, x in source.items() if name not in self.staged}
         own = tuple(axis for axis in engine.own if axis != PIPE)
@@ -148,24 +148,25 @@ class _Pipeline:
                 name: to_device(x).astype(layout.by_path[name].stage("use").dtype) for name, x in self.staged.items()
             }
             self.staged = self._deal(cast)
-        self.states, self.state = self._states(state)
+        before, self.state = self._states(state, micro)
+        self.rows = micro, before, {name: x for name, x in state.items() if name not in before}
 
-    def _states(self, state: Arrays) -> tuple[Arrays, Arrays]:
-        """Return the state before each microbatch, and after the last."""
-        if not state:
-            return {}, {}
-        traced = self.trace.traced
-        wanted = [place >= self.trace.num_out for place in range(len(traced.jaxpr.outvars))]
+    def _states(self, state: Arrays, micro: Any) -> tuple[Arrays, Arrays]:
+        """Return what of the state changes, before each microbatch, and all of it after the last."""
+        traced, names = self.trace.traced, self.trace.changing
+        if not names:
+            return {}, state
+        wanted = [False] * self.trace.num_out + [name in names for name in sorted(state)]
         jaxpr, is_read = without_weights(traced, self.trace.calls, wanted)
 
-        def after(state: Arrays, rows: Any) -> tuple[Arrays, Arrays]:
-            flat = self.trace.flat(rows, state, {})
+        def after(before: Arrays, rows: Any) -> tuple[Arrays, Arrays]:
+            flat = self.trace.flat(rows, state | before, {})
             values = [x for x, mark in zip(flat, is_read, strict=False) if mark]
             new = typed(core.eval_jaxpr(jaxpr, (), *values), jaxpr.outvars)
-            return dict(zip(sorted(state), new, strict=True)), state
+            return dict(zip(names, new, strict=True)), before
 
-        last, before = jax.lax.scan(after, state, self.micro)
-        return before, last
+        last, before = jax.lax.scan(after, {name: state[name] for name in names}, micro)
+        return before, state | last
 
     def divide_by(self, weight: Callable[[Any], Any]) -> jax.Array:
         """Divide the cotangent by the weight of all rows of all devices, and return that."""
@@ -175,11 +176,11 @@ class _Pipeline:
         jaxpr, is_read = without_weights(traced, self.trace.calls, wanted)
 
         def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
-            flat = self.trace.flat(*rows_of((self.micro, self.states), microbatch), {})
+            flat = self.trace.flat(*rows_of(self.rows, microbatch), {})
             values = [x for x, mark in zip(flat, is_read, strict=False) if mark]
             return total + core.eval_jaxpr(jaxpr, (), *values)[0], None
 
-        num = jax.tree.leaves(self.micro)[0].shape[0]
+        num = jax.tree.leaves(self.rows)[0].shape[0]
         own, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), jnp.arange(num))
         total = self.engine.sum_rows(own)
         total = jnp.where(total == 0, 1.0, total)
@@ -196,16 +197,14 @@ class _Pipeline:
         """Compute what the layers begin with; return also what adds its gradients to sums."""
         block = self.trace.parts.enter()
         forward = Forward(self._outer(block, live=inexact(block.outputs)))
-        outs = typed(
-            forward.run(self.trace.flat(*rows_of((self.micro, self.states), microbatch), self.rest)), block.outputs
-        )
+        outs = typed(forward.run(self.trace.flat(*rows_of(self.rows, microbatch), self.rest)), block.outputs)
         return outs, lambda found, sums: Backward(forward.step, forward.records, sums).run(found)[0]
 
     def leave(self, microbatch: Any, hidden: Sequence[Any], sums: Arrays) -> tuple[Any, list[Any], Arrays]:
         """Compute the loss of what the layers end with; return what `fn` returns beside it, its gradient, the sums."""
         trace, outputs = self.trace, self.trace.parts.loop.outputs
         forward = Forward(self._outer(trace.parts.leave(trace.num_out), inexact(outputs[: len(hidden)])))
-        flat = trace.flat(*rows_of((self.micro, self.states), microbatch), self.rest)
+        flat = trace.flat(*rows_of(self.rows, microbatch), self.rest)
         outs = forward.run([*flat, *hidden, *[None] * (len(outputs) - len(hidden))])
         sums, found = Backward(forward.step, forward.records, sums).run([self.cotangent])
         return jax.tree.unflatten(trace.traced.tree, [*outs, *[None] * len(self.state)])[0][1], found, sums
@@ -215,7 +214,7 @@ class _Pipeline:
     def run(self, ticks: Ticks, sums: Arrays, combine: Combine, start: Callable[[Any], Any]) -> Results:
         """Run all ticks."""
         tables = ticks.tables()
-        given = self.enter(ticks.first_to_enter())[0], self.micro, self.states
+        given = self.enter(ticks.first_to_enter())[0], *self.rows
         first, last = _on_stages(self.stage.ends, self.staged, given)
         held = Held(self.staged, first)
         state = self._begin(ticks, sums, held, given, start)
@@ -249,7 +248,7 @@ class _Pipeline:
         return _on_stages(functools.partial(self.stage.deal, back=back), arrays, ())
 
     def _tick(self, held: Held, last: Any, combine: Combine, kind: Segment, state: _State, row: Row) -> _State:
-        (waiting, sums, out, entered), rows = state, (self.micro, self.states)
+        (waiting, sums, out, entered), rows = state, self.rows
         tables = {name: x for name, x in row.items() if x.ndim}  # the others are of all stages together
         if kind.has_forward:
             with jax.named_scope(f"{SCOPE}.tick.forward"):

@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 
 class Stage:
-    """A stage; `rows` are the microbatches of a step and the model's state before each, [M ...].
+    """A stage; `rows` are what `rows_of` takes.
 
     Attributes:
       turns: whether gathers run ahead, so that the ends of the stage stay; see [Note: the ends of a stage].

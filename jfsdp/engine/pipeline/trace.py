@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.dataflow import passes_through
 from jfsdp.engine.driver.weights import at
 from jfsdp.engine.pipeline.parts import Parts, part
 from jfsdp.engine.unit import Arrays, is_inexact
@@ -20,6 +21,7 @@ class Trace:
     Attributes:
       calls: the calls of units in it.
       num_out: how many outputs are not the model's state.
+      changing: what of the state a microbatch changes, by name.
     """
 
     def __init__(self, apply: ShardedApply, fn: Callable[..., Any], source: Arrays, state: Arrays, rows: Any):
@@ -28,6 +30,9 @@ class Trace:
         self.num_out = len(self.traced.jaxpr.outvars) - len(state)
         self.names = sorted(path for path in source if path not in layout.unit(ROOT).leaves)
         self.consts = flat[: self.traced.num_flat - len(jax.tree.leaves((rows, state))) - len(self.names)]
+        first, origins = self.traced.num_flat - len(state), passes_through(self.traced.jaxpr)[self.num_out :]
+        pairs = zip(sorted(state), origins, strict=True)
+        self.changing = [name for place, (name, origin) in enumerate(pairs) if origin != first + place]
         staged = {leaf.unit for leaf in layout.leaves if leaf.is_staged}
         self.calls = dict(apply.engine.calls)
         self.parts: Parts = part(self.traced, self.calls, staged)
@@ -38,10 +43,15 @@ class Trace:
         return [*self.consts, *jax.tree.leaves(rows), *own, *jax.tree.leaves(state)]
 
 
-def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Any]:
-    """Return the rows of a microbatch, and the model's state before it."""
-    micro, states = jax.tree.map(lambda x: at(x, microbatch), tuple(rows))
-    return micro, states
+def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Arrays]:
+    """Return the rows of a microbatch, and the model's state before it.
+
+    Args:
+      rows: the rows of all microbatches, [M ...]; what of the state changes, before each, [M ...]; all else of it.
+    """
+    micro, before, always = rows
+    own, changed = jax.tree.map(lambda x: at(x, microbatch), (micro, before))
+    return own, always | changed
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
