@@ -26,39 +26,55 @@ STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "ca
 
 
 @dataclasses.dataclass(frozen=True)
+class StageCalls:
+    """What the calls of units in a stage decide; see [Note: the ends of a stage] in pipeline/stage.py.
+
+    Attributes:
+      stay: whether the ends of the stage stay gathered.
+      first, last: the units called first and last, whose gathered weights stay; the second from forward to backward.
+      left: the unit of whose gradient one waits for the next tick.
+      silent: the units without a backward.
+    """
+
+    stay: bool
+    first: str
+    last: str
+    left: str
+    silent: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Passes:
     """How often the stages of a pipeline go through their layers in a step.
 
     Attributes:
       forward, backward: the ticks in which they do, each through one part of their layers.
       repeats: into how many parts these fall.
-      turns: whether the ends of a stage stay gathered; see [Note: the ends of a stage] in pipeline/stage.py.
+      turns: whether gathers run ahead, so that the ends of a stage may stay gathered.
+      calls: of a stage, once they are traced; None: each unit is called once, in the order of the layout.
     """
 
     forward: int
     backward: int
     repeats: int = 1
     turns: bool = True
+    calls: StageCalls | None = None
 
-    def times(self, layers: int, is_first: bool, is_last: bool) -> dict[str, Fraction]:
-        """Return how often a leaf of a stage moves in a step: gathered forward and backward, and summed.
+    def times(self, unit: str, layers: int, calls: StageCalls) -> dict[str, Fraction]:
+        """Return how often a leaf of a unit of a stage moves in a step: gathered forward and backward, and summed.
 
         Args:
           layers: of a stage.
-          is_first, is_last: whether its unit is the first called in a layer, and the last.
         """
-        if not self.turns:
-            return {when: Fraction(self._ticks(when), self.repeats) for when in (FORWARD, BACKWARD, CALL)}
+        is_first, is_last, is_left = (calls.stay and unit == end for end in (calls.first, calls.last, calls.left))
+        own, is_silent = Fraction(layers, self.repeats), unit in calls.silent
         again = is_last and not (is_first and layers == 1)
         gathered = {
-            FORWARD: self.forward * (layers - is_first) + is_first,
-            BACKWARD: self.backward * max(layers - is_first - is_last, 0) + again,
-            CALL: self.backward * layers + is_first,  # the first backward finds zeros left
+            FORWARD: self.forward * (own - is_first) + is_first,
+            BACKWARD: self.backward * max(own - is_first - is_last, 0) + again,
+            CALL: self.backward * own + is_left,  # the first backward finds zeros left
         }
-        return {when: Fraction(num, layers) for when, num in gathered.items()}
-
-    def _ticks(self, when: str) -> int:
-        return self.forward if when == FORWARD else self.backward
+        return {when: Fraction(num * (when == FORWARD or not is_silent), layers) for when, num in gathered.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +158,10 @@ def _times_of_stages(layout: Layout, passes: Passes) -> dict[str, dict[str, Frac
     units = list(dict.fromkeys(leaf.unit for leaf in leaves))
     layers = {leaf.unit: leaf.shape[0] // layout.num_stages for leaf in leaves}
     moving = {leaf.unit for leaf in leaves if _axes(leaf, leaf.source)}
-    times = {}
-    for unit in units:
-        own = passes if unit in moving else dataclasses.replace(passes, turns=False)
-        times[unit] = own.times(layers[unit], unit == units[0], unit == units[-1])
-    return times
+    calls = passes.calls
+    if calls is None and units:
+        calls = StageCalls(passes.turns and units[0] in moving, units[0], units[-1], units[0])
+    return {unit: passes.times(unit, layers[unit], calls) for unit in units if calls}
 
 
 def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:

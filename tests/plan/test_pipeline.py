@@ -8,7 +8,11 @@ import functools
 import itertools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import jfsdp
 from jfsdp.engine.pipeline.schedule import get_schedule
@@ -88,6 +92,82 @@ def test_every_axis_carries_what_the_schedule_says(schedule, repeats, prefetch):
     assert ledger.unknown == ()
     assert ledger.wire_ratio == pytest.approx(1, abs=1e-6)
     assert ledger.own_ratio == pytest.approx(1, abs=0.02)
+
+
+class Mix(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(256, 512, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(512, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.silu(self.up(x)))
+
+
+class Scale(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(256))
+
+    def __call__(self, x):
+        return x * self.scale[...]
+
+
+class Scores(nnx.Module):
+    def __init__(self, rngs):
+        self.scores = nnx.Linear(256, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.scores(x)
+
+
+class Ends(nnx.Module):
+    """Called first, a unit that is whole, too small to be split; or last, one that only counts: without a backward."""
+
+    def __init__(self, rngs, has_small):
+        self.mix, self.scores = Mix(rngs), Scores(rngs)
+        self.small = Scale(rngs) if has_small else None
+
+    def __call__(self, carry):
+        x, seen = carry
+        if self.small is None:
+            x = self.mix(x)
+            return x, seen + (self.scores(x) > 0).sum((1, 2))
+        x = self.mix(self.small(x))
+        return x + self.scores(x), seen
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs, has_small):
+        self.embed = nnx.Embed(512, 256, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: Ends(rngs, has_small)))(rngs)
+
+    def __call__(self, tokens):
+        scan = nnx.scan(lambda carry, layer: layer(carry), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        x, seen = scan((self.embed(tokens), jnp.zeros(tokens.shape[0], jnp.int32)), self.layers)
+        return self.embed.attend(x * (1 + 0.01 * seen[:, None, None]))
+
+
+def counted_loss(model, tokens):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens)
+    return jfsdp.Loss(losses.sum(), losses.size)
+
+
+@pytest.mark.parametrize("has_small", [False, True])
+def test_theory_knows_which_ends_of_a_stage_do_not_stay(has_small):
+    units = [jfsdp.Unit(f"layers.{name}", stacked=1) for name in ("mix", "scores", *["small"] * has_small)]
+    mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
+    words = {"embed.embedding": (0, "pipe")}
+    model = jfsdp.fully_shard(lambda rngs: Counted(rngs, has_small), mesh=mesh, units=units, min_size=1000, cuts=words)
+    tx = optax.sgd(0.1)
+    step = model.train_step(counted_loss, tx, accumulate=4)
+    lowered = step.lower(model.abstract_state(tx), jax.ShapeDtypeStruct((4 * F, 128), jnp.int32))
+    found = find_collectives(
+        parse_module(lowered.compile(step.compiler_options).as_text()), P * F, dict(step.layout.mesh_sizes)
+    )
+    ledger = make_ledger(step.layout, found, **step.movement)
+    split = [row for row in ledger.rows if row.axes == ("fsdp",) and row.kind in ("all-gather", "reduce-scatter")]
+    assert {row.unit for row in split} == {"", "layers.mix", "layers.scores"}
+    for row in split:
+        assert row.measured_bytes == row.expected_bytes, (row.unit, row.kind)
 
 
 @pytest.mark.proof

@@ -33,6 +33,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import zeros
 from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.movements import StageCalls
 from jfsdp.engine.pipeline.parts import without_weights
 from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, Ticks, lay_out
 from jfsdp.engine.pipeline.stage import Held, Row, Stage, Waiting
@@ -45,11 +46,13 @@ Combine = Callable[[Any, Any], Any]
 
 
 class Results(NamedTuple):
-    """What a step has summed: gradients by name, what the loss returned, and the model's state after the last one."""
+    """What a step has summed: gradients by name, what the loss returned, and the model's state after the last one; and
+    the calls of its stages."""
 
     grads: Arrays
     out: Any
     state: Arrays
+    calls: StageCalls | None
 
 
 class _State(NamedTuple):
@@ -240,7 +243,7 @@ class _Pipeline:
                 state, _ = jax.lax.scan(turn, state, rows)
         waiting, sums, out, _ = state
         staged = self._deal(_on_stages(self.stage.finish, (held, waiting), given), back=True)
-        return Results(staged | self.engine.reduce_later(sums), out, self.state)
+        return Results(staged | self.engine.reduce_later(sums), out, self.state, self.stage.calls)
 
     def _deal(self, arrays: Arrays, *, back: bool = False) -> Arrays:
         if self.stage.repeats == 1:

@@ -27,7 +27,7 @@ import numpy as np
 
 from jfsdp.arguments import Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.movements import Passes
+from jfsdp.engine.movements import Passes, StageCalls
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.policy import SaveNames
 from jfsdp.layout.table import Layout
@@ -55,10 +55,10 @@ class Schedule:
         for name in ("forward", "backward"):
             object.__setattr__(self, name, tuple(tuple(map(int, row)) for row in getattr(self, name)))
 
-    def passes(self, repeats: int, turns: bool) -> Passes:
-        """Return how often the stages go through their layers."""
+    def passes(self, repeats: int, turns: bool, calls: StageCalls | None = None) -> Passes:
+        """Return how often the stages go through their layers; `turns`, `calls` as those of `Passes`."""
         busy = [sum(any(task != IDLE for task in row) for row in table) for table in (self.forward, self.backward)]
-        return Passes(busy[0], busy[1], repeats, turns)
+        return Passes(busy[0], busy[1], repeats, turns, calls)
 
 
 def turns_stay(prefetch: Prefetch, repeats: int) -> bool:

@@ -25,6 +25,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import at, put_at
 from jfsdp.engine.engine import Engine, is_key
+from jfsdp.engine.movements import StageCalls
 from jfsdp.engine.pipeline.schedule import turns_stay
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays
@@ -57,7 +58,8 @@ class Stage:
     """A stage; `rows` are what `rows_of` takes.
 
     Attributes:
-      turns: whether gathers run ahead, so that the ends of the stage stay; see [Note: the ends of a stage].
+      turns: whether gathers run ahead, so that the ends of the stage may stay; see [Note: the ends of a stage].
+      calls: of its units, filled by `ends`.
     """
 
     def __init__(self, trace: Trace, engine: Engine, prefetch: Prefetch, num_stages: int, repeats: int):
@@ -65,6 +67,7 @@ class Stage:
         self.num_stages, self.repeats = num_stages, repeats
         self._impls: Any = ()  # of what is saved, which keep their random keys as numbers
         self.turns = turns_stay(prefetch, repeats)
+        self.calls: StageCalls | None = None
 
     def _task(self, task: jax.Array, rows: Any) -> tuple[Any, Any]:
         """Return part and microbatch of a task; of one that is none, those of the first."""
@@ -146,11 +149,18 @@ class Stage:
         """Gather the weights of the first call forward and of the first one back; None where none of them moves."""
         entered, *rows = given
         step, _ = self._program(Held(source, None), rows, (0, 0), entered)
-        if not self.turns or not step.order_back or step.order[-1][0] is not step.order_back[0][0]:
-            return None, None  # the last call forward may have no backward: what stays would be another's weights
-        calls = [(call, iteration) for call, _, iteration in (step.order[0], step.order[-1])]
-        found = {call: step.weights.fetch(*call, None) for call in calls}
-        return _all(found[calls[0]]), _all(found[calls[1]])
+        order, back = step.order, step.order_back
+        ends = [(call, iteration) for call, _, iteration in (order[0], order[-1])]
+        # The last call forward may have no backward: what stays would be another's weights.
+        stay = self.turns and bool(back) and order[-1][0] is back[0][0]
+        found = {end: step.weights.fetch(*end, None) if stay else None for end in ends}
+        first, last = (found[end] for end in ends)
+        silent = {call.unit for call, _, _ in order} - {call.unit for call, _, _ in back}
+        left = (back or order)[-1][0].unit
+        self.calls = StageCalls(
+            stay and first is not None, order[0][0].unit, order[-1][0].unit, left, tuple(sorted(silent))
+        )
+        return _all(first), _all(last)
 
     def saved(self, held: Held, given: Any) -> Any:
         """Return what waits for the backward of a microbatch, and what that may leave; for their shapes."""

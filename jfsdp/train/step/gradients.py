@@ -29,7 +29,7 @@ from jfsdp.compat import core, warn
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import as_prefetch
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.movements import deferred_axes
+from jfsdp.engine.movements import StageCalls, deferred_axes
 from jfsdp.engine.pipeline.run import run_pipeline
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.unit import Arrays
@@ -64,6 +64,7 @@ class Gradients:
       choice: which program this is, as far as that is known; see `decide`.
       is_decided: whether that is its last word.
       own_axes: the mesh axes over which the model states shardings of its own.
+      stage_calls: of a pipeline, once it is traced.
     """
 
     apply: ShardedApply
@@ -79,6 +80,7 @@ class Gradients:
     def __post_init__(self) -> None:
         self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
         self._repeats = False
+        self.stage_calls: StageCalls | None = None
 
     def _choose(self, found: Survey | None) -> Choice:
         return choose(self.apply.layout, self.asked, accumulate=self.accumulate, once=self.once, found=found)
@@ -228,6 +230,7 @@ class Gradients:
             combine=functools.partial(merge, jnp.add, jnp.maximum),
             start=_nothing,
         )
+        self.stage_calls = found.calls
         return Summed(engine.put(found.grads, "grad"), found.out, found.state)
 
 

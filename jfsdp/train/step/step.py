@@ -121,7 +121,7 @@ class BatchStep:
         if self.schedule is None:
             return None
         turns = turns_stay(self.prefetch or Prefetch(), self.config.pipe_repeats)
-        return self.schedule.passes(self.config.pipe_repeats, turns)
+        return self.schedule.passes(self.config.pipe_repeats, turns, self._gradients.stage_calls)
 
     @property
     def program(self) -> str | None:
