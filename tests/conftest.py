@@ -1,6 +1,8 @@
 """Eight simulated CPU devices for every test; must run before JAX starts its backend."""
 
+import collections
 import gc
+import io
 import os
 import sys
 
@@ -27,6 +29,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 # loses the order of collectives in programs that it loads (docs/log.md).
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# Operations have their names, and no lines of source: so programs of two tests may be the same.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 if jaxlib_version < (0, 11):  # Newer ones do not know the older emitter, which compiles twice as fast.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
@@ -39,6 +43,35 @@ def pytest_sessionstart(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    compile_once()
+
+
+MOST_PROGRAMS = 1000
+
+
+def compile_once():
+    """Let XLA compile once per process what many tests build alike: first states, steps, references.
+
+    Programs are the same if they are so to the letter, names of operations included, for the same devices and options.
+    Compiled ones stay in memory as they are: nothing is written or loaded.
+    """
+    from jax._src import compiler
+
+    compile_program, kept = compiler.compile_or_get_cached, collections.OrderedDict()
+
+    def find_or_compile(backend, module, devices, options, host_callbacks, *args):
+        if host_callbacks:  # a program that calls Python calls the functions of its own test
+            return compile_program(backend, module, devices, options, host_callbacks, *args)
+        module.operation.write_bytecode(text := io.BytesIO())
+        key = (backend, tuple(devices.flat), options.SerializeAsString(), text.getvalue())
+        if key not in kept:
+            kept[key] = compile_program(backend, module, devices, options, host_callbacks, *args)
+            if len(kept) > MOST_PROGRAMS:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
+
+    compiler.compile_or_get_cached = find_or_compile
 
 
 @pytest.fixture
