@@ -1,6 +1,7 @@
 """The models of `models/gpt2.py`, against numpy, against each other and against published parameter counts."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -30,6 +31,7 @@ def make_tokens(batch_size=2, seq_len=12, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, SMALL.vocab_size, (batch_size, seq_len)), jnp.int32)
 
 
+@functools.cache
 def make_model(**overrides):
     """A small model, and weights whose norms and biases are not at their trivial initial values."""
     model = gpt2.GPT2(dataclasses.replace(SMALL, **overrides))

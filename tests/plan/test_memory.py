@@ -4,6 +4,7 @@ import functools
 import re
 import tempfile
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -18,6 +19,15 @@ from jfsdp.train.account import account
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lines_of_source():
+    """The programs of other tests have none (tests/conftest.py); here buffers are named by them."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
 
 LIVE_RANGES = """HloLiveRange (max 4):
   InstructionSequence:

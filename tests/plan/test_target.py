@@ -18,6 +18,7 @@ from jfsdp.plan.cluster.target import (
     topology_devices,
 )
 from tests import hlo
+from tests.thin import thin
 
 
 def compile_matmul(devices):
@@ -33,8 +34,11 @@ def compile_matmul(devices):
     return jax.jit(loss).lower(*arrays).compile()
 
 
-@pytest.mark.parametrize("num_devices", [8, 16])
-@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+# Each GPU once on 8 devices or on 16, and then on the others.
+SIZES = [(gpu, (8, 16)[(place + turn) % 2]) for place, gpu in enumerate(GPUS) for turn in (0, 1)]
+
+
+@pytest.mark.parametrize(("gpu", "num_devices"), thin(SIZES), ids=lambda value: getattr(value, "name", None))
 def test_every_gpu_of_the_table_compiles(gpu, num_devices):
     cluster = Cluster(gpu, nodes=num_devices // gpu.gpus_per_node)
     devices = topology_devices(cluster)

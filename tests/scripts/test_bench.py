@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp import extras
+from tests.scripts.test_train import environment as training_environment
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--model", "llama-tiny", "--model-config", "num_layers=1", "dim=64", "ffn_dim=96", "--seq-len", "16"]
@@ -18,7 +19,7 @@ SHORT = ["--rounds", "1", "--steps", "2", "--warmup", "1", "--param-dtype", "non
 
 def run(*args, model=TINY, scripts=SCRIPTS, **environment):
     command = [sys.executable, "-W", "ignore", str(scripts / "bench.py"), *model, *args]
-    variables = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | environment
+    variables = training_environment() | environment
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.scripts.test_train import environment, write_corpus
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model", "llama-tiny", "--model-config", "dim=32", "num_layers=2", "ffn_dim=64", "--seq-len", "32")
 QUIET = ("--sample-tokens", "0", "--eval-batches", "1", "--log-every", "1", "--global-batch", "12")
@@ -22,17 +24,23 @@ STRATEGIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "corpus"
+    write_corpus(directory)
+    return str(directory)
+
+
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, corpus):
     """Start the script as `nproc` processes of so many devices each; its run directory is `name`."""
 
     def start(name, nproc, devices, *options, launch=(), script="scripts/train.py"):
         command = [sys.executable, "-m", "jfsdp", "launch", "--nproc", str(nproc), "--devices-per-proc", str(devices)]
         command += ["--log-dir", str(tmp_path / f"{name}-logs"), *launch, script, *SMALL, *QUIET]
-        command += ["--run-dir", str(tmp_path / name), *options]
-        environment = {**os.environ, "XLA_FLAGS": ""}
+        command += ["--run-dir", str(tmp_path / name), "--data", corpus, *options]
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     return start

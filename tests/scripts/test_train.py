@@ -429,8 +429,8 @@ def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_b
         ),
     ],
 )
-def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path):
-    done = train(*args, "--run-dir", tmp_path / "run")
+def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path, refuse):
+    done = refuse(*args, "--run-dir", tmp_path / "run")
     assert done.returncode == 2 and done.stderr.startswith(f"train.py: error: {words}")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 

@@ -24,7 +24,7 @@ TWO_TURNS = chat("Hi é", "Yo", "So?", "No.")
 def _open(directory, records, template: str | None = CHATML, *, merges=[], trim_offsets=False, **options):  # noqa: B006
     tokenizer = save_tokenizer(directory / "tokenizer", template, merges, trim_offsets=trim_offsets)
     path = write_jsonl(directory / "chat.jsonl", records)
-    options = {"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512} | options
+    options = {"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512, "shuffle_rows": 32} | options
     data = open_data(DataConfig(path, **options))
     data.check_used()
     return data

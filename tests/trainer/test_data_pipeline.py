@@ -33,6 +33,11 @@ def uneven_documents(tmp_path_factory):
     return str(path)
 
 
+def _config(path, **options):
+    """Windows of few rows: to fill one of 1024, the default, takes longer than most tests."""
+    return DataConfig(path, **{"shuffle_rows": 32} | options)
+
+
 def _take(iterator, count):
     return [next(iterator) for _ in range(count)]
 
@@ -61,13 +66,13 @@ def _epochs(data, process_count, num_epochs):
 
 @pytest.mark.parametrize("process_count", [1, 2, 3])
 def test_each_epoch_gives_every_document_to_exactly_one_process(one_row_documents, process_count):
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    data = open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     for epoch in _epochs(data, process_count, num_epochs=3):
         assert sorted(epoch.ravel()) == list(range(NUM_DOCUMENTS))
 
 
 def test_processes_that_do_not_divide_the_documents_still_share_them_all(one_row_documents):
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    data = open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     seen = []
     for i, share in enumerate((3, 3, 2, 2, 2)):
         batches = _take(make_train_iterator(data, batch_size=1, process_index=i, process_count=5), share)
@@ -77,7 +82,7 @@ def test_processes_that_do_not_divide_the_documents_still_share_them_all(one_row
 
 def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_documents):
     first, again, other = (
-        _epochs(open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, seed=seed)), 1, 2)
+        _epochs(open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, seed=seed)), 1, 2)
         for seed in (0, 0, 9)
     )
     assert (first == again).all()
@@ -86,7 +91,7 @@ def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_docum
 
 def test_rows_of_a_window_are_the_same_rows_in_another_order(uneven_documents):
     def rows(shuffle_rows):
-        data = open_data(DataConfig(uneven_documents, seq_len=16, eval_fraction=0, shuffle_rows=shuffle_rows))
+        data = open_data(_config(uneven_documents, seq_len=16, eval_fraction=0, shuffle_rows=shuffle_rows))
         return [batch["tokens"].tobytes() for batch in _take(make_train_iterator(data, batch_size=1), 40)]
 
     in_order, shuffled = rows(0), rows(8)
@@ -95,13 +100,13 @@ def test_rows_of_a_window_are_the_same_rows_in_another_order(uneven_documents):
         assert sorted(in_order[start : start + 8]) == sorted(shuffled[start : start + 8])
 
 
-@pytest.mark.parametrize("shuffle_rows", [0, 5, 1024])
+@pytest.mark.parametrize("shuffle_rows", [0, 24, 150])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("num_consumed", thin([7, 0, 60, 1]))
 def test_restored_state_continues_bit_for_bit_in_a_fresh_pipeline(
     uneven_documents, prefetch, num_consumed, shuffle_rows
 ):
-    config = DataConfig(uneven_documents, seq_len=64, eval_fraction=0.1, shuffle_rows=shuffle_rows)
+    config = _config(uneven_documents, seq_len=64, eval_fraction=0.1, shuffle_rows=shuffle_rows)
     options = {"batch_size": 2, "process_index": 1, "process_count": 2, "prefetch_batches": prefetch}
     original = make_train_iterator(open_data(config), **options)
     _take(original, num_consumed)
@@ -130,7 +135,7 @@ def test_restoring_works_at_every_place_of_the_stream(uneven_documents, seq_len,
 
 
 def check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross):
-    data = open_data(DataConfig(uneven_documents, seq_len=seq_len, eval_fraction=0, cross_documents=cross))
+    data = open_data(_config(uneven_documents, seq_len=seq_len, eval_fraction=0, cross_documents=cross))
     original = make_train_iterator(data, batch_size=batch_size, prefetch_batches=0)
     _take(original, num_consumed)
     restored = make_train_iterator(data, batch_size=batch_size, prefetch_batches=0)
@@ -139,7 +144,7 @@ def check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross):
 
 
 def test_restoring_rewinds_the_iterator_that_gave_the_state(uneven_documents):
-    iterator = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), batch_size=2)
+    iterator = make_train_iterator(open_data(_config(uneven_documents, seq_len=64)), batch_size=2)
     _take(iterator, 3)
     state = iterator.get_state()
     expected = _take(iterator, 5)
@@ -148,7 +153,7 @@ def test_restoring_rewinds_the_iterator_that_gave_the_state(uneven_documents):
 
 
 def test_taking_a_state_does_not_disturb_the_stream(uneven_documents):
-    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    data = open_data(_config(uneven_documents, seq_len=64))
     asked, left_alone = (make_train_iterator(data, batch_size=2) for _ in range(2))
     batches = []
     for _ in range(10):
@@ -158,7 +163,7 @@ def test_taking_a_state_does_not_disturb_the_stream(uneven_documents):
 
 
 def test_prefetching_does_not_change_the_batches(uneven_documents):
-    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    data = open_data(_config(uneven_documents, seq_len=64))
     alone, threads = (make_train_iterator(data, batch_size=2, prefetch_batches=n) for n in (0, 3))
     _assert_batches_equal(_take(threads, 50), _take(alone, 50))
 
@@ -178,17 +183,17 @@ def test_prefetching_does_not_change_the_batches(uneven_documents):
 )
 def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, name, config, options):
     shared = {"batch_size": 2, "process_index": 0, "process_count": 2}
-    state = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), **shared).get_state()
-    other_config = DataConfig(uneven_documents, **{"seq_len": 64} | config)
+    state = make_train_iterator(open_data(_config(uneven_documents, seq_len=64)), **shared).get_state()
+    other_config = _config(uneven_documents, **{"seq_len": 64} | config)
     other = make_train_iterator(open_data(other_config), **shared | options)
     with pytest.raises(ValueError, match=f"in other data: {name} was [^,]*, is [^,]*; resume"):
         other.set_state(state)
 
 
 def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, uneven_documents):
-    train = make_train_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
-    other = make_train_iterator(open_data(DataConfig(uneven_documents)), batch_size=1)
-    held_out = make_eval_iterator(open_data(DataConfig(one_row_documents)), batch_size=1)
+    train = make_train_iterator(open_data(_config(one_row_documents)), batch_size=1)
+    other = make_train_iterator(open_data(_config(uneven_documents)), batch_size=1)
+    held_out = make_eval_iterator(open_data(_config(one_row_documents)), batch_size=1)
     with pytest.raises(ValueError, match="in other data: data was"):
         other.set_state(train.get_state())
     with pytest.raises(ValueError, match="in other data: split was 'train', is 'eval'"):
@@ -199,7 +204,7 @@ def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, une
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_evaluation_is_one_pass_and_its_state_restores(uneven_documents, prefetch):
-    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0.3))
+    data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0.3))
     whole = list(make_eval_iterator(data, batch_size=2, prefetch_batches=prefetch))
     assert sum(batch["weights"].sum() for batch in whole) == sum(len(data.eval[i]) for i in range(len(data.eval)))
     iterator = make_eval_iterator(data, batch_size=2, prefetch_batches=prefetch)
@@ -211,7 +216,7 @@ def test_evaluation_is_one_pass_and_its_state_restores(uneven_documents, prefetc
 
 @pytest.mark.parametrize("process_count", [2, 3, 50])
 def test_evaluation_rows_do_not_depend_on_the_number_of_processes(uneven_documents, process_count):
-    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0.3))
+    data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0.3))
     one = np.concatenate([batch["tokens"] for batch in make_eval_iterator(data, batch_size=1)])
     shares = [
         list(make_eval_iterator(data, batch_size=1, process_index=i, process_count=process_count))
@@ -230,7 +235,7 @@ def _global_batches(data, process_count, num, states=()):
     """Return so many whole batches of all processes, and the states of all of them afterwards, as a checkpoint has."""
     size = ROWS // process_count
     iterators = [
-        make_train_iterator(data, batch_size=size, process_index=i, process_count=process_count)
+        make_train_iterator(data, batch_size=size, process_index=i, process_count=process_count, prefetch_batches=0)
         for i in range(process_count)
     ]
     for iterator in iterators:
@@ -241,13 +246,13 @@ def _global_batches(data, process_count, num, states=()):
     return batches, [json.loads(json.dumps(iterator.get_state())) for iterator in iterators]
 
 
-@pytest.mark.parametrize(("per_lane", "num_lanes", "shuffle_rows"), [(1000, 1, 24), (10, 4, 24), (3, 12, 0)])
+@pytest.mark.parametrize(("per_lane", "num_lanes", "shuffle_rows"), [(1000, 1, 24), (10, 4, 96), (3, 12, 0)])
 def test_batches_do_not_depend_on_the_number_of_processes(
     uneven_documents, monkeypatch, per_lane, num_lanes, shuffle_rows
 ):
     monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", per_lane)
     assert lanes.count_lanes(40, ROWS) == num_lanes
-    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0, shuffle_rows=shuffle_rows))
+    data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0, shuffle_rows=shuffle_rows))
     expected, _ = _global_batches(data, 1, 12)
     _assert_batches_equal(_global_batches(data, 6, 3)[0], expected[:3])
     for process_count in (3, 12):
@@ -259,7 +264,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(
 
 
 def test_a_run_goes_on_with_the_lanes_that_it_began_with(uneven_documents, monkeypatch):
-    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0))
+    data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0))
     expected, _ = _global_batches(data, 1, 9)
     found, states = _global_batches(data, 2, 4)
     monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)  # as where data have grown, or jfsdp counts otherwise
@@ -270,14 +275,14 @@ def test_a_run_goes_on_with_the_lanes_that_it_began_with(uneven_documents, monke
 
 def test_a_process_reads_the_lanes_of_its_own_rows_alone(uneven_documents, monkeypatch):
     monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)
-    data = open_data(DataConfig(uneven_documents, seq_len=64, eval_fraction=0))
+    data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0))
     read = [set(state["position"]["lanes"]) for state in _global_batches(data, 4, 2)[1]]
     assert read == [{str(3 * i), str(3 * i + 1), str(3 * i + 2)} for i in range(4)]
 
 
 def test_every_document_is_in_one_lane_of_each_epoch(one_row_documents, monkeypatch):
     monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 3)
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    data = open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     iterator = make_train_iterator(data, batch_size=4)
     for _ in range(3):
         tokens = np.concatenate([batch["tokens"] for batch in _take(iterator, NUM_DOCUMENTS // 4)])
@@ -292,7 +297,7 @@ def test_lanes_divide_the_batch_and_have_enough_documents(num_documents, num_row
 
 
 def test_more_processes_than_documents_share_them(one_row_documents):
-    data = open_data(DataConfig(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
+    data = open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, shuffle_rows=0))
     rows = [
         _number(next(make_train_iterator(data, batch_size=1, process_index=i, process_count=13))) for i in range(13)
     ]
@@ -300,7 +305,7 @@ def test_more_processes_than_documents_share_them(one_row_documents):
 
 
 def test_a_state_from_before_lanes_goes_on_where_one_process_read_all_rows(uneven_documents):
-    data = open_data(DataConfig(uneven_documents, seq_len=64))
+    data = open_data(_config(uneven_documents, seq_len=64))
     iterator = make_train_iterator(data, batch_size=2)
     _take(iterator, 5)
     state = iterator.get_state()
@@ -315,14 +320,14 @@ def test_a_state_from_before_lanes_goes_on_where_one_process_read_all_rows(uneve
 
 
 def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_documents):
-    data = open_data(DataConfig(one_row_documents, eval_fraction=0))
+    data = open_data(_config(one_row_documents, eval_fraction=0))
     with pytest.raises(ValueError, match="no documents are held out; set eval_fraction above 0"):
         make_eval_iterator(data, batch_size=1)
 
 
 @pytest.mark.parametrize("make", [make_train_iterator, make_eval_iterator])
 def test_senseless_share_raises(one_row_documents, make):
-    data = open_data(DataConfig(one_row_documents))
+    data = open_data(_config(one_row_documents))
     with pytest.raises(ValueError, match="batch_size=0"):
         make(data, batch_size=0)
     with pytest.raises(ValueError, match=r"process_index=2: must be in 0\.\.1"):
@@ -331,7 +336,7 @@ def test_senseless_share_raises(one_row_documents, make):
 
 def test_closing_ends_the_thread_and_says_so_afterwards(uneven_documents):
     before = set(threading.enumerate())
-    iterator = make_train_iterator(open_data(DataConfig(uneven_documents, seq_len=64)), batch_size=2)
+    iterator = make_train_iterator(open_data(_config(uneven_documents, seq_len=64)), batch_size=2)
     next(iterator)
     ours = set(threading.enumerate()) - before
     iterator.close()
@@ -346,7 +351,7 @@ def test_exit_with_an_open_iterator_is_silent_and_the_stream_is_the_same_in_ever
     code = (
         "import sys, zlib\n"
         "from jfsdp.trainer.data import *\n"
-        "it = make_train_iterator(open_data(DataConfig(sys.argv[1], seq_len=64)), batch_size=2)\n"
+        "it = make_train_iterator(open_data(DataConfig(sys.argv[1], seq_len=64, shuffle_rows=32)), batch_size=2)\n"
         "print(zlib.crc32(b''.join(next(it)['tokens'].tobytes() for _ in range(20))))\n"
     )
     runs = [
