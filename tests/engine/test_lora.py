@@ -182,8 +182,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("form", ["lora", "dora"])
-@pytest.mark.parametrize("case", CASES)
+# Each case with one form of adapters, and then with the other.
+CASES_AND_FORMS = [(case, ("lora", "dora")[(place + turn) % 2]) for place, case in enumerate(CASES) for turn in (0, 1)]
+
+
+@pytest.mark.parametrize(("case", "form"), thin(CASES_AND_FORMS))
 def test_every_setting_equals_one_device(case, form):
     model, mesh, options = CASES[case]
     check(model, mesh, form, **({"engine": "xla"} | options))

@@ -144,7 +144,7 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter_is_named(monkeypatch):
     assert layers.bytes == pytest.approx(scattered, rel=1e-2), "an all-reduce sends twice what a reduce-scatter does"
 
 
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", thin([True, False]))
 def test_weights_held_from_forward_to_backward_are_named(stacked):
     config = (("stacked", stacked),)
     kept = programs.build(

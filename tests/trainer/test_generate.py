@@ -62,11 +62,19 @@ def test_tokens_are_those_of_forwards_without_a_cache(name):
 
 
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # GPT-2's positions are not cut
-@pytest.mark.parametrize(("name", "sizes"), [*zip(JOBS, [*MESHES, *MESHES]), ("llama", MESHES[2])])
-def test_meshes_and_draws_make_no_difference(name, sizes):
-    job = make_job(name)
-    for sampling in (Sampling(), DRAWN):
-        assert generate(job, sizes, sampling) == on_one(name, sampling)
+@pytest.mark.parametrize(
+    ("name", "sizes", "sampling"),
+    [
+        ("llama", MESHES[0], Sampling()),
+        ("llama", MESHES[2], DRAWN),
+        ("list", MESHES[1], Sampling()),
+        ("window", MESHES[2], DRAWN),
+        ("gpt2", MESHES[0], DRAWN),
+        ("gpt2 list", MESHES[1], Sampling()),
+    ],
+)
+def test_meshes_and_draws_make_no_difference(name, sizes, sampling):
+    assert generate(make_job(name), sizes, sampling) == on_one(name, sampling)
 
 
 def test_a_row_does_not_depend_on_those_beside_it():
