@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jfsdp.cli.commands import main
+from tests.scripts import test_train
 from tests.scripts.test_train import read_metrics, train
 
+refuse = test_train.refuse  # the fixture
 MODEL = ["--model", "llama-tiny", "--model-config", "dim=16", "num_layers=2", "ffn_dim=32", "--seq-len", 24]
 COMMON = [*MODEL, "--simulate-devices", 2, "--batch-per-device", 4, "--param-dtype", "float32", "--sample-tokens", 0]
 
@@ -99,11 +101,11 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
         (["--preference", "none", "--beta", "0.1"], "choices between two answers; name the loss with --preference"),
     ],
 )
-def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected):
+def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected, refuse):
     if "other" in str(more) and not (workspace / "other").exists():
         wide = ["--model-config", "dim=32", "num_layers=2", "ffn_dim=32", "--data", workspace / "answers.jsonl"]
         assert train(*COMMON, *wide, "--steps", 1, "--run-dir", workspace / "other").returncode == 0
     more = [one.format(root=workspace) for one in more]
-    done = train(*preferring(workspace, *more), "--run-dir", tmp_path / "run")
+    done = refuse(*preferring(workspace, *more), "--run-dir", tmp_path / "run")
     assert done.returncode == 2 and expected in done.stderr, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr
