@@ -42,7 +42,8 @@ def compare_batches(batch: Any, shares: Mapping[int, int]) -> None:
         if told[process] != told[first[share]]:
             raise ValueError(
                 f"processes {first[share]} and {process} gave different rows, and their devices hold the same part of "
-                "the batch: they differ along axis 'tensor' alone; read the same rows in both"
+                "the batch: they differ along axes 'tensor' and 'pipe' alone; read the same rows in both, those of "
+                "step.own_rows(num_rows)"
             )
     same = max(([i for i in sorted(first.values()) if told[i] == found] for found in told), key=len)
     if len(same) > 1 and whose == {"own"}:

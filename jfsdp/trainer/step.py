@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step.step import TrainStep, batch_sharding
+from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_arguments
 
@@ -105,23 +105,6 @@ def causal_flops(flops: Callable[[float], float], keys: Sequence[float]) -> floa
 def causal_keys(seq_len: float) -> list[float]:
     """Return how many keys tokens of a document see, evenly spread over it."""
     return [seq_len * (place + 0.5) / _SAMPLE for place in range(_SAMPLE)]
-
-
-def own_rows(mesh: Any, num_rows: int) -> range:
-    """Return which rows of a global batch stand on this process's devices.
-
-    Raises:
-      ValueError: if they are not neighbours: the mesh mixes the devices of processes.
-    """
-    places = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
-    own = range(rows[0], rows[-1] + 1)
-    if len(own) != len(rows) or own.start % len(own):
-        raise ValueError(
-            f"process {jax.process_index()} has rows {rows} of a batch, and data are read by neighbours; make the mesh "
-            "with jfsdp.make_mesh, which keeps the devices of a process together"
-        )
-    return own
 
 
 def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:

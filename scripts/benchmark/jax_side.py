@@ -20,7 +20,6 @@ from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.update import clip_by_norm
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import make_optimizer, shard_job, train_arguments
-from jfsdp.trainer.step import own_rows
 
 from .case import LEARNING_RATE, count_rows, find_job, mesh_sizes, read_batches
 from .kinds import share_time
@@ -76,7 +75,7 @@ class JaxContender:
             step, self._state = model.train_step(job.loss, tx, **train_arguments(own)), model.init(tx, options.seed)
             whole = self._batches[0]
             self._lower = lambda: step.lower(model.abstract_state(tx), whole)
-            rows_here = own_rows(mesh, rows)
+            rows_here = step.own_rows(rows)
             self._batches = [_cut(batch, rows_here) for batch in self._batches]
             self._step = _watched(step, place) if name == "watched" else step
         self._next = itertools.cycle(self._batches)

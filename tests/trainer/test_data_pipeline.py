@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,9 @@ def uneven_documents(tmp_path_factory):
     return str(path)
 
 
-def _config(path, **options):
+def _config(path, **options: Any):
     """Windows of few rows: to fill one of 1024, the default, takes longer than most tests."""
-    return DataConfig(path, **{"shuffle_rows": 32} | options)
+    return DataConfig(path, **{"shuffle_rows": 32, **options})
 
 
 def _take(iterator, count):

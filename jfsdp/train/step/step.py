@@ -183,6 +183,24 @@ class BatchStep:
         self._batch_shape = batch_shape(batch)
         keep_pace(metrics["loss"])
 
+    def own_rows(self, num_rows: int) -> range:
+        """Return which rows of a global batch this process gives to the step: those that stand on its devices.
+
+        Processes along axes `tensor` and `pipe` have the same.
+
+        Raises:
+          ValueError: if they are not neighbours: the mesh mixes the devices of processes.
+        """
+        places = batch_sharding(self.mesh).addressable_devices_indices_map((num_rows,)).values()
+        rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
+        own = range(rows[0], rows[-1] + 1)
+        if len(own) != len(rows) or own.start % len(own):
+            raise ValueError(
+                f"process {jax.process_index()} has rows {rows} of a batch, and data are read by neighbours; make the "
+                "mesh with jfsdp.make_mesh, which keeps the devices of a process together"
+            )
+        return own
+
     def shard_batch(self, batch: Any) -> Any:
         """Put a batch where the step wants it: dim 0 split over the data axes.
 
@@ -190,7 +208,7 @@ class BatchStep:
         each calls this, and every other leaf is one of two things, the same in all processes:
 
         - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's; processes that
-          share rows, since `tensor` spans them, count as one.
+          share rows, since `tensor` or `pipe` spans them, count as one (`own_rows` says which rows they are).
         - [B ...], a jax.Array over the devices of several processes: the global batch.
 
         Cost: with several processes, all of the run's, the first call compares their batches and waits for all of them.

@@ -37,7 +37,7 @@ from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import Source, open_source
-from jfsdp.trainer.step import describe_attention, own_rows
+from jfsdp.trainer.step import describe_attention
 
 _ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
 
@@ -201,7 +201,7 @@ class Run:
     def _share(self, accumulate: int) -> dict[str, int]:
         """Return this process's part of each batch, as the data iterators take it."""
         num_rows = self.parts.global_batch // accumulate
-        own = own_rows(self.parts.step.mesh, num_rows)
+        own = self.parts.step.own_rows(num_rows)
         share = {"process_index": own.start // len(own), "process_count": num_rows // len(own)}
         return {"batch_size": len(own), **share}
 
