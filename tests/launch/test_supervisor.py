@@ -171,7 +171,8 @@ def test_a_signal_while_processes_are_started_reaches_them_all(supervise, monkey
 
 def test_the_processes_end_with_their_launcher(tmp_path):
     code = (
-        "from pathlib import Path; import sys; from jfsdp.launch.supervisor import *\n"
+        "from pathlib import Path; import signal, sys; from jfsdp.launch.supervisor import *\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # it is ignored where the tests run under nohup
         "command = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
         f"sys.exit(Supervisor(command, 2, Hosts(1, 0, 'localhost:1'), Path({str(tmp_path)!r})).run())"
     )

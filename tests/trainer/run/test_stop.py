@@ -14,12 +14,15 @@ from jfsdp.trainer.run.stop import SIGNALS, StopSignal
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_remembered_and_the_old_handler_comes_back(number, monkeypatch):
     monkeypatch.setattr("jfsdp.trainer.run.stop._leave_terminal", lambda: None)
-    before = signal.getsignal(number)
-    with StopSignal() as stop:
-        assert not stop.is_agreed(may_gather=True)
-        signal.raise_signal(number)
-        assert stop.is_agreed(may_gather=True) and stop.name == number.name
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
+    try:
+        with StopSignal() as stop:
+            assert not stop.is_agreed(may_gather=True)
+            signal.raise_signal(number)
+            assert stop.is_agreed(may_gather=True) and stop.name == number.name
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored():
@@ -35,6 +38,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
 CHILD = """
 import fcntl, os, signal, sys, termios, time
 os.setsid()
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where the tests run under nohup
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from jfsdp.trainer.run.stop import StopSignal
 with StopSignal() as stop:
@@ -54,4 +58,7 @@ def test_a_run_whose_terminal_is_gone_goes_on_to_its_end():
     while b"ready" not in said:
         said += os.read(terminal, 1 << 16)
     os.close(terminal)  # hangs up
-    assert process.wait(timeout=60) == 7
+    try:
+        assert process.wait(timeout=60) == 7
+    finally:
+        process.kill()
