@@ -201,8 +201,9 @@ CARRIES = [counted, summed, doubled, from_beside, masked, from_weight, swapped, 
 def test_whatever_layers_carry_is_exact(run):
     """Numbers, one array twice, an array that layers read besides, a weight, a mask: each stage has its own."""
     place, factory = CARRIES.index(run), functools.partial(Model, run=run)
-    # A mean over the rows at hand couples those of a microbatch, of which each device has its own.
-    sizes = {"pipe": 2, "fsdp": 1 if run is summed else 1 + place // 2 % 2}
+    # A mean over the rows at hand couples those of a microbatch, of which each device has its own; so does a mask that
+    # is drawn in the shape of all of them.
+    sizes = {"pipe": 2, "fsdp": 1 if run in (summed, with_keys_of_numbers) else 1 + place // 2 % 2}
     check_exact(gradients(make(factory, sizes), pipe_repeats=1 + place % 2), wanted(factory))
 
 
