@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, RESTART, SNAPSHOTS, memory_dir
-from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, say
+from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, heard, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.1
@@ -227,8 +227,7 @@ class Supervisor:
             self.stopped_by = number
             self._send(number)
 
-        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-        before = {number: signal.signal(number, forward) for number in FORWARDED if number not in nohup}
+        before = {number: signal.signal(number, forward) for number in heard(FORWARDED)}
         before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads on: the run goes on
         try:
             yield

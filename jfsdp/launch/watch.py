@@ -15,10 +15,11 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from jfsdp.launch.environment import RESTART, Place
@@ -165,6 +166,11 @@ def tell_and_end(message: str, status: int) -> None:
 
 def _name(process: int, count: int) -> str:
     return f"process {process} of {count}:"
+
+
+def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals that a process may listen to: not a SIGHUP that is ignored, as it is under nohup."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def say(text: str) -> None:

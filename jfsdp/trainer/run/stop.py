@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from jfsdp.launch.hosts import gather_json
+from jfsdp.launch.watch import heard
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's --signal; HUP: no terminal
 
@@ -31,9 +32,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = SIGNALS[:-1] if is_nohup else SIGNALS
-        self._before = {number: signal.signal(number, self._remember) for number in heard}
+        self._before = {number: signal.signal(number, self._remember) for number in heard(SIGNALS)}
         return self
 
     def __exit__(self, *_: Any) -> None:
