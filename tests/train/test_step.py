@@ -123,6 +123,14 @@ def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumula
         step(model.init(TX), batch)
 
 
+@pytest.mark.parametrize("rows", [0, -8, 7])
+def test_own_rows_of_a_number_that_cannot_be_split_are_refused(model, rows):
+    step = model.train_step(lambda model, x: jfsdp.Loss(model(x).sum(), x.size), optax.sgd(1.0))
+    assert step.own_rows(64) == range(64)
+    with pytest.raises(ValueError, match=rf"own_rows: num_rows={rows} cannot be split over axes .* multiple of \d"):
+        step.own_rows(rows)
+
+
 def test_a_batch_of_another_structure_is_refused(model):
     step, batch = model.train_step(token_loss, TX), make_batches(1)[0]
     state, _ = step(model.init(TX), batch)

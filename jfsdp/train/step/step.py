@@ -22,7 +22,7 @@ from jfsdp.engine.movements import MANUAL, Passes
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.pipeline.schedule import schedule_of, turns_stay
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.mesh import data_axes, model_mesh, num_data_shards, row_shares, spans_run
+from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.train.checks import (
     batch_shape,
     check_batch,
@@ -189,8 +189,15 @@ class BatchStep:
         Processes along axes `tensor` and `pipe` have the same.
 
         Raises:
-          ValueError: if they are not neighbours: the mesh mixes the devices of processes.
+          ValueError: for a number that the data shards do not divide; if they are not neighbours: the mesh mixes the
+            devices of processes.
         """
+        shards = num_data_shards(dict(self.layout.mesh_sizes))
+        if num_rows < 1 or num_rows % shards:
+            raise ValueError(
+                f"own_rows: num_rows={num_rows} cannot be split over axes {DATA_AXES} (size {shards}); take a multiple "
+                f"of {shards}"
+            )
         places = batch_sharding(self.mesh).addressable_devices_indices_map((num_rows,)).values()
         rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
         own = range(rows[0], rows[-1] + 1)
