@@ -1,5 +1,6 @@
 """What the attention of all models here shares: the choice of the kernel, the mask and the positions of packed rows."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -7,9 +8,13 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from .cudnn import binding, is_at_least, packed_attention
+from .cudnn import FORWARD, binding, is_at_least, packed_attention
 
 AttentionChoice = Literal["auto", "xla", "cudnn"]
+
+# Of longer rows no whole mask is made, and no whole scores; see [Note: long rows by parts].
+LONGEST_WHOLE = 8192
+QUERIES = 2048
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
@@ -82,18 +87,26 @@ def _runs(segment_ids: jax.Array) -> jax.Array:
 
 # [Note: choosing the attention kernel]
 # `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
-# scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs and
-# `_cudnn_serves` holds, else XLA. A model cannot see for which devices it is traced; `jax.default_device` says it where
-# it is set (a plan sets it to a GPU that is not there), else the default backend of this process.
+# scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs from Ampere on
+# and `_cudnn_serves` holds, else XLA. A model cannot see for which devices it is traced; `jax.default_device` says it
+# where it is set (a plan sets it to a GPU that is not there), else the default backend of this process.
 # With segment ids cuDNN is told where documents are on GPUs from Hopper on. Elsewhere, and for what it does not take,
 # both kernels read a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype, of which its backward also
-# makes a gradient). Without segment ids no mask exists in memory.
+# makes a gradient). Without segment ids cuDNN reads no mask.
+#
+# [Note: long rows by parts]
+# A mask, like XLA's scores, grows with the square of the row. Rows of more than LONGEST_WHOLE tokens are therefore
+# computed for QUERIES queries at a time: those, the keys up to the last of them (from the first that their window
+# reaches), and a mask that says all, causality too. The backward makes each part's mask again. So T*T becomes
+# QUERIES*T, and a part computes whole what is half masked: (n + 1) / n of the scores that are seen, in n parts.
 
 
 def document_view(
     segment_ids: jax.Array | None, x: jax.Array, choice: AttentionChoice, *, head_size: int, most: int | None
 ) -> tuple[Documents | jax.Array | None, jax.Array]:
-    """Say how attention is kept inside documents: by where they are, or by a mask; None: rows are not packed.
+    """Say how attention is kept inside documents: by where they are, or by a mask that `attend` makes of segment ids.
+
+    None: rows are not packed.
 
     Args:
       x: activations [B T D]; returned as they are, but NaN in rows of more than `most` documents where these are
@@ -106,7 +119,7 @@ def document_view(
         return None, x
     query = jax.ShapeDtypeStruct((*segment_ids.shape, 1, head_size), x.dtype)
     if most is None or _needs_mask(choice, query, most):
-        return document_mask(segment_ids), x
+        return segment_ids, x
     has_too_many = _runs(segment_ids)[:, -1, None, None] >= most
     documents = find_documents(segment_ids, min(most, segment_ids.shape[1]))
     return documents, jnp.where(has_too_many, jnp.nan, x).astype(x.dtype)
@@ -133,15 +146,16 @@ def describe_attention(
         why = f"attention={choice!r}"
     elif kernel == "cudnn":
         why = "an NVIDIA GPU, and a query that it takes"
-    elif not _is_cuda():
-        why = "no NVIDIA GPU"
+    elif not _has_cudnn_attention():
+        why = "no NVIDIA GPU from Ampere on"
     else:
         why = f"cuDNN does not take {dtype}, heads of {head_size}, rows of {seq_len}"
-    text = f"{'cuDNN' if kernel == 'cudnn' else 'XLA, with scores [B H T T] in memory'} ({why})"
+    rows = f"{QUERIES}" if seq_len > LONGEST_WHOLE else "T"
+    text = f"{'cuDNN' if kernel == 'cudnn' else f'XLA, with scores [B H {rows} T] in memory'} ({why})"
     if not is_packed:
         return text
     reason = _needs_mask(choice, query, most)
-    return f"{text}; documents by a mask [B 1 T T] ({reason})" if reason else f"{text}; documents by their places"
+    return f"{text}; documents by a mask [B 1 {rows} T] ({reason})" if reason else f"{text}; documents by their places"
 
 
 def attend(
@@ -166,14 +180,65 @@ def attend(
     window = None if window is None or window >= query.shape[1] else window
     if isinstance(documents, Documents):
         return packed_attention(query, key, value, *documents, window=window)
+    kernel = choose_attention(choice, query)
+    if is_causal and query.shape[1] > LONGEST_WHOLE and (kernel == "xla" or documents is not None):
+        return _by_parts(query, key, value, documents, kernel, window)
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
-        mask=documents,
+        mask=document_mask(documents),
         is_causal=is_causal,
         local_window_size=None if window is None else (window - 1, 0),
-        implementation=choose_attention(choice, query),
+        implementation=kernel,
+    )
+
+
+def _by_parts(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    kernel: Literal["xla", "cudnn"],
+    window: int | None,
+) -> jax.Array:
+    """Attend causally, some queries after the other; see [Note: long rows by parts]."""
+    parts, seq_len = [], query.shape[1]
+    for first in range(0, seq_len, QUERIES):
+        attend_part = jax.checkpoint(
+            partial(_attend_part, first=first, kernel=kernel, window=window),
+            policy=lambda primitive, *_, **__: primitive.name == FORWARD,
+        )
+        own = query[:, first : first + QUERIES]
+        if parts:  # In turn, in the backward too: else XLA makes all masks first, and adds gradients last.
+            own, key, value, segment_ids, parts[-1] = jax.lax.optimization_barrier(
+                (own, key, value, segment_ids, parts[-1])
+            )
+        parts.append(attend_part(own, key, value, segment_ids))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _attend_part(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    first: int,
+    kernel: Literal["xla", "cudnn"],
+    window: int | None,
+) -> jax.Array:
+    """Attend from some queries, which begin at `first` of the row, to the keys that any of them sees."""
+    end = first + query.shape[1]
+    start = 0 if window is None else max(0, first - window + 1) // 64 * 64
+    rows, columns = jnp.arange(first, end)[:, None], jnp.arange(start, end)[None, :]
+    mask = (columns <= rows)[None]
+    if window is not None:
+        mask &= columns > rows - window
+    if segment_ids is not None:
+        mask &= segment_ids[:, first:end, None] == segment_ids[:, None, start:end]
+    return jax.nn.dot_product_attention(
+        query, key[:, start:end], value[:, start:end], mask=mask[:, None], implementation=kernel
     )
 
 
@@ -185,6 +250,11 @@ def _cudnn_serves(query: Any) -> bool:
     _, seq_len, _, head_size = query.shape
     is_half = query.dtype in (jnp.bfloat16, jnp.float16)
     return is_half and head_size % 8 == 0 and head_size <= 128 and seq_len % 2 == 0
+
+
+def _has_cudnn_attention() -> bool:
+    """Say whether the device that a trace is for is an NVIDIA GPU from Ampere on."""
+    return _is_cuda() and is_at_least("8.0")
 
 
 def _is_cuda() -> bool:
@@ -206,7 +276,7 @@ def choose_attention(choice: AttentionChoice, query: Any) -> Literal["xla", "cud
       ValueError: for "cudnn" without half precision.
     """
     if choice == "auto":
-        return "cudnn" if _is_cuda() and _cudnn_serves(query) else "xla"
+        return "cudnn" if _has_cudnn_attention() and _cudnn_serves(query) else "xla"
     if choice == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"attention='cudnn' needs bfloat16 or float16 activations, got {query.dtype}; "

@@ -23,17 +23,18 @@ except ImportError:  # private: another JAX may have moved it, and attention the
     binding: Any = None
 
 
-_of_process = binding and binding.check_compute_capability
+# The primitive whose results are those of attention's forward, masked or packed, for a policy of recomputation.
+FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def is_at_least(capability: str) -> bool:
     """Tell whether the device that a trace is for is an NVIDIA GPU of at least this compute capability.
 
-    That is the one set as the default, as a plan does, else one of this process, which the binding asks.
+    That is the one set as the default, as a plan does, else one of this process.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if not hasattr(device, "device_kind"):
-        return _of_process(capability)
+        device = jax.local_devices()[0]
     found = getattr(device, "compute_capability", None)
     return found is not None and _numbers(found) >= _numbers(capability)
 

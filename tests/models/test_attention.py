@@ -26,14 +26,17 @@ def rows_of(runs):
 
 
 def by_documents(query, key, value, documents):
-    """Attend as cuDNN is told to: each document by itself, causally."""
+    """Attend as cuDNN is told to: each document by itself, causally. In NumPy, which compiles nothing."""
+    query, key, value = map(np.asarray, (query, key, value))
+    key, value = (np.repeat(part, query.shape[2] // part.shape[2], axis=2) for part in (key, value))
     out = np.full(query.shape, np.nan, np.float32)
     for row, (lengths, starts) in enumerate(zip(*map(np.asarray, documents), strict=True)):
         for length, start in zip(lengths, starts, strict=True):
             if length > 0:
-                part = (slice(row, row + 1), slice(start, start + length))
-                own = jax.nn.dot_product_attention(query[part], key[part], value[part], is_causal=True)
-                out[part] = own
+                own = np.s_[row, start : start + length]
+                scores = np.einsum("tha,sha->hts", query[own], key[own]) * query.shape[-1] ** -0.5
+                scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
+                out[own] = np.einsum("hts,sha->tha", scores / scores.sum(-1, keepdims=True), value[own])
     return out
 
 
@@ -66,12 +69,12 @@ def test_who_is_told_where_documents_are():
     """GPUs from Hopper on, where cuDNN takes the query; all others read a mask."""
     hopper = hlo.h100s(1)[0]
     assert isinstance(view(hopper), attention.Documents)
-    mask = (2, 1, T, T)
-    assert view(hlo.gpus("a100-80")[0]).shape == view(jax.devices()[0]).shape == mask
-    assert view(hopper, dtype=jnp.float32).shape == mask
-    assert view(hopper, choice="xla").shape == mask
-    assert view(hopper, head_size=36).shape == mask
-    assert view(hopper, most=None).shape == mask
+    ids = (2, T)  # of which a mask is made
+    assert view(hlo.gpus("a100-80")[0]).shape == view(jax.devices()[0]).shape == ids
+    assert view(hopper, dtype=jnp.float32).shape == ids
+    assert view(hopper, choice="xla").shape == ids
+    assert view(hopper, head_size=36).shape == ids
+    assert view(hopper, most=None).shape == ids
 
 
 def test_a_row_of_too_many_documents_is_nan(monkeypatch):
@@ -109,6 +112,55 @@ def test_a_backward_computes_fused_attention_again_only_under_full(remat, times)
     assert len(re.findall("dot_product_attention_fwd_wrapper", text)) == times
 
 
+def _attend_and_derive(query, key, value, ids, cotangents, window, remat):
+    attend = apply_remat(partial(attention.attend, choice="auto", window=window), remat)
+    out, transpose = jax.vjp(lambda *heads: attend(*heads, ids), query, key, value)
+    return out, transpose(cotangents)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(("length", "window"), [(48, None), (45, None), (45, 7), (45, 23)])
+def test_long_rows_by_parts_are_what_they_are_whole(monkeypatch, length, window, is_packed):
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value, cotangents = (
+        jax.random.normal(one, (2, length, heads, 8)) for one, heads in zip(keys, (4, 2, 2, 4), strict=True)
+    )
+    lengths = [[1, length - 4, 3], [17, 15, length - 32]]
+    ids = jnp.asarray([np.repeat([1, 2, 0], runs) for runs in lengths]) if is_packed else None
+    args = (query, key, value, ids, cotangents, window)
+    wanted = jax.jit(_attend_and_derive, static_argnums=(5, 6))(*args, "none")
+    monkeypatch.setattr(attention, "LONGEST_WHOLE", length - 1)
+    monkeypatch.setattr(attention, "QUERIES", 16)
+    for remat in ("none", "full"):
+        found = jax.jit(partial(_attend_and_derive), static_argnums=(5, 6))(*args, remat)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_long_rows_before_hopper_make_no_array_of_the_row_squared(monkeypatch, remat, times):
+    """And attend no more often for it: of the parts the backward makes their masks again, and no more."""
+    length, parts = 2048, 4
+    monkeypatch.setattr(attention, "LONGEST_WHOLE", length - 1)
+    monkeypatch.setattr(attention, "QUERIES", length // parts)
+    device = hlo.gpus("a100-80")[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    heads = [jax.ShapeDtypeStruct((1, length, num, 64), jnp.bfloat16, sharding=sharding) for num in (8, 2, 2, 8)]
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+
+    def run(query, key, value, cotangents, ids):
+        return _attend_and_derive(query, key, value, ids, cotangents, None, remat)
+
+    with jax.default_device(device):
+        traced = jax.jit(run).trace(*heads, ids)
+        program = traced.lower().compile()
+    assert len(re.findall("dot_product_attention_fwd_wrapper", str(traced.jaxpr))) == times * parts
+    text = program.as_text() or ""
+    assert f"{length},{length}" not in text
+    assert len(re.findall(r'"__cudnn\$fmha\w*SoftmaxBackward"', text)) == parts
+    memory = program.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 4 * length * length
+
+
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
 def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
     """Forward and backward, on a GPU that is not there. What it computes was not run on any."""
@@ -131,34 +183,58 @@ def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dtype", "is_packed", "text"),
+    ("gpu", "dtype", "seq_len", "is_packed", "text"),
     [
-        ("h100", "bfloat16", True, "cuDNN (an NVIDIA GPU, and a query that it takes); documents by their places"),
-        ("h100", "bfloat16", False, "cuDNN (an NVIDIA GPU, and a query that it takes)"),
+        (
+            "h100",
+            "bfloat16",
+            65536,
+            True,
+            "cuDNN (an NVIDIA GPU, and a query that it takes); documents by their places",
+        ),
+        ("h100", "bfloat16", 512, False, "cuDNN (an NVIDIA GPU, and a query that it takes)"),
         (
             "a100-80",
             "bfloat16",
+            8192,
             True,
             "cuDNN (an NVIDIA GPU, and a query that it takes); documents by a mask [B 1 T T] (cuDNN is told where "
             "documents are on GPUs from Hopper on)",
         ),
         (
+            "a100-80",
+            "bfloat16",
+            8194,
+            True,
+            "cuDNN (an NVIDIA GPU, and a query that it takes); documents by a mask [B 1 2048 T] (cuDNN is told where "
+            "documents are on GPUs from Hopper on)",
+        ),
+        (
             None,
             "float32",
+            512,
             True,
-            "XLA, with scores [B H T T] in memory (no NVIDIA GPU); documents by a mask [B 1 T T] (only cuDNN can be "
-            "told where documents are)",
+            "XLA, with scores [B H T T] in memory (no NVIDIA GPU from Ampere on); documents by a mask [B 1 T T] (only "
+            "cuDNN can be told where documents are)",
         ),
     ],
 )
-def test_the_kernel_is_said_with_its_reason(gpu, dtype, is_packed, text):
+def test_the_kernel_is_said_with_its_reason(gpu, dtype, seq_len, is_packed, text):
     with jax.default_device(hlo.gpus(gpu)[0] if gpu else jax.devices()[0]):
-        assert attention.describe_attention("auto", 64, 64, dtype, 512, is_packed=is_packed) == text
+        assert attention.describe_attention("auto", 64, 64, dtype, seq_len, is_packed=is_packed) == text
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [("7.5", "xla"), ("8.0", "cudnn")])
+def test_cudnn_attends_from_ampere_on(monkeypatch, capability, kernel):
+    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
+    monkeypatch.setattr(attention, "is_at_least", lambda least: float(capability) >= float(least))
+    query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
+    assert attention.choose_attention("auto", query) == kernel
 
 
 def test_a_jax_without_the_binding_takes_a_mask(monkeypatch):
     monkeypatch.setattr(attention, "binding", None)
-    assert view(hlo.h100s(1)[0]).shape == (2, 1, T, T)
+    assert view(hlo.h100s(1)[0]).shape == (2, T)
 
 
 @pytest.mark.parametrize("most", [3, None])
