@@ -282,6 +282,10 @@ class Checkpointer:
             with readable_errors(self.directory, self._needed):
                 wait_for(self._writer)
 
+    def num_bytes(self) -> int:
+        """Return how many bytes of the save under way are on disk, of all processes; 0 where there is none."""
+        return 0 if self._writer is None else self._writer.num_bytes()
+
     def close(self, *, alone: bool = False) -> None:
         """Wait for the last save and stop the writing threads. Every process calls this.
 

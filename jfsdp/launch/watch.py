@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from jfsdp.launch.environment import RESTART, Place
@@ -28,6 +28,7 @@ USAGE, DAMAGED, STUCK, ENDED_BY_OTHERS = 2, 4, 75, 76  # exit statuses; restarti
 PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
 _PERIOD_S = 1.0
 _OWN_WORD_S = 2.0  # for a process that has met the same error to say so itself
+_ANSWER_S = 60.0  # how long a file system may take to say how much is written
 _LINGER_S = 5.0  # of process 0 after it failed: the store, which the others read, ends with it
 _KEY = "jfsdp/failed"
 
@@ -63,9 +64,14 @@ class Watch:
         self._done.set()
 
     @contextlib.contextmanager
-    def at(self, place: str, times: float = 1) -> Iterator[None]:
-        """Say what begins here, and that it may take `times` the limit. What is inside it counts for itself."""
-        here = _Place(place, times * self.limit_s, time.monotonic())
+    def at(self, place: str, times: float = 1, progress: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Say what begins here, and that it may take `times` the limit. What is inside it counts for itself.
+
+        Args:
+          progress: called, in a thread of its own, when the time is over; it counts anew where this returns another
+            value than the last time, or is called for the first time.
+        """
+        here = _Place(place, times * self.limit_s, time.monotonic(), progress)
         self._places.append(here)
         try:
             yield
@@ -77,7 +83,8 @@ class Watch:
     def _watch_self(self) -> None:
         while not self._done.wait(_PERIOD_S):
             for place in self._places[-1:]:
-                if not place.is_told and time.monotonic() > place.begin + place.limit_s:
+                is_over = time.monotonic() > place.begin + place.limit_s
+                if is_over and not place.is_told and not place.has_got_on():
                     place.is_told = True
                     self._say_stuck(place)
 
@@ -110,7 +117,22 @@ class _Place:
     name: str
     limit_s: float
     begin: float
+    progress: Callable[[], Any] | None = None
+    seen: Any = None
     is_told: bool = False
+
+    def has_got_on(self) -> bool:
+        """Ask for progress, where that can be asked, and begin anew with it. A file system may not answer."""
+        if self.progress is None:
+            return False
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(self.progress and self.progress()), daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        if not answers or answers[0] == self.seen:
+            return False
+        self.seen, self.begin = answers[0], time.monotonic()
+        return True
 
 
 @dataclasses.dataclass(frozen=True)

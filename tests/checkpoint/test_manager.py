@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.checkpoint.disk import writer
 
 TX = optax.sgd(1e-3)
 
@@ -88,6 +89,14 @@ def test_keep_none_keeps_all(checkpoints):
     run = checkpoints(keep=None)
     save_steps(run, *range(1, 6))
     assert run.steps() == [1, 2, 3, 4, 5]
+
+
+def test_what_is_on_disk_of_a_save_under_way_is_counted(checkpoints, monkeypatch):
+    run, commit, seen = checkpoints(), writer.commit, []
+    monkeypatch.setattr(writer, "commit", lambda *args: (seen.append(run.num_bytes()), commit(*args)))
+    assert run.num_bytes() == 0
+    save_steps(run, 1)
+    assert seen[0] > 16 * 13 * 4
 
 
 @pytest.mark.parametrize("keep", [0, -1])

@@ -84,6 +84,27 @@ def test_what_gets_on_is_left_alone_and_what_is_inside_counts_for_itself(join, e
     assert not ended
 
 
+@pytest.mark.parametrize(("last", "ends"), [(10**9, False), (4, True)])
+def test_what_says_that_it_gets_on_has_its_time_anew(join, ended, last, ends):
+    """As a save does, whose bytes on disk grow: a slow file system is no hang, and one that stands still is."""
+    join(Store())
+    begin = time.monotonic()
+
+    def progress():
+        return min(int((time.monotonic() - begin) / 0.1), last)
+
+    with watch.Watch(0.2, PLACE) as watching, watching.at("a save", 1, progress):
+        time.sleep(1.5)
+    assert ended[:1] == [watch.STUCK] * ends
+
+
+def test_a_file_system_that_does_not_answer_has_stopped(join, ended, monkeypatch):
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
+    join(Store())
+    with watch.Watch(0.1, PLACE) as watching, watching.at("a save", 1, lambda: time.sleep(20)):
+        wait_for(lambda: ended)
+
+
 def test_the_others_end_with_the_error_of_the_one_that_failed(join, ended, capfd):
     store = Store()
     join(store, process=0)

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 import weakref
@@ -230,6 +231,15 @@ class Writer:
         if error is not None:
             raise error
         return True
+
+    def num_bytes(self) -> int:
+        """Return how many bytes of what is being written are on disk, of all processes that share it."""
+        num_bytes = 0
+        for directory, _, names in os.walk(self._partial or ""):
+            for name in names:
+                with contextlib.suppress(OSError):  # renamed meanwhile
+                    num_bytes += os.stat(os.path.join(directory, name)).st_size
+        return num_bytes
 
     def remove_unfinished(self) -> None:
         """Remove what was half written; for process 0, after every process's `wait`."""

@@ -61,6 +61,8 @@ class Saver(Protocol):
 
     def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
 
+    def num_bytes(self) -> int: ...
+
 
 class SnapshotSaver(Protocol):
     """What the loop asks of `Snapshots`."""
@@ -228,7 +230,7 @@ class Loop:
         """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
         record = self.last_record if self.last_record and self.last_record["step"] == step else {}
         metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
-        with self.watch.at(f"saving step {step}", PATIENT):
+        with self.watch.at(f"saving step {step}", PATIENT, self.checkpoints.num_bytes):
             self.checkpoints.save(step, state, self._extra(), config=self.described, metrics=metrics)
         self.last_saved = step
 

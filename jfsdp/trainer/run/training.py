@@ -183,10 +183,12 @@ class Run:
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:
-                with contextlib.suppress(Exception), self.watch.at("finishing a save, after an error", PATIENT):
+                finishing = self.watch.at("finishing a save, after an error", PATIENT, checkpoints.num_bytes)
+                with contextlib.suppress(Exception), finishing:
                     checkpoints.close(alone=True)  # what is being saved is worth waiting for
                 raise
-            with self.watch.at("finishing the last save", PATIENT), loop.goodput.spent_on("save"):
+            finishing = self.watch.at("finishing the last save", PATIENT, checkpoints.num_bytes)
+            with finishing, loop.goodput.spent_on("save"):
                 checkpoints.close()
             self.snapshots.clear()
             with self.watch.at("the end: sample and summary", PATIENT):
