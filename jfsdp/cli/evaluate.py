@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.opened import OpenOptions
-from jfsdp.trainer.options import Count, Name, Number, optional
+from jfsdp.trainer.options import Count, Dtype, Name, Number, optional
 
 _SEQ_LEN = 2048
 
@@ -35,6 +35,10 @@ class Evaluate(OpenOptions):
     """Which of the assistant's messages in a conversation count. none: as the run had it, or all."""
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: as the run had it, or found by looking."""
+    token_dtype: Dtype = None
+    """uint16 or uint32, for token files without a sidecar FILE.bin.json. none: as the run had it."""
+    eod_id: Number = None
+    """The id between documents, for token files without a sidecar. none: as the run had it."""
     json: bool = False
     """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
 
@@ -60,6 +64,8 @@ class Evaluate(OpenOptions):
             chat_template=theirs.chat_template,
             answers=self.answers or theirs.answers,
             text_field=self.text_field or theirs.text_field,
+            token_dtype=self.token_dtype or theirs.token_dtype,
+            eod_id=theirs.eod_id if self.eod_id is None else self.eod_id,
             documents_per_row=job.documents_per_row,
             eval_fraction=0,
         )

@@ -93,6 +93,13 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
     assert main(["evaluate", directory, *options]) == 0
     assert f"{count} tokens" in capsys.readouterr().out
+    rows = np.arange(60, dtype=np.uint16) % 7
+    (tmp_path / "tokens.bin").write_bytes(rows.tobytes())
+    binary = ["--data", str(tmp_path / "tokens.bin"), "--seq-len", "16", "--json"]
+    assert main(["evaluate", directory, *binary]) == 2
+    assert "--token-dtype" in capsys.readouterr().err
+    assert main(["evaluate", directory, *binary, "--token-dtype", "uint16", "--eod-id", "6"]) == 0
+    assert json.loads(capsys.readouterr().out)["weight"] == 59
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     for args, expected in (
         (["--data", pairs], "--preference"),
