@@ -183,3 +183,55 @@ def test_what_is_written_out_is_taken_over_or_said(send, unread, wanted):
 
 def test_without_a_trace_nothing_is_known():
     assert find_activations(None, LAYOUT).sent == ()
+
+
+STAGES = jax.sharding.AbstractMesh((2, 4), ("pipe", "tensor"))
+STAGED: Any = types.SimpleNamespace(
+    data_axes=(),
+    mesh_sizes=(("pipe", 2), ("tensor", 4)),
+    num_shards=lambda axes: {("tensor",): 4, ("pipe",): 2, ("pipe", "tensor"): 8}.get(tuple(axes), 1),
+)
+ALL = ROWS * 4 * WIDTH * 4
+
+
+def in_stages(fn):
+    return jax.shard_map(fn, mesh=STAGES, in_specs=P(), out_specs=P(), axis_names={"pipe"}, check_vma=False)
+
+
+def hand_on(x):
+    return jax.lax.ppermute(x, "pipe", [(0, 1)])
+
+
+def hand_on_what_is_split(x):
+    return in_stages(hand_on)(jax.lax.with_sharding_constraint(x, NamedSharding(STAGES, P(None, "tensor"))))
+
+
+def hand_on_in_loop(length, is_read):
+    def run(x):
+        last, seen = jax.lax.scan(lambda x, _: (hand_on(x), x.sum()), x, None, length=length)
+        return (last if is_read else 0) + seen.sum()
+
+    return in_stages(run)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "wanted"),
+    [
+        pytest.param(hand_on_what_is_split, (X,), [("pipe", "collective-permute", ALL / 4)], id="a part is handed on"),
+        pytest.param(
+            in_stages(lambda x, up, down: jnp.tanh(jax.lax.psum(x @ up @ down, "pipe"))),
+            (X, UP, DOWN),
+            [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
+            id="one sum over both axes",
+        ),
+        pytest.param(hand_on_in_loop(3, False), (X,), [("pipe", "collective-permute", 3 * ALL)], id="in every tick"),
+        pytest.param(hand_on_in_loop(1, True), (X,), [("pipe", "collective-permute", ALL)], id="in one tick"),
+        pytest.param(hand_on_in_loop(1, False), (X,), [], id="in one tick, and nobody reads it"),
+    ],
+)
+def test_what_stages_send_is_split_over_tensor_too(fn, args, wanted):
+    traced = jax.jit(fn).trace(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args])
+    specs = tuple(P() if spec == P("fsdp") else spec for _, spec in args)
+    result = find_activations(Trace(traced.jaxpr.jaxpr, specs), STAGED)
+    assert result.unread == ()
+    assert [("/".join(item.axes), item.kind, item.wire_bytes) for item in result.sent] == wanted

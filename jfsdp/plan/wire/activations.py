@@ -8,7 +8,9 @@ that is to be split is a reduce-scatter, one that is read whole an all-reduce, a
 all-gather, and one that is to be split elsewhere an all-to-all; to split what is whole is free. What a sum becomes
 is open through operations on single elements, until a statement, an operation or the end of a loop's iteration says it.
 Sums that are added are one; but additions are not put in another order, as of what is whole and added between.
-Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole only a part is read; what it
+What a pipeline writes out over `pipe` is taken over: of a value that another axis splits a part is sent, and a sum over
+`pipe` of a sum over `tensor` that is still to be formed is one sum over both. What nobody reads is not sent; but a loop
+sends in every iteration. Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole only a part is read; what it
 sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may need each other there.
 """
 
@@ -19,10 +21,10 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from jfsdp.compat import manual_axes
+from jfsdp.compat import dce_jaxpr, manual_axes
 from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.engine import SCOPE
-from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import wire_bytes
 from jfsdp.plan.program.hlo import Shape
@@ -38,7 +40,7 @@ class Sent:
     """One value that crosses an axis.
 
     Attributes:
-      axis: the mesh axis.
+      axes: the mesh axes: one, or those over which one sum is formed.
       kind: of the collective.
       dtype: as HLO writes it.
       wire_bytes: sent per device and step.
@@ -46,7 +48,7 @@ class Sent:
       source: the operation by which it has to, by its name in the program.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     kind: str
     dtype: str
     wire_bytes: float
@@ -91,7 +93,8 @@ class _Sum:
 
 
 Form = int | None | _Sum
-_WRITTEN = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
+_SUMS = ("psum", "psum_invariant")
+_WRITTEN = {**dict.fromkeys(_SUMS, ALL_REDUCE), "ppermute": PERMUTE}
 
 
 class _Axis:
@@ -128,6 +131,14 @@ class _Axis:
         self.send(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
         for other in found.beside:
             self._form(other.root(), shape, form, eqn)
+
+    def joins(self, atom: Any) -> bool:
+        """Form a sum without sending it, as a part of one that is written over another axis; tell if it was open."""
+        found = self.read(atom)
+        if not isinstance(found, _Sum):
+            return False
+        found.root().is_formed = True
+        return True
 
     def give(self, out: Any, form: Form | str) -> None:
         """Say how a result is split."""
@@ -238,13 +249,17 @@ class _Axis:
 
 
 class _Walk:
-    """Follows a trace, with the rows of the batch over the data axes beside what the model splits."""
+    """Follows a trace along one axis of the model, with the rows of the batch over the data axes and what the model's
+    other axes split beside it."""
 
-    def __init__(self, axes: Sequence[str], parts: int, rows: Sequence[str], num_rows: int):
+    def __init__(self, own: str, layout: Layout):
         self.sent: list[Sent] = []
+        self.read: set[Any] = set()  # by some operation that was met
         self.times = 1
-        self.rows, self.own = _Axis(rows, num_rows), _Axis(axes, parts, self._send)
-        self.axes = (self.own, self.rows)
+        self.rows = _Axis(layout.data_axes, layout.num_shards(layout.data_axes))
+        self.own = _Axis((own,), layout.num_shards((own,)), self._send)
+        self.others = [_Axis((axis,), layout.num_shards((axis,))) for axis in _model_axes(layout) if axis != own]
+        self.axes = (self.own, self.rows, *self.others)
 
     def _send(self, kind: str, var: Any, eqn: Any) -> None:
         rows = self.rows.read(var)
@@ -252,14 +267,17 @@ class _Walk:
             return
         share = 1 if rows is None else self.rows.parts
         size = wire_bytes(kind, _num_bytes(var.aval) / share, self.own.parts) * self.times
-        self._add(kind, var, size, self.times, eqn)
+        self._add(kind, var, size, self.own.names, eqn)
 
-    def _add(self, kind: str, var: Any, size: float, times: int, eqn: Any) -> None:
-        (axis,), name = self.own.names, f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
-        self.sent.append(Sent(axis, kind, hlo_dtype(str(var.aval.dtype)), size, times, name))
+    def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
+        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+        ordered = tuple(axis for axis in OUTER_FIRST if axis in axes)
+        self.sent.append(Sent(ordered, kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
 
     def run(self, jaxpr: Any) -> None:
         """Follow the operations of a jaxpr, whose inputs have their forms."""
+        self.read |= {atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)}
+        self.read |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
         for eqn in jaxpr.eqns:
             if f"{SCOPE}.update" not in str(eqn.source_info.name_stack):
                 self._step(eqn)
@@ -282,6 +300,9 @@ class _Walk:
         else:
             if _is_collective(eqn, self.own.names):
                 self._written(eqn)
+            elif any(_is_collective(eqn, other.names) for other in self.others) and name in _SUMS:
+                for atom in eqn.invars:
+                    self.own.joins(atom)
             for axis in self.axes:
                 axis.compute(eqn)
 
@@ -293,9 +314,14 @@ class _Walk:
             return
         if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # what stays is not sent
             return
-        for var in eqn.outvars:
-            size = wire_bytes(kind, _num_bytes(var.aval), self.own.parts) * self.times
-            self._add(kind, var, size, self.times, eqn)
+        for var, given in zip(eqn.outvars, eqn.invars, strict=True):
+            size, parts, axes = float(_num_bytes(var.aval)), self.own.parts, set(self.own.names)
+            for other in self.others:
+                if isinstance(other.read(given), int):
+                    size /= other.parts
+                elif kind == ALL_REDUCE and other.joins(given):
+                    parts, axes = parts * other.parts, axes | other.names
+            self._add(kind, var, wire_bytes(kind, size, parts) * self.times, axes, eqn)
 
     def _pass(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
         for axis in self.axes:
@@ -320,6 +346,9 @@ class _Walk:
     def _scan(self, eqn: Any) -> None:
         """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
         (body,), (num_consts, num_carry) = inner_jaxprs(eqn), scan_counts(eqn)
+        if eqn.params["length"] == 1:  # of a loop what is carried on is computed, though nobody reads the last of it
+            needed, _ = dce_jaxpr(body, [out in self.read for out in eqn.outvars], instantiate=True)
+            body = body.replace(eqns=needed.eqns)
         loop = _Loop(eqn, body, num_consts, num_carry)
         starts = {axis: axis.enter(loop) for axis in self.axes}
         mark, outer, self.times = len(self.sent), self.times, self.times * eqn.params["length"]
@@ -356,22 +385,27 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     Args:
       trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
     """
-    found = [
-        _over(axis, trace, layout)
-        for axis in MODEL_AXES
-        if trace is not None and axis in dict(layout.mesh_sizes) and layout.num_shards((axis,)) > 1
-    ]
+    found = [_over(axis, trace, layout) for axis in _model_axes(layout) if trace is not None]
     return Activations(*(tuple(itertools.chain(*parts)) for parts in (zip(*found, strict=True) if found else ((), ()))))
 
 
+def _model_axes(layout: Layout) -> list[str]:
+    """Return the axes of several devices that the model itself is split over."""
+    sizes = dict(layout.mesh_sizes)
+    return [axis for axis in MODEL_AXES if sizes.get(axis, 1) > 1]
+
+
 def _over(own: str, trace: Trace, layout: Layout) -> tuple[list[Sent], list[str]]:
-    walk = _Walk((own,), layout.num_shards((own,)), layout.data_axes, layout.num_shards(layout.data_axes))
+    walk = _Walk(own, layout)
+    jaxpr, _ = dce_jaxpr(
+        trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True
+    )  # what nobody reads is not sent
     for axis in walk.axes:
-        axis.forms.update(zip(trace.jaxpr.invars, map(axis.dim, trace.specs), strict=True))
-    walk.run(trace.jaxpr)
-    for atom in trace.jaxpr.outvars:
+        axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
+    walk.run(jaxpr)
+    for atom in jaxpr.outvars:
         if isinstance(walk.own.read(atom), _Sum):
-            walk.own.turn(atom, None, trace.jaxpr.eqns[-1])
+            walk.own.turn(atom, None, jaxpr.eqns[-1])
     return walk.sent, list(walk.own.unread)
 
 

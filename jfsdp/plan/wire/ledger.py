@@ -208,7 +208,7 @@ class _Rows:
     def expect_own(self, sent: Sequence[Sent]) -> None:
         """Add what must cross the axes that the model itself is split over."""
         for item in sent:
-            row = ROOT, OWN, item.kind, item.dtype, (item.axis,), self.layout.num_shards((item.axis,))
+            row = ROOT, OWN, item.kind, item.dtype, item.axes, self.layout.num_shards(item.axes)
             self.expected[row] += item.wire_bytes  # type: ignore[assignment]
             self.paths.setdefault(row, {})
 
