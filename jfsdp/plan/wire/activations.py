@@ -10,15 +10,16 @@ is open through operations on single elements, until a statement, an operation o
 Sums that are added are one; but additions are not put in another order, as of what is whole and added between.
 What a pipeline writes out over `pipe` is taken over: of a value that another axis splits a part is sent, and a sum over
 `pipe` of a sum over `tensor` that is still to be formed is one sum over both. What nobody reads is not sent; but a loop
-sends in every iteration. Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole only a part is read; what it
-sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may need each other there.
+sends in every iteration. Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole
+only a part is read; what it sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may
+need each other there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jfsdp.compat import dce_jaxpr, manual_axes
@@ -27,12 +28,9 @@ from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import wire_bytes
-from jfsdp.plan.program.hlo import Shape
-from jfsdp.plan.wire.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
+from jfsdp.plan.wire.forms import ALL_REDUCE, Axis, Loop, Sum, num_bytes
 from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype
 from jfsdp.train.step.step import Trace
-
-ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,183 +67,8 @@ class Activations:
     unread: tuple[str, ...]
 
 
-@dataclasses.dataclass(eq=False)
-class _Sum:
-    """A sum over an axis of which it is open whether it becomes whole or split.
-
-    Attributes:
-      var: what is summed.
-      is_formed, form: whether that is known, and what it became.
-      of: the sum that it is added to, or computed from.
-      beside: others that become what it becomes, each by itself.
-      has_parts: whether the sum of its parts on all devices is the value itself.
-    """
-
-    var: Any
-    is_formed: bool = False
-    form: Form = None
-    of: _Sum | None = None
-    beside: list[_Sum] = dataclasses.field(default_factory=list)
-    has_parts: bool = True
-
-    def root(self) -> _Sum:
-        return self.of.root() if self.of else self
-
-
-Form = int | None | _Sum
 _SUMS = ("psum", "psum_invariant")
 _WRITTEN = {**dict.fromkeys(_SUMS, ALL_REDUCE), "ppermute": PERMUTE}
-
-
-class _Axis:
-    """How every value is split over some mesh axes."""
-
-    def __init__(self, names: Sequence[str], parts: int, send: Callable[[str, Any, Any], None] = lambda *_: None):
-        self.names, self.parts, self.send = frozenset(names), parts, send
-        self.forms: dict[Any, Form] = {}
-        self.unread: dict[str, None] = {}
-
-    def read(self, atom: Any) -> Form:
-        """Return how a value is split, a sum that has been formed as what it became."""
-        form = None if is_literal(atom) else self.forms.get(atom)
-        if isinstance(form, _Sum) and form.root().is_formed:
-            formed = form.root()
-            return formed.form if formed.var.aval.shape == atom.aval.shape else None
-        return form
-
-    def turn(self, atom: Any, form: Form, eqn: Any) -> None:
-        """Make a value whole, or split along a dim; what is whole is split for free."""
-        now = self.read(atom)
-        if is_literal(atom) or now == form:
-            return
-        if isinstance(now, _Sum):
-            self._form(now.root(), atom.aval.shape, form, eqn)
-        elif now is not None:
-            self.send(ALL_GATHER if form is None else ALL_TO_ALL, atom, eqn)
-        self.forms[atom] = form
-
-    def _form(self, found: _Sum, shape: tuple[int, ...], form: Form, eqn: Any) -> None:
-        if found.is_formed:
-            return
-        found.is_formed, found.form = True, form if found.var.aval.shape == shape else None
-        self.send(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
-        for other in found.beside:
-            self._form(other.root(), shape, form, eqn)
-
-    def joins(self, atom: Any) -> bool:
-        """Form a sum without sending it, as a part of one that is written over another axis; tell if it was open."""
-        found = self.read(atom)
-        if not isinstance(found, _Sum):
-            return False
-        found.root().is_formed = True
-        return True
-
-    def give(self, out: Any, form: Form | str) -> None:
-        """Say how a result is split."""
-        self.forms[out] = _Sum(out) if form == SUMMED else form  # type: ignore[assignment]
-
-    def compute(self, eqn: Any) -> None:
-        """Follow an operation without a body."""
-        if self._waits(eqn):
-            return
-        for atom in eqn.invars:
-            if isinstance(self.read(atom), _Sum):
-                self.turn(atom, self._common(eqn) if atom.aval.shape else None, eqn)
-        goes = self._agreed(eqn)
-        for place, out in enumerate(eqn.outvars):
-            self.give(out, next((each[place] for each in goes if each[place] is not None), None))
-
-    def _waits(self, eqn: Any) -> bool:
-        """Leave it open how a sum is formed where the results may decide it; sums that are added become one."""
-        forms = [self.read(atom) for atom in eqn.invars]
-        sums = [form for form in forms if isinstance(form, _Sum)]
-        if not sums or not keeps_sums(eqn) or any(isinstance(form, int) for form in forms):
-            return False
-        sizes = {atom.aval.size for atom, form in zip(eqn.invars, forms, strict=True) if isinstance(form, _Sum)}
-        if sizes != {eqn.outvars[0].aval.size}:
-            return False
-        has_parts = is_linear(eqn) or (adds(eqn) and len(sums) == len(forms))
-        has_parts = has_parts and all(form.has_parts for form in sums)
-        first, *others = dict.fromkeys(form.root() for form in sums)
-        if has_parts:
-            for other in others:
-                other.of = first
-        else:
-            first.beside += others
-        out = first if has_parts else _Sum(first.var, of=first, has_parts=False)
-        self.forms.update(dict.fromkeys(eqn.outvars, out))
-        return True
-
-    def _common(self, eqn: Any) -> int | None:
-        """Return the dim along which a sum is split that meets split values, element by element."""
-        forms = [self.read(atom) for atom in eqn.invars]
-        return next((form for form in forms if isinstance(form, int)), None) if keeps_sums(eqn) else None
-
-    def _agreed(self, eqn: Any) -> list[list[Any]]:
-        """Return where split dims go, once the operands that stand against it are whole, the smaller ones first."""
-        places = [place for place, atom in enumerate(eqn.invars) if isinstance(self.read(atom), int)]
-        goes = {place: follow(eqn, place, self.read(eqn.invars[place]), self.parts) for place in places}  # type: ignore[arg-type]
-        for place in sorted(places, key=lambda place: _num_bytes(eqn.invars[place].aval)):
-            own = goes.pop(place)
-            is_lost = all(found is None for found in own)
-            like = [other for other in goes if self.read(eqn.invars[other]) == self.read(eqn.invars[place])]
-            if is_lost and not is_known(eqn) and not like:
-                self.unread[eqn.primitive.name] = None
-            if (is_lost and (is_known(eqn) or not like)) or any(_contradict(own, each) for each in goes.values()):
-                self.turn(eqn.invars[place], None, eqn)
-            else:
-                goes[place] = own
-        return list(goes.values())
-
-    def state(self, eqn: Any) -> None:
-        """Follow a sharding that is stated; along dims that are left open a value is split as it was."""
-        (atom,), (out,) = eqn.invars, eqn.outvars
-        stated = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-        free = eqn.params.get("unconstrained_dims") or ()
-        wanted, now = self.dim(getattr(stated, "spec", ())), self.read(atom)
-        if wanted is None and isinstance(now, int) and now in free:
-            wanted = now
-        self.turn(atom, wanted, eqn)
-        self.forms[out] = wanted
-
-    def enter(self, loop: _Loop) -> list[Form]:
-        """Return how the inputs of a body are split; layer dims are not."""
-        forms: list[Form] = []
-        for place, atom in enumerate(loop.eqn.invars):
-            form, is_row = self.read(atom), place >= loop.num_consts + loop.num_carry
-            if (isinstance(form, _Sum) and loop.is_loop) or (form == 0 and is_row):
-                self.turn(atom, None, loop.eqn)
-                form = None
-            forms.append(form - 1 if isinstance(form, int) and is_row else form)
-        return forms
-
-    def changes(self, loop: _Loop, start: list[Form]) -> bool:
-        """Form the sums of an iteration; tell whether something is carried out split that `start` carries in whole."""
-        if not loop.is_loop:
-            return False
-        before = list(start)
-        for place, out in enumerate(loop.body.outvars):
-            now, at = self.read(out), loop.num_consts + place
-            wanted = start[at] if place < loop.num_carry else None
-            if isinstance(now, _Sum) or (isinstance(wanted, int) and now is not None):
-                self.turn(out, wanted, loop.eqn)
-            elif place < loop.num_carry and wanted is None:
-                start[at] = now
-        return start != before
-
-    def leave(self, loop: _Loop, start: list[Form]) -> None:
-        """Say how the results of a loop are split: what is carried as it is carried in."""
-        for place, (inside, out) in enumerate(zip(loop.body.outvars, loop.eqn.outvars, strict=True)):
-            form = self.read(inside)
-            if place >= loop.num_carry:
-                self.forms[out] = form + 1 if isinstance(form, int) else form
-            else:
-                self.forms[out] = start[loop.num_consts + place] if loop.is_loop else form
-
-    def dim(self, spec: Any) -> int | None:
-        """Return the dim that a spec splits over these axes."""
-        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-        return next((dim for dim, axes in enumerate(entries) if self.names.intersection(map(str, axes))), None)
 
 
 class _Walk:
@@ -256,17 +79,17 @@ class _Walk:
         self.sent: list[Sent] = []
         self.read: set[Any] = set()  # by some operation that was met
         self.times = 1
-        self.rows = _Axis(layout.data_axes, layout.num_shards(layout.data_axes))
-        self.own = _Axis((own,), layout.num_shards((own,)), self._send)
-        self.others = [_Axis((axis,), layout.num_shards((axis,))) for axis in _model_axes(layout) if axis != own]
+        self.rows = Axis(layout.data_axes, layout.num_shards(layout.data_axes))
+        self.own = Axis((own,), layout.num_shards((own,)), self._send)
+        self.others = [Axis((axis,), layout.num_shards((axis,))) for axis in _model_axes(layout) if axis != own]
         self.axes = (self.own, self.rows, *self.others)
 
     def _send(self, kind: str, var: Any, eqn: Any) -> None:
         rows = self.rows.read(var)
-        if isinstance(rows, _Sum):  # one sum over both, which is the strategy's
+        if isinstance(rows, Sum):  # one sum over both, which is the strategy's
             return
         share = 1 if rows is None else self.rows.parts
-        size = wire_bytes(kind, _num_bytes(var.aval) / share, self.own.parts) * self.times
+        size = wire_bytes(kind, num_bytes(var.aval) / share, self.own.parts) * self.times
         self._add(kind, var, size, self.own.names, eqn)
 
     def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
@@ -315,7 +138,7 @@ class _Walk:
         if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # what stays is not sent
             return
         for var, given in zip(eqn.outvars, eqn.invars, strict=True):
-            size, parts, axes = float(_num_bytes(var.aval)), self.own.parts, set(self.own.names)
+            size, parts, axes = float(num_bytes(var.aval)), self.own.parts, set(self.own.names)
             for other in self.others:
                 if isinstance(other.read(given), int):
                     size /= other.parts
@@ -349,7 +172,7 @@ class _Walk:
         if eqn.params["length"] == 1:  # of a loop what is carried on is computed, though nobody reads the last of it
             needed, _ = dce_jaxpr(body, [out in self.read for out in eqn.outvars], instantiate=True)
             body = body.replace(eqns=needed.eqns)
-        loop = _Loop(eqn, body, num_consts, num_carry)
+        loop = Loop(eqn, body, num_consts, num_carry)
         starts = {axis: axis.enter(loop) for axis in self.axes}
         mark, outer, self.times = len(self.sent), self.times, self.times * eqn.params["length"]
         has_changed = True
@@ -362,21 +185,6 @@ class _Walk:
         for axis, start in starts.items():
             axis.leave(loop, start)
         self.times = outer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """A scan: its equation, its body, and how many of the inputs are constants and carried."""
-
-    eqn: Any
-    body: Any
-    num_consts: int
-    num_carry: int
-
-    @property
-    def is_loop(self) -> bool:
-        """Tell whether it has several iterations; XLA makes no loop of one."""
-        return self.eqn.params["length"] > 1
 
 
 def find_activations(trace: Trace | None, layout: Layout) -> Activations:
@@ -404,13 +212,9 @@ def _over(own: str, trace: Trace, layout: Layout) -> tuple[list[Sent], list[str]
         axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
     walk.run(jaxpr)
     for atom in jaxpr.outvars:
-        if isinstance(walk.own.read(atom), _Sum):
+        if isinstance(walk.own.read(atom), Sum):
             walk.own.turn(atom, None, jaxpr.eqns[-1])
     return walk.sent, list(walk.own.unread)
-
-
-def _contradict(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return any(a != b and None not in (a, b) for a, b in zip(one, other, strict=True))
 
 
 def _is_collective(eqn: Any, axes: Collection[str]) -> bool:
@@ -424,7 +228,3 @@ def _called(eqn: Any) -> Any:
     """Return the body of a call, and of nothing else."""
     found = [inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)]
     return found[0] if found and len(found[0].outvars) == len(eqn.outvars) else None
-
-
-def _num_bytes(aval: Any) -> int:
-    return Shape(hlo_dtype(str(aval.dtype)), aval.shape).num_bytes
