@@ -89,7 +89,7 @@ def _problem(name: str, value: Any, hint: Any) -> str:
         least, most = (*hint.__metadata__, math.inf)[:2]
         if _problem(name, value, inner[0]):
             return wrong()
-        return "" if _is_traced(value) or least <= value <= most else wrong()
+        return "" if is_traced(value) or least <= value <= most else wrong()
     if not (inner and issubclass(kind, Collection)):
         return "" if _is(value, kind) else wrong()
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
@@ -115,7 +115,7 @@ def _is(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
             is_number = getattr(value.dtype, "kind", "no") in ("iu" if kind is int else "iufV")  # V: bfloat16
-            return is_number and (_is_traced(value) or bool(value == value))
+            return is_number and (is_traced(value) or bool(value == value))
         is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
@@ -127,7 +127,7 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _is_traced(value: Any) -> bool:
+def is_traced(value: Any) -> bool:
     """Tell a number that is not known yet: JAX's, inside a trace."""
     return any(kind.__name__ == "Tracer" for kind in type(value).__mro__)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from jfsdp.arguments import is_traced
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.report import differing_frozen, summary
@@ -21,7 +22,7 @@ _REMEDY = "make it with this model's init, restore it with like=model.abstract_s
 
 
 def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:
-    """Refuse what is no state, is gone, or stands elsewhere than a step expects it.
+    """Refuse what is no state, is traced, is gone, or stands elsewhere than a step expects it.
 
     What else a layout says is the step's own affair.
 
@@ -34,6 +35,11 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
             "model.init, jfsdp.restore or the step before returned"
         )
     check_live("the step", state)
+    if is_traced(state.step):
+        raise ValueError(
+            "the state given is traced; a step is compiled by itself: call it from Python, outside of jax.jit, "
+            "jax.lax.scan and the like"
+        )
     if state.step.is_deleted():
         raise ValueError(
             "the state given was donated to an earlier step and is gone; keep what the step returns: "

@@ -217,6 +217,19 @@ def test_what_is_no_state_and_no_function_is_refused_by_an_evaluation(model):
         model.forward(model.abstract_state(TX))
 
 
+@pytest.mark.parametrize("kind", ["train_step", "grads", "apply_gradients"])
+def test_a_step_inside_of_jit_is_refused_with_the_reason(model, kind):
+    """It would meet a tracer, of which JAX says neither what is wrong nor what to do."""
+    state, batch = model.init(TX), make_batches(1)[0]
+    calls = {
+        "train_step": model.train_step(token_loss, TX),
+        "grads": model.grads(token_loss),
+        "apply_gradients": lambda state, batch: model.apply_gradients(state, None, TX),
+    }
+    with pytest.raises(ValueError, match=r"is traced; a step is compiled by itself.* outside of jax.jit"):
+        jax.jit(calls[kind])(state, batch)
+
+
 def test_a_donated_state_is_refused_before_it_reaches_xla(model):
     step, batch, state = model.train_step(token_loss, TX), make_batches(1)[0], model.init(TX)
     step(state, batch)
