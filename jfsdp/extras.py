@@ -9,7 +9,10 @@ EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "jinja2", "tensor
 EXTRAS["peft"] = ("torch", "transformers", "peft")
 EXTRAS["bench"] = ("torch", "transformers")
 
-_INSTALL = "this part of jfsdp needs {}; install the extra: pip install 'jfsdp[{}]'"
+
+def install_command(extra: str) -> str:
+    """Say how to install an extra: jfsdp is on no package index, and constraints.txt holds versions that fit."""
+    return f"in the clone of jfsdp: pip install '.[{extra}]' -c constraints.txt"
 
 
 def installed_version(distribution: str) -> str | None:
@@ -32,7 +35,7 @@ def need(extra: str) -> None:
     """
     missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
     if missing:
-        raise MissingExtra(_INSTALL.format(", ".join(missing), extra))
+        raise MissingExtra(_lacks(", ".join(missing), extra))
 
 
 def load(package: str, extra: str = "train") -> Any:
@@ -42,5 +45,9 @@ def load(package: str, extra: str = "train") -> Any:
       MissingExtra: as `need`.
     """
     if find_spec(package.partition(".")[0]) is None:
-        raise MissingExtra(_INSTALL.format(package, extra))
+        raise MissingExtra(_lacks(package, extra))
     return importlib.import_module(package)
+
+
+def _lacks(what: str, extra: str) -> str:
+    return f"this part of jfsdp needs {what}; {install_command(extra)}"

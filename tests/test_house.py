@@ -195,7 +195,8 @@ def test_the_library_needs_no_extra():
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, code, extra):
     done = run_without([package], code)
-    assert done.returncode and f"needs {package}; install the extra: pip install 'jfsdp[{extra}]'" in done.stderr
+    command = f"in the clone of jfsdp: pip install '.[{extra}]' -c constraints.txt"
+    assert done.returncode and f"needs {package}; {command}" in done.stderr
 
 
 def test_the_extras_are_those_of_the_distribution():

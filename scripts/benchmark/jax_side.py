@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jfsdp.extras import install_command
 from jfsdp.launch.environment import Place
 from jfsdp.launch.watch import Watch
 from jfsdp.layout.mesh import make_mesh
@@ -54,7 +55,7 @@ class JaxContender:
     ):
         if is_cuda and jax.default_backend() != "gpu":
             raise ValueError(
-                "JAX sees no GPU, and this machine has some; install jfsdp[cuda12], or set JAX_PLATFORMS=cpu"
+                f"JAX sees no GPU, and this machine has some; {install_command('cuda12')}; or set JAX_PLATFORMS=cpu"
             )
         if jax.device_count() < num_devices:
             raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")

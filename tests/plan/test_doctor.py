@@ -178,7 +178,7 @@ def test_an_idle_gpu_is_a_problem_that_names_what_hides_it():
     cpu = Probe("cpu", ("cpu",))
     assert only(probe=cpu, env={"JAX_PLATFORMS": "cpu"}).text == "hides this machine's GPU"
     assert only(probe=cpu, env={"CUDA_VISIBLE_DEVICES": ""}).topic == "CUDA_VISIBLE_DEVICES"
-    assert only(probe=cpu).remedy == "pip install 'jfsdp[cuda12]'"
+    assert only(probe=cpu).remedy == "in the clone of jfsdp: pip install '.[cuda12]' -c constraints.txt"
 
 
 def test_a_library_path_that_hides_the_wheels_cuda_is_a_note():
@@ -206,7 +206,7 @@ def test_what_plan_lacks_is_a_note_with_what_to_install():
     lacking = VERSIONS | {"jax-cuda12-plugin": None, "jax-cuda12-pjrt": None}
     finding = only(LAPTOP, versions=lacking)
     assert finding.severity is Severity.NOTE and finding.topic == "jfsdp plan"
-    assert finding.remedy.startswith("pip install 'jfsdp[plan]'")
+    assert finding.remedy.startswith("pip install 'jax-cuda12-plugin==")
     assert "cuDNN's wheel" in only(LAPTOP, versions=VERSIONS | {"nvidia-cudnn-cu12": None}).text
 
 

@@ -168,4 +168,5 @@ def test_a_model_that_pytorch_cannot_run_the_same_way_is_named(refuse, model, me
 
 def test_a_missing_library_is_named_with_the_extra_that_has_it(refuse, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else object())
-    assert "needs transformers; install the extra: pip install 'jfsdp[bench]'" in refuse(*TINY, "--settings", "torch")
+    said = refuse(*TINY, "--settings", "torch")
+    assert "needs transformers; in the clone of jfsdp: pip install '.[bench]' -c constraints.txt" in said

@@ -113,7 +113,7 @@ def test_images_that_do_not_fit_the_model_are_refused(numbered):
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'jfsdp\[images\]'"):
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
         open_images(ImageConfig("digits"))
 
 

@@ -33,14 +33,12 @@ def import_torch() -> Any:
     """Import torch.
 
     Raises:
-      ValueError: if it is not installed, naming the extra.
+      ValueError: if it is not installed.
     """
     try:
         import torch
     except ImportError as error:
-        raise ValueError(
-            "a PyTorch checkpoint is read by torch, which is not installed; pip install 'jfsdp[torch]'"
-        ) from error
+        raise ValueError("a PyTorch checkpoint is read by torch, which is not installed; pip install torch") from error
     return torch
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jfsdp.extras import installed_version
+from jfsdp.extras import install_command, installed_version
 from jfsdp.plan.cluster.settings import Finding, Severity, check_settings
 from jfsdp.plan.cluster.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
 
@@ -201,7 +201,7 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
         elif machine.env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             yield _problem("CUDA_VISIBLE_DEVICES", "hides this machine's GPUs", "unset it")
         else:
-            yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", "pip install 'jfsdp[cuda12]'")
+            yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", install_command("cuda12"))
     elif machine.has_gpu and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
         text = "names a CUDA that is found before the one of JAX's wheels"
         yield _note("LD_LIBRARY_PATH", text, "unset it, unless JAX was installed for the system's CUDA")
@@ -236,7 +236,7 @@ def _check_plan(machine: Machine) -> Iterator[Finding]:
     else:
         if not any(machine.versions[name] for name in CUDNN) and not machine.has_gpu:
             text = "cuDNN's wheel is missing, so attention by cuDNN does not compile"
-            yield _note("jfsdp plan", text, "pip install 'jfsdp[plan]'")
+            yield _note("jfsdp plan", text, "pip install nvidia-cudnn-cu12 (-cu13 beside JAX's plugin for CUDA 13)")
 
 
 def _problem(topic: str, text: str, remedy: str) -> Finding:

@@ -132,12 +132,13 @@ def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> 
         if all(found[name] and parse_version(found[name]) == parse_version(jaxlib or "") for name in _plugin(cuda)):
             return
     # Which CUDA somebody meant shows in what they have.
-    needed = _plugin(13 if found["jax-cuda13-plugin"] and not found["jax-cuda12-plugin"] else 12)
+    cuda = 13 if found["jax-cuda13-plugin"] and not found["jax-cuda12-plugin"] else 12
+    needed = _plugin(cuda)
     has = ", ".join(f"{name} {found[name] or 'missing'}" for name in needed)
     exact = " ".join(f"'{name}=={jaxlib}'" for name in needed)
     raise PlanUnavailable(
         f"compiling for GPUs that are not there needs JAX's CUDA plugin in the version of jaxlib, {jaxlib}; "
-        f"found {has}; pip install 'jfsdp[plan]' {exact}"
+        f"found {has}; pip install {exact} nvidia-cudnn-cu{cuda}"
     )
 
 

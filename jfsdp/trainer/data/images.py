@@ -117,7 +117,7 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ValueError(
-            "data 'digits' come with scikit-learn, which is not installed; pip install 'jfsdp[images]'"
+            "data 'digits' come with scikit-learn, which is not installed; pip install scikit-learn"
         ) from error
     digits = load_digits()
     images = (digits.images / _DIGITS_MAX).astype(np.float32)  # pyright: ignore[reportAttributeAccessIssue]
