@@ -206,6 +206,10 @@ def test_the_extras_are_those_of_the_distribution():
     assert listed["train"][1:] == [name for name in EXTRAS["train"] if name not in EXTRAS["cli"]]
 
 
+def test_the_version_is_that_of_the_distribution():
+    assert jfsdp.__version__ == tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["version"]
+
+
 def test_public_names_are_few_and_listed_by_dir():
     assert len(jfsdp.__all__) == len(set(jfsdp.__all__))
     assert len(jfsdp.__all__) <= 45
