@@ -73,7 +73,8 @@ class Supervisor:
       grace_s: seconds for the others to end by themselves after one has failed.
       min_nproc: so many processes of the whole run are enough to go on; None: all are needed.
       join_timeout_s: how long processes wait for each other at their start.
-      environment: of the processes, but for what is said to each.
+      environment: of the processes, but for what is said to each; where a host has several and it does not say
+        otherwise, with NCCL_LAUNCH_ORDER_IMPLICIT=1.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Supervisor:
         self.max_restarts, self.grace_s, self.environment = max_restarts, grace_s, dict(environment)
         self.min_nproc = min_nproc
         self.environment[JOIN_TIMEOUT] = str(join_timeout_s)
+        if nproc * hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order
+            self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self.suspects: set[int] = set()
         self.absent: set[int] = set()
         self.children: list[Child] = []

@@ -9,7 +9,6 @@ TOKENIZER=/shared/tokenizer.json
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 # of a GPU's memory to JAX; its default is 0.75
 export NCCL_DEBUG=WARN                     # INFO prints hundreds of lines per process
-export NCCL_LAUNCH_ORDER_IMPLICIT=1        # with a process per GPU: communicators are started in one order on all
 # export NCCL_SOCKET_IFNAME=ib0            # where NCCL chooses a wrong interface
 
 # A failed process ends those of its node and, by its word or the silence, those of all others. Each launcher then starts

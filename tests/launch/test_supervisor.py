@@ -47,6 +47,15 @@ def test_each_process_knows_its_place_and_has_a_log(supervise, capfd):
     assert "2 4 2 4 node0 5000" in capfd.readouterr().out, "the first of a host prints to the terminal too"
 
 
+@pytest.mark.parametrize(
+    ("nproc", "own", "told"), [(2, {}, "1"), (2, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, "0"), (1, {}, None)]
+)
+def test_processes_that_share_a_host_start_kernels_of_nccl_in_one_order(supervise, nproc, own, told):
+    own = {name: text for name, text in os.environ.items() if not name.startswith("NCCL")} | own
+    supervisor, _ = supervise("print(os.environ.get('NCCL_LAUNCH_ORDER_IMPLICIT'))", nproc, environment=own)
+    assert log(supervisor, nproc - 1).strip() == str(told)
+
+
 def test_the_first_to_fail_is_named_last_with_what_it_said(supervise, capfd):
     code = "time.sleep(0.5) if rank == 1 else time.sleep(60)\nprint('disk', 'full') if rank == 1 else 0\nsys.exit(rank)"
     begin = time.monotonic()
