@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import time
 import traceback
@@ -79,7 +80,7 @@ def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainCo
 def _with_bare_resume(argv: Sequence[str]) -> list[str]:
     args = list(argv)
     for place in reversed([i for i, arg in enumerate(args) if arg == "--resume"]):
-        if place + 1 == len(args) or args[place + 1].startswith("-"):
+        if place + 1 == len(args) or re.match(r"-\D", args[place + 1]):
             args.insert(place + 1, "auto")
     return args
 
@@ -179,7 +180,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
     try:
         run.run()
     except ValueError as error:
-        if run.has_begun:
+        if run.loop is not None and run.loop.first_step_s is not None:  # a step was taken
             raise
         raise UsageError(str(error)) from error
 

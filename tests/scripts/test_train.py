@@ -572,6 +572,28 @@ def test_missing_data_and_unwritable_directories_are_named_before_training(optio
     assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--remat", "names:nope"], "remat names nope, and no value in the model has that name"),
+        (["--mesh", "tensor=2"], "cannot be split over mesh axis 'tensor' (size 2)"),
+        (["--prefetch", "99"], "a step gathers 2 units forward; ask for no more"),
+    ],
+)
+def test_what_the_steps_trace_refuses_leaves_nothing_behind(args, words, options, tmp_path, refuse):
+    done = refuse(*options, "--run-dir", tmp_path / "run", *args)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists(), "the same command, mended, would be refused"
+
+
+def test_what_is_refused_in_the_first_step_cannot_begin(options, tmp_path, refuse):
+    done = refuse(*options, "--run-dir", tmp_path / "run", "--tracker", "json:dumps")
+    words = "--tracker json:dumps returned a str; return an object with write(record) and close()"
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    done = refuse(*options, "--run-dir", tmp_path / "other", "--param-dtype", "float16")
+    assert done.returncode == 2 and "--param-dtype float16: this model computes what CPUs cannot" in done.stderr
+
+
 def test_help_shows_the_options_in_groups_and_in_order(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):

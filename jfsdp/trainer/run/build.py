@@ -8,10 +8,12 @@ from typing import Any
 
 import optax
 
+from jfsdp.arguments import check_call
 from jfsdp.engine.options import check_options
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer import options
 from jfsdp.trainer.job import Job, load_named
@@ -21,7 +23,7 @@ from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.sources.source import check_source
 from jfsdp.trainer.spelling import check_numbers
-from jfsdp.trainer.step import make_schedule, make_step
+from jfsdp.trainer.step import make_batch, make_schedule, make_step
 
 
 @dataclasses.dataclass
@@ -51,6 +53,15 @@ class Parts:
     decides: dict[str, Any]
     tracker: Callable[[dict[str, Any]], Any] | None
 
+    def trace(self, like: TrainState) -> None:
+        """Refuse what a trace of the step refuses, before weights are read and anything is written.
+
+        Cost: a trace, which the first step uses again.
+        """
+        cross_documents = self.config.cross_documents
+        batch = make_batch(self.job, self.global_batch, self.row_items, cross_documents=cross_documents)
+        self.step.trace(like, batch)
+
 
 def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -> Parts:
     """Build everything that needs neither data nor memory of the devices.
@@ -73,7 +84,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         raise ValueError(f"--preference {config.preference}: trains a model further; name its weights by --init-from")
     if config.reference is not None and config.preference is None:
         raise ValueError(f"--reference {config.reference}: goes with --preference, a loss beside a reference")
-    if config.restart_data and config.resume == "auto":
+    if config.restart_data and config.resume in (None, "auto"):
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
         )
@@ -81,7 +92,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     row_items = check_source(config, job)
     if config.xla:
         check_options({name: value for name, value in parse_xla(config.xla).items() if value is not None})
-    tracker = None if config.tracker is None else load_named(config.tracker, "tracker")
+    tracker = None if config.tracker is None else find_tracker(config.tracker)
     mesh = make_run_mesh(config, devices)
     config = with_global_batch(config, mesh)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
@@ -103,6 +114,25 @@ def _as_begun(job: Job, config: TrainConfig, decides: Mapping[str, Any]) -> Job:
     is_given = any(pair.startswith(f"{name}=") for pair in config.model_config)
     has_bound = not decides or decides.get(f"model_config.{name}") is not None
     return job if has_bound or is_given or not hasattr(job.config, name) else job.with_config(**{name: None})
+
+
+def find_tracker(spec: str) -> Callable[[dict[str, Any]], Any]:
+    """Return what begins a tracker of the user's.
+
+    Raises:
+      ValueError: as `load_named`; for what does not take a configuration; when begun, for what cannot write or close.
+    """
+    begin = load_named(spec, "tracker")
+    check_call(f"--tracker {spec}", begin, "config")
+
+    def begin_whole(config: dict[str, Any]) -> Any:
+        tracker = begin(config)
+        if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
+            returned = f"--tracker {spec} returned a {type(tracker).__name__}"
+            raise ValueError(f"{returned}; return an object with write(record) and close()")
+        return tracker
+
+    return begin_whole
 
 
 def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:

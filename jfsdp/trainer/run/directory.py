@@ -65,7 +65,7 @@ def check_writable(run_dir: Path) -> None:
     """Make the directory, and write into it.
 
     Raises:
-      ValueError: if either fails; names the directory and the reason.
+      ValueError: if either fails, or a file is where its checkpoints go; names the directory and the reason.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -75,6 +75,8 @@ def check_writable(run_dir: Path) -> None:
         raise ValueError(
             f"run directory {str(run_dir)!r} cannot be written ({error.strerror}); name another with --run-dir"
         ) from error
+    if (run_dir / "checkpoints").is_file():
+        raise ValueError(f"{str(run_dir / 'checkpoints')!r} is a file; remove it, or name another --run-dir")
 
 
 def check_new(run_dir: Path) -> None:

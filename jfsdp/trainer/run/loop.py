@@ -52,6 +52,10 @@ class LoopConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(f"profile={self.profile[0]}:{self.profile[1]} is not START:STOP with 1 <= START <= STOP")
+        if self.profile is not None and self.profile[0] > self.steps:
+            raise ValueError(
+                f"profile={self.profile[0]}:{self.profile[1]} begins after the last step, steps={self.steps}; lower it"
+            )
 
 
 class Saver(Protocol):

@@ -54,7 +54,7 @@ class Run:
       watch: told what is under way.
 
     Attributes:
-      has_begun: everything that was asked for is there, and the first step is next.
+      loop: the training loop, once everything that was asked for is there.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Run:
         self.snapshot: int | None = None
         self.train_s = 0.0 if "begun" in stored else None
         self.is_writer = jax.process_index() == 0
-        self.has_begun = False
+        self.loop: Loop | None = None
         self.changes: list[dict[str, Any]] = []
         self.source: Source
         self.display: Display
@@ -162,6 +162,8 @@ class Run:
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
+        with self.watch.at("tracing the step", PATIENT):
+            self.parts.trace(self.like)
         iterator = self.source.train_batches(**self._share(1))
         with self.watch.at("the first weights, or restoring", PATIENT):
             state = self._start_state(iterator, decides)
@@ -179,7 +181,7 @@ class Run:
             with self.watch.at("trackers, and removing old snapshots", PATIENT):
                 loop = self._make_loop(stack, iterator, checkpoints, stop, described)
                 self.snapshots.keep(self.snapshot)
-            self.has_begun = True
+            self.loop = loop
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:

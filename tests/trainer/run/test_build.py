@@ -49,6 +49,10 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({**VIT, "preference": "dpo", "init_from": "x"}, "takes images"),
         ({"steps": 0}, "--steps 0 must be a number from 1"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
+        ({"restart_data": True}, "--restart-data goes with --resume STEP"),
+        ({"tracker": "os:getcwd"}, r"--tracker os:getcwd is called as f\(config\), and takes something else"),
+        ({"rate_scale": ("head=0.1",)}, "^rate_scale 'head' matches no parameter"),
+        ({"schedule": "gpipe"}, "no pipeline; .*--mesh pipe=P"),
         (
             {"model": None, "factory": "tests.trainer.run.test_build:image_job", "model_config": ()},
             "tokens and targets",

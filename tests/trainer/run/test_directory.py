@@ -78,6 +78,12 @@ def test_what_may_change_is_not_refused_and_what_is_refused_is_all_the_rest(run)
             runs.check_same(run, decides | {name: "another"})
 
 
+def test_a_file_where_checkpoints_go_is_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match="checkpoints' is a file; remove it, or name another --run-dir"):
+        runs.check_writable(tmp_path)
+
+
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file/run' cannot be written \(Not a directory\); name another"):

@@ -197,6 +197,7 @@ def test_a_stop_saves_the_step_at_once_and_evaluates_nothing():
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"steps": 1, "eval_every": -1}, "eval_every=-1 must be 0"),
         ({"steps": 9, "profile": (5, 3)}, "profile=5:3 is not START:STOP"),
+        ({"steps": 9, "profile": (10, 12)}, "profile=10:12 begins after the last step, steps=9"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(config, words):
