@@ -49,6 +49,8 @@ class LoRA:
     placement: str | int | Strategy = "ddp"
 
     def __post_init__(self) -> None:
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"LoRA(alpha={self.alpha}): scales what adapters add; say a number above 0")
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"LoRA(dropout={self.dropout}): is the share of the input that A does not see; say 0 or more, below 1"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from jfsdp.arguments import Count, checked
+from jfsdp.arguments import Count, check_call, checked
 from jfsdp.layout.cuts import AxisRules
 from jfsdp.trainer.parse import split_pair
 
@@ -182,9 +182,16 @@ def find_job(name: str) -> Job:
 
 
 def job_from_factory(spec: str) -> Job:
-    """Load a job from `module:function`; see `load_named`. What the factory itself raises passes through."""
+    """Load a job from `module:function`; see `load_named`. What the factory itself raises passes through.
+
+    Raises:
+      ValueError: as `load_named`; for a factory that takes arguments.
+    """
     value = load_named(spec, "factory")
-    return as_job(value() if callable(value) else value, spec)
+    if not callable(value):
+        return as_job(value, spec)
+    check_call(f"factory {spec!r}", value)
+    return as_job(value(), spec)
 
 
 def load_named(spec: str, what: str) -> Any:

@@ -21,6 +21,7 @@ from jfsdp.trainer.parse import (
     parse_reshard,
     parse_xla,
     split_commas,
+    split_given,
     word_or_none,
 )
 from jfsdp.trainer.spelling import check_numbers, spell
@@ -46,6 +47,8 @@ def _value(kind: type, metavar: str) -> Any:
     def read(texts: list[str]) -> Any:
         if may_be_none and word_or_none(texts[0]) is None:
             return None
+        if kind is str and not texts[0]:
+            raise ValueError(f"'' is no {metavar.removesuffix('|none')}; give one, or none")
         try:
             return kind(texts[0])
         except ValueError:
@@ -221,7 +224,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "prefetch": options.prefetch,
         "storage": options.storage,
         "min_size": options.min_size,
-        "frozen": split_commas(options.frozen) or None,
+        "frozen": split_given("--frozen", options.frozen) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "lora": [parse_lora(text) for text in options.lora] or None,
         "quantized": parse_quantized(options.quantized) or None,

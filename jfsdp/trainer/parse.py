@@ -46,6 +46,18 @@ def split_commas(texts: Sequence[str]) -> list[str]:
     return [word for text in texts for word in text.split(",") if word]
 
 
+def split_given(option: str, texts: Sequence[str]) -> list[str]:
+    """Read the words of an option, of which there is one at least where it is given.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    words = split_commas(texts)
+    if texts and not words:
+        raise ValueError(f"{option} {texts[0]!r} names nothing; leave it out")
+    return words
+
+
 def parse_lora(text: str) -> Any:
     """Read KEY=VALUE,...: the fields of a `LoRA`; what has no `=` is one more value of the key before.
 
@@ -123,7 +135,7 @@ def parse_offload(texts: Sequence[str]) -> list[str]:
     Raises:
       ValueError: for anything that cannot be.
     """
-    words = split_commas(texts)
+    words = split_given("--offload", texts)
     unknown = [word for word in words if word not in OFFLOADABLE]
     if unknown:
         raise ValueError(

@@ -171,6 +171,7 @@ def _write(path, content):
         (lambda d: _write(d / "a.jsonl", b'["text"]'), {}, ["line 1", "list"]),
         (lambda d: _write(d / "a.bin", b"abcd"), {}, ["a.bin", "not known", "token_dtype='uint16'", "a.bin.json"]),
         (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "int8"}, ["int8", "uint16"]),
+        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "uint16", "eod_id": -1}, ["eod_id=-1", "0 to 65,535"]),
         (
             lambda d: _write(d / "a.bin", b"abc"),
             {"token_dtype": "uint16"},

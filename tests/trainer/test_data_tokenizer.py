@@ -111,3 +111,24 @@ def test_uint32_id_that_no_int32_holds_raises_without_a_known_vocabulary(tmp_pat
     data = open_data(DataConfig(str(tmp_path / "a.bin"), token_dtype="uint32", eval_fraction=0))
     with pytest.raises(ValueError, match="2147483648"):
         data.train[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"token_dtype": "uint16"}, r"token_dtype='uint16' is for token files \(\*\.bin\), and the data have none"),
+        ({"eod_id": 0}, "eod_id=0 is for token files"),
+        ({"text_field": "body"}, "text_field='body' is for JSONL, and the data have none; leave it out"),
+        ({"answers": "last"}, "answers='last' is for conversations"),
+    ],
+)
+def test_an_option_of_other_data_is_refused(options, words, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    data = open_data(DataConfig(str(tmp_path), seq_len=2, eval_fraction=0, **options))
+    with pytest.raises(ValueError, match=words):
+        data.check_used()
+
+
+def test_data_without_a_name_are_refused():
+    with pytest.raises(ValueError, match="data='': names nothing"):
+        DataConfig("")

@@ -142,6 +142,12 @@ def test_a_function_that_is_not_there_is_named(workdir):
         job_from_factory("empty_jobs:make")
 
 
+def test_a_factory_that_takes_arguments_is_refused(workdir):
+    (workdir / "needy_jobs.py").write_text("def make(name):\n    return {}\n")
+    with pytest.raises(ValueError, match=r"factory 'needy_jobs:make' is called as f\(\), and takes something else"):
+        job_from_factory("needy_jobs:make")
+
+
 def test_what_a_factory_raises_passes_through(workdir):
     (workdir / "broken_jobs.py").write_text("def make():\n    raise KeyError('the factory itself')\n")
     with pytest.raises(KeyError, match="the factory itself"):

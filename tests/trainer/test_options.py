@@ -3,11 +3,13 @@
 import dataclasses
 import inspect
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import tyro
 
 import jfsdp
 from jfsdp.cli.explain import Explain
@@ -87,6 +89,8 @@ def test_an_option_becomes_its_argument(changes, name, value):
         ({"remat": "names:"}, "--remat 'names:' is unknown"),
         ({"remat": "names:a+names:b"}, r"--remat 'names:a\+names:b' is unknown"),
         ({"remat": "names:a+offload:a"}, r"--remat 'names:a\+offload:a': SaveNames: a cannot be both"),
+        ({"offload": ("",)}, "--offload '' names nothing"),
+        ({"frozen": (",",)}, "--frozen ',' names nothing"),
         ({"offload": ("params,state",)}, "--offload 'state' is unknown; use any of params, grads, opt_state"),
     ],
 )
@@ -128,6 +132,7 @@ def test_several_loras_are_for_different_targets():
         ("targets=a,rank=", "rank= is not a whole number"),
         ("targets=a,rank=0", "rank=0"),
         ("targets=a,alpha=nan", "alpha="),
+        ("targets=a,alpha=0", r"LoRA\(alpha=0.0\): scales what adapters add; say a number above 0"),
         ("targets=", "has no targets"),
         ("targets=a,rank=2,rank=3", "rank=2,3 is not a whole number"),
         ("=a", "'=a' is not KEY=VALUE"),
@@ -269,6 +274,13 @@ def test_known_options_in_every_spelling_are_let_through():
 def test_numbers_that_no_step_has_are_refused_by_option(name, value):
     with pytest.raises(ValueError, match=spell(name)):
         options.train_arguments(dataclasses.replace(TrainConfig(), **{name: value}))
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--init-from", "--text-field", "--tracker"])
+def test_an_empty_text_is_no_value(option, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(TrainConfig, args=[option, ""], config=(tyro.conf.OmitArgPrefixes,))
+    assert re.search(r"'' is no [\w:]+; give one, or none", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("fields", [{"model": 3}, {"steps": "9"}, {"steps": True}, {"extensions": [1]}, {"seed": None}])

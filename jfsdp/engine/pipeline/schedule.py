@@ -111,7 +111,9 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
     if stages == 1:
         if repeats != 1 or asked != NAMES[0]:
             given = f"pipe_repeats={repeats}" if repeats != 1 else f"schedule={asked!r}"
-            raise ValueError(f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P))")
+            raise ValueError(
+                f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
+            )
         return None
     for leaf in (leaf for leaf in layout.leaves if leaf.is_staged):
         remat = layout.policy(leaf.unit).remat

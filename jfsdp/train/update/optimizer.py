@@ -221,7 +221,7 @@ def _naming_what_fails() -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        if re.match(r"(track_ema|separate|low_precision_state)\b", str(error)):
+        if re.match(r"(track_ema|separate|low_precision_state|rate_scale)\b", str(error)):
             raise
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         names = [frame.f_code.co_qualname for frame in frames if not frame.f_globals["__name__"].startswith("jfsdp.")]

@@ -72,6 +72,7 @@ class Corpus:
       stats: what was found and what was skipped.
       digest: hash over names, offsets and contents; two corpora with the same digest hold the same documents.
       token_format: dtype and end-of-document id of token files; None for text.
+      has_records: whether a file is JSONL.
       form: of its records (see `FORMS`); "text" for what is no JSONL.
     """
 
@@ -84,6 +85,7 @@ class Corpus:
         itemsize = np.dtype(self.token_format.dtype).itemsize if self.token_format else 1
         num_bytes = int(self._lengths.sum()) * itemsize
         self.stats = CorpusStats(num_seen, len(files), len(self), num_bytes, skipped)
+        self.has_records = any(_is_jsonl(Path(file.name)) for file in files)
         self.form = self._find_form()
         self.digest = _digest(files, text_field or ("text" if self.form == "text" else f"form {self.form}"))
 

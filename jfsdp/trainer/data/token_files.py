@@ -34,7 +34,8 @@ def read_token_format(path: Path, token_dtype: str | None, eod_id: int | None) -
     The sidecar is a JSON object with "dtype" ("uint16" or "uint32") and, if known, "eod_id" and "vocab_size".
 
     Raises:
-      ValueError: if neither says the dtype, it is neither of the two, or the sidecar is not such an object.
+      ValueError: if neither says the dtype, it is neither of the two, or the sidecar is not such an object; for an
+        end-of-document id that the dtype does not hold.
     """
     sidecar = path.with_name(path.name + ".json")
     fields = _read_sidecar(sidecar) if sidecar.exists() else {}
@@ -44,6 +45,9 @@ def read_token_format(path: Path, token_dtype: str | None, eod_id: int | None) -
             f"{path}: the type of its tokens is {dtype or 'not known'}; pass token_dtype='uint16' or 'uint32', or "
             f'write {{"dtype": "uint16"}} to {sidecar.name} beside it'
         )
+    most = np.iinfo(_DTYPES[dtype]).max
+    if eod_id is not None and not 0 <= eod_id <= most:
+        raise ValueError(f"{path}: eod_id={eod_id} must be an id of its tokens, from 0 to {most:,}")
     return TokenFormat(_DTYPES[dtype], eod_id if eod_id is not None else fields.get("eod_id"), fields.get("vocab_size"))
 
 

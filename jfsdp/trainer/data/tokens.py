@@ -66,6 +66,8 @@ class DataConfig:
     answers: str = "all"
 
     def __post_init__(self):
+        if not self.data:
+            raise ValueError("data='': names nothing; give a directory, a file or a glob")
         if self.seq_len < 1:
             raise ValueError(f"seq_len={self.seq_len}: must be at least 1")
         if not 0 <= self.eval_fraction < 1:
@@ -101,6 +103,7 @@ class TokenData:
       encoding: what the ids mean: the name of the tokenizer, or the format of the token files.
       vocab_size: one more than the largest id the data may hold; None: not known.
       has_conversations: whether a chat template was needed.
+      has_records: whether a file is JSONL.
     """
 
     config: DataConfig
@@ -114,6 +117,7 @@ class TokenData:
     encoding: str
     vocab_size: int | None
     has_conversations: bool
+    has_records: bool
 
     def check_used(self) -> None:
         """Refuse options that mean nothing for these data.
@@ -121,9 +125,18 @@ class TokenData:
         Raises:
           ValueError: naming the option.
         """
-        for name, default in (("chat_template", None), ("answers", "all")):
-            if not self.has_conversations and (value := getattr(self.config, name)) != default:
-                raise ValueError(f"{name}={value!r} is for conversations, and the data have none; leave it out")
+        conversations = "conversations", self.has_conversations
+        token_files = "token files (*.bin)", self.tokenizer is None
+        uses = {
+            ("chat_template", None): conversations,
+            ("answers", "all"): conversations,
+            ("token_dtype", None): token_files,
+            ("eod_id", None): token_files,
+            ("text_field", None): ("JSONL", self.has_records),
+        }
+        for (name, default), (what, is_there) in uses.items():
+            if not is_there and (value := getattr(self.config, name)) != default:
+                raise ValueError(f"{name}={value!r} is for {what}, and the data have none; leave it out")
 
 
 def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData:
@@ -177,6 +190,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
         encoding,
         needed,
         has_conversations,
+        any(corpus.has_records for corpus in corpora),
     )
 
 
