@@ -13,6 +13,7 @@ import tyro
 
 from jfsdp.cli.opened import OpenOptions
 from jfsdp.trainer.options import Count, Dtype, Name, Number, optional
+from jfsdp.trainer.spelling import check_numbers
 
 _SEQ_LEN = 2048
 
@@ -48,8 +49,7 @@ class Evaluate(OpenOptions):
         need("train")
         if not self.data:
             raise ValueError("give the data by --data PATH")
-        if self.rows < 1:
-            raise ValueError(f"--rows {self.rows} must be at least 1")
+        check_numbers(self, rows=1, seq_len=1)
         from jfsdp.layout.mesh import num_data_shards
         from jfsdp.trainer.data import DataConfig, open_data
         from jfsdp.trainer.data.pipeline import make_pass_iterator

@@ -13,6 +13,7 @@ import tyro
 from jfsdp.cli.opened import OpenOptions
 from jfsdp.trainer.options import Count, Location, Number, optional
 from jfsdp.trainer.run.display import harmless
+from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,13 @@ class Generate(OpenOptions):
         need("train")
         if bool(self.prompt) == (self.data is not None):
             raise ValueError("give prompts: either --prompt TEXT, which may be repeated, or --data FILE")
-        if self.max_tokens < 1 or self.rows < 1:
-            raise ValueError(f"--max-tokens {self.max_tokens} and --rows {self.rows} must be at least 1")
+        check_numbers(self, max_tokens=1, rows=1)
         from jfsdp.trainer.generate import Generator, Sampling
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         prompts = self._prompts()
+        if self.chat_template is not None and all(isinstance(prompt, str) for _, prompt, _ in prompts):
+            raise ValueError("--chat-template is for messages, and the prompts are texts; add --chat, or leave it out")
         opened = self.open()
         print(f"{opened.said}; answers end with {_words(opened)}", file=sys.stderr)
         ids = [self._encode(opened, *prompt) for prompt in prompts]

@@ -122,6 +122,8 @@ class PlanJob(StepOptions):
             raise ValueError("--inference is a plan by itself: without --search, --analytic, --dump-hlo and --timeline")
         if self.inference and (self.preference or self.accumulate > 1 or self.documents_per_row > 1):
             raise ValueError("--preference, --accumulate and --documents-per-row are of training, not of --inference")
+        if self.target_config and self.analytic:
+            raise ValueError(f"--target-config {self.target_config} is for the compiler; leave it or --analytic out")
         if self.search and self.analytic:
             raise ValueError("--search compiles, and --analytic does not; give one of them")
         suffixes = {

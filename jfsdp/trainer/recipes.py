@@ -68,13 +68,25 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     unknown = [field for field in fields if field not in known and field not in ignore]
     if unknown:
         raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}; options are {', '.join(known)}")
-    hints = typing.get_type_hints(type(options))
     given = {field: _as_field(value) for field, value in fields.items() if field in known}
-    for field, value in given.items():
-        if not _is_of(value, hints[field]):
-            kind = str(hints[field]).removeprefix("<class '").removesuffix("'>")
-            raise ValueError(f"recipe {name!r}: {field}={value!r} is no {kind}; write another value")
+    check_types(type(options), given, f"recipe {name!r}")
     return dataclasses.replace(options, **given)  # type: ignore[type-var]
+
+
+def check_types(kind: type, fields: Mapping[str, Any], what: str) -> None:
+    """Refuse values that are not of the types of a dataclass's fields.
+
+    Args:
+      what: holds them, for the message.
+
+    Raises:
+      ValueError: naming the field, its value and its type.
+    """
+    hints = typing.get_type_hints(kind)
+    for field, value in fields.items():
+        if not _is_of(value, hints[field]):
+            shown = str(hints[field]).removeprefix("<class '").removesuffix("'>")
+            raise ValueError(f"{what}: {field}={value!r} is no {shown}; write another value")
 
 
 def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[str] = frozenset()) -> Options:

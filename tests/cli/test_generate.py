@@ -1,6 +1,7 @@
 """`jfsdp generate` and `jfsdp data show`: against transformers, and what they refuse."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -105,6 +106,8 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
         (["--data", pairs], "--preference"),
         ([], "--data"),
         (["--data", data, "--rows", "0"], "--rows"),
+        (["--data", data, "--rows", "99999999999"], "--rows"),
+        (["--data", data, "--seq-len", "0"], "--seq-len 0"),
     ):
         assert main(["evaluate", directory, *args]) == 2
         assert expected in capsys.readouterr().err
@@ -119,6 +122,8 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
         (["{dir}", "--prompt", "a", "--tokenizer", "{other}"], "cannot|not|No such"),
         (["{dir}", "--prompt", "a", "--adapter", "nothere"], "nothere"),
         (["{dir}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"),
+        (["{dir}", "--prompt", "a", "--max-tokens", "99999999999"], "--max-tokens 99999999999 must be a number from 1"),
+        (["{dir}", "--prompt", "a", "--chat-template", "x"], "--chat-template is for messages, and the prompts are"),
         (["{dir}", "--prompt", "a", "--top-k", "3"], "temperature"),
         (["{dir}", "--prompt", "a", "--model", "vit-tiny"], "vit-tiny|mapping"),
         (["{dir}", "--prompt", "a<|im_end|>", "--chat"], "message 1 holds"),
@@ -126,14 +131,26 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     ],
 )
 def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path, args, expected):
-    import re
-
     names = {"dir": models["mistral"][1], "other": str(tmp_path), "records": str(tmp_path / "r.jsonl")}
     write_jsonl(tmp_path / "r.jsonl", [{"text": "a"}])
     assert main(["generate", *(arg.format(**names) for arg in args)]) == 2
     said = capsys.readouterr().err
     assert re.search(expected, said), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("stored", "args", "expected"),
+    [
+        ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 is no str; write another value"),
+        ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, which says its model itself; leave it out"),
+    ],
+)
+def test_a_run_that_cannot_be_opened_is_refused_in_a_line(stored, args, expected, capsys, tmp_path):
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"model": "llama-tiny"} | stored, "decides": {}}))
+    assert main(["generate", str(tmp_path), "--prompt", "a", *args]) == 2
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def test_data_are_shown_as_they_are_trained(capsys, tmp_path):

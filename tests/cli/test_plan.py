@@ -106,6 +106,7 @@ def test_a_recipe_gives_defaults_and_options_override_it(capsys):
         ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
         ((*TINY, "--timeline", "no/step.svg"), "no/step.svg: there is no directory 'no'"),
         ((*TINY, "--timeline", "step.svg", "--search"), "--timeline goes with a plan of one program"),
+        ((*TINY, "--target-config", "t.txt", "--analytic"), "--target-config t.txt is for the compiler; leave it or"),
         ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline goes with a plan of one program"),
     ],
 )

@@ -310,7 +310,7 @@ def read_config(path: Any) -> dict[str, Any]:
     """Read the `config.json` beside weights.
 
     Raises:
-      ValueError: if it is no JSON, or not there.
+      ValueError: if it is no JSON, not there, or a run's that has no checkpoint.
     """
     return _read_config(path)[1]
 
@@ -334,6 +334,8 @@ def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{file}: is no JSON ({error}); fetch it again") from error
     if not isinstance(options, dict):
         raise ValueError(f"{file}: is no configuration but a {type(options).__name__}; fetch it again")
+    if "decides" in options:
+        raise ValueError(f"{directory}: is a run without a checkpoint; go on with it by --resume, or name another")
     if not isinstance(options.get(_LENGTH), int | None):
         raise ValueError(f"{file}: {_LENGTH}={options[_LENGTH]!r} must be a whole number; fetch it again")
     return file, options

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
+from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config, read_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
@@ -20,6 +20,7 @@ from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.job import Job, find_job, job_names
 from jfsdp.trainer.options import make_optimizer, shard_job
+from jfsdp.trainer.recipes import check_types
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
@@ -82,6 +83,10 @@ def open_model(
             f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
             "config.json and weights of Hugging Face; name one of these"
         )
+    if not stored:
+        read_config(directory)
+    if stored and given.model is not None:
+        raise ValueError(f"--model {given.model}: {path!r} is a run, which says its model itself; leave it out")
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
@@ -121,6 +126,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     """Return the configuration of a run, with what generation decides itself."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     kept: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in stored.items() if name in known}
+    check_types(TrainConfig, kept, "config.json of the run")
     config = TrainConfig(**kept)
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}

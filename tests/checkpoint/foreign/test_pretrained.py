@@ -253,6 +253,9 @@ def test_weights_without_a_configuration_are_refused_unless_asked_for(checkpoint
         open_source(tmp_path / "model.safetensors", job)
     unchecked = pretrained_source(tmp_path / "model.safetensors", job.pretrained, leaves_of(job))
     assert_same_leaves(unchecked, open_source(directory, job))
+    (tmp_path / "config.json").write_text('{"config": {}, "decides": {}}')
+    with pytest.raises(ValueError, match="is a run without a checkpoint; go on with it by --resume"):
+        open_source(tmp_path, job)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json: is no JSON"):
         open_source(tmp_path, job)
