@@ -120,7 +120,7 @@ def _is(value: Any, kind: Any) -> bool:
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
-    if kind.__name__ == "Array":  # of JAX: what has a shape will do
+    if kind.__name__.rpartition(".")[2] == "Array":  # of JAX: what has a shape will do
         return hasattr(value, "shape")
     if hasattr(kind, "_fields"):  # of optax: what has the same functions will do
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in kind._fields)
@@ -140,8 +140,9 @@ def _in_words(hint: Any) -> str:
         least, *most = hint.__metadata__
         return f"{_in_words(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
     if inner and issubclass(kind, Collection):
-        return "a dict" if issubclass(kind, Mapping) else f"a list of {_in_words(inner[0])}"
-    name = getattr(kind, "__name__", str(kind))
+        of = "" if inner[0] is Any else f" of {_in_words(inner[0])}"
+        return "a dict" if issubclass(kind, Mapping) else f"a list{of}"
+    name = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
     return _IN_WORDS.get(kind) or _IN_WORDS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
 
 

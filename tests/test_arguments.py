@@ -147,6 +147,7 @@ REFUSED = {
     "make_mesh: fsdp=2.0 must be a whole number": lambda: jfsdp.make_mesh(fsdp=2.0),  # type: ignore[arg-type]
     "make_mesh: fsdp=True must be a whole number": lambda: jfsdp.make_mesh(fsdp=True),
     "devices must be a list of devices, as jax.devices() returns it": lambda: jfsdp.make_mesh(devices=[1, 2]),
+    "devices (a Device) must be a list or None": lambda: jfsdp.make_mesh(devices=jax.devices()[0]),  # type: ignore[arg-type]
     "each in it once": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
     "make_abstract_mesh: sizes['fsdp']=True must be": lambda: jfsdp.make_abstract_mesh({"fsdp": True}),
     "fully_shard: sharding_factor='2' must be": lambda: shard(sharding_factor="2"),
@@ -176,6 +177,11 @@ REFUSED = {
     "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
     "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
     "init_from: params['bias'] is nothing, and model.leaf_shapes() has float32[16]": lambda: MODEL.init_from(ADAM, {}),
+    "init_from: params['bias']=3 must be an Array": lambda: MODEL.init_from(ADAM, {"bias": 3}),  # type: ignore
+    "Snapshots: directory=3 must be text or a path": lambda: jfsdp.Snapshots(3, "run"),  # type: ignore[arg-type]
+    "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.Snapshots("a", "run").take(
+        -1, MODEL.abstract_state(ADAM)
+    ),
     "full: path=3 must be text": lambda: jfsdp.full(MODEL.abstract_state(ADAM), 3),  # type: ignore[arg-type]
     "save: path=3 must be text or a path": lambda: jfsdp.save(3, MODEL.abstract_state(ADAM)),  # type: ignore[arg-type]
     "checkpoint '': is no path; name a directory": lambda: jfsdp.Checkpointer(""),

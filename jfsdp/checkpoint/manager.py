@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.arguments import PathLike, checked
+from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
@@ -87,7 +87,7 @@ class Checkpointer:
 
     def save(
         self,
-        step: int,
+        step: Size,
         state: TrainState,
         extra: Any = None,
         *,
@@ -150,7 +150,7 @@ class Checkpointer:
             )
         if step in self.steps():
             raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
-        if step < 0 or (latest is not None and step < latest):
+        if latest is not None and step < latest:
             raise ValueError(
                 f"checkpoint {self.directory / str(step)}: steps must grow, and {latest} is there; move later "
                 "steps away, or save to another directory"

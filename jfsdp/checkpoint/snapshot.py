@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.arguments import PathLike, checked
+from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.contents import Part, Stored, contents, holders, logical_arrays
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
@@ -48,6 +48,7 @@ def snapshot_dir(run_dir: PathLike) -> Path:
     return Path(os.environ.get(SNAPSHOTS) or memory_dir()) / name
 
 
+@checked
 class Snapshots:
     """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes make one.
 
@@ -56,7 +57,6 @@ class Snapshots:
       run: what tells the run from another that used the directory; plain JSON, equal in all processes.
     """
 
-    @checked
     def __init__(self, directory: PathLike, run: Any):
         self.directory, self.run = Path(directory), run
         self._step: int | None = None  # that is being written
@@ -88,7 +88,7 @@ class Snapshots:
 
         together(check)
 
-    def take(self, step: int, state: TrainState, extra: Any = None) -> float:
+    def take(self, step: Size, state: TrainState, extra: Any = None) -> float:
         """Copy a state to the host and begin to write it; return the seconds that this blocked. All processes call it.
 
         Where the one before could not be written (its memory is full), it warns, and that before it stays.
@@ -134,10 +134,11 @@ class Snapshots:
         """Read a step that `newest` named; return it, and the `extra` of all processes. All processes call it.
 
         Raises:
+          ValueError: in every process, if one has none of this step.
           DamagedError: in every process, for a block that is not as it was written.
         """
         files = in_all(lambda: self._open(step))
-        own = in_all(lambda: files[jax.process_index()])
+        own = in_all(lambda: self._own(files, step))
         source = _Source(files)
         state = fill(like, source, list(source.arrays))
         return state, gather_json(own.footer["extra"])
@@ -242,6 +243,13 @@ class Snapshots:
                         found[int(path.name)] = file
         own = found.get(jax.process_index())
         return {process: file for process, file in found.items() if own and file.start == own.start}
+
+    def _own(self, files: Mapping[int, _File], step: int) -> _File:
+        if jax.process_index() not in files:
+            raise ValueError(
+                f"{self.directory} has no snapshot of step {step} to go on from; ask `newest` which there is"
+            )
+        return files[jax.process_index()]
 
     def _usable_start(self, step: int, arrays: dict[str, Any], parts: Sequence[Part]) -> str | None:
         """Return in which start a step was taken; None where this process does not find all these parts of it."""

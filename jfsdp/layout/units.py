@@ -137,7 +137,8 @@ def resolve_units(
       Units by name, the root first; every leaf is in exactly one.
 
     Raises:
-      ValueError: if a choice matches no module, or is itself a module; if two choices match one module.
+      ValueError: if a choice matches no module, or is itself a module; if two choices match one module; for more layer
+        dims than a leaf has.
     """
     if isinstance(units, (str, Unit, Mapping)) or callable(units):
         units = [units]
@@ -151,6 +152,8 @@ def resolve_units(
     for path in [ROOT, *(path for path in chosen if path != ROOT)]:
         leaves = tuple(leaf for leaf in shapes if owners[leaf] == path)
         given = chosen[path].stacked if path in chosen else 0
+        if few := [leaf for leaf in leaves if len(shapes[leaf]) < (given or 0)]:
+            raise ValueError(f"{few[0]}: shape {shapes[few[0]]} has no {given} layer dims; lower stacked={given}")
         guess = _guess_stacked([shapes[leaf] for leaf in leaves]) if given is None and path != ROOT else 0
         own = tuple((leaf, shared[leaf]) for leaf in leaves if leaf in shared)
         resolved[path] = UnitInfo(path, by_path[path].cls.__name__, given or guess, leaves, own, guess > 0)

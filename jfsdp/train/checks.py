@@ -90,7 +90,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise ValueError("the batch holds no arrays")
+        raise ValueError("the batch holds no arrays; give a step arrays of rows [B, ...]")
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"

@@ -76,6 +76,12 @@ def test_a_flipped_bit_is_told_and_not_restored(tmp_path):
         snapshots.restore(like(), 4)
 
 
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    take(Snapshots(tmp_path, "run"), 3)
+    with pytest.raises(ValueError, match=f"{tmp_path} has no snapshot of step 4 to go on from"):
+        Snapshots(tmp_path, "run").restore(like(), 4)
+
+
 def test_a_full_memory_keeps_the_one_before(tmp_path, monkeypatch):
     snapshots = Snapshots(tmp_path, "run")
     take(snapshots, 1)

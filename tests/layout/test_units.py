@@ -223,6 +223,11 @@ def test_a_stated_number_of_layer_dims_outranks_the_guess():
     assert not resolve(Scanned, {"match": Block, "stacked": 1})["blocks"].is_guessed
 
 
+def test_more_layer_dims_than_a_leaf_has_are_refused():
+    with pytest.raises(ValueError, match=r"blocks\.0\..*: shape \(\d+,\) has no 2 layer dims; lower stacked=2"):
+        resolve(Net, Unit(Block, stacked=2))
+
+
 def test_matrices_that_share_their_first_dim_are_not_taken_for_a_stack():
     """An attention without biases is made of such; a stack of matrices alone has to be stated."""
     assert resolve(lambda rngs: nnx.List([Square(rngs)]), Square)["0"].stacked == 0

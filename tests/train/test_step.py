@@ -1,5 +1,7 @@
 """The training step: exact means, accumulation, clipping, skipped steps, and what it refuses."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused(model):
     [
         ("low", r"total is a str; return a scalar, or jfsdp\.Loss\("),
         (jfsdp.Loss(1.0, 1.0, np.ones(3)), "aux is a ndarray; make it a dict of scalars"),  # type: ignore[arg-type]
+        (jfsdp.Loss(1.0, 1.0, {1: 1.0}), "aux has the key 1; name its metrics by texts"),  # type: ignore[dict-item]
         (jfsdp.Loss(1.0, 1.0, {"parts": {"a": 1.0}}), r"aux\['parts'\] is a dict"),
     ],
 )
@@ -279,10 +282,23 @@ def test_a_total_of_nothing_counted_is_not_finite_as_on_one_device(engine):
     assert int(state.num_skipped) == 1
 
 
-def test_a_weight_that_is_always_zero_is_refused(model):
-    step = model.train_step(lambda model, batch: token_loss(model, batch)._replace(weight=0.0), TX)
-    with pytest.raises(ValueError, match="loss_fn: the weight is 0 whatever the rows; count those at hand"):
+@pytest.mark.parametrize("weight", [0.0, -1, math.nan, math.inf])
+def test_a_weight_that_always_divides_into_nonsense_is_refused(model, weight):
+    step = model.train_step(lambda model, batch: token_loss(model, batch)._replace(weight=weight), TX)
+    with pytest.raises(ValueError, match=f"loss_fn: the weight is {weight} whatever the rows; count those at hand"):
         step(model.init(TX), make_batches(1)[0])
+
+
+def test_an_option_that_xla_does_not_have_is_named(model):
+    step = model.train_step(token_loss, TX, compiler_options={"xla_nope": True})
+    with pytest.raises(ValueError, match=r"compiler_options\['xla_nope'\]: the XLA of this jaxlib has no such option"):
+        step(model.init(TX), make_batches(1)[0])
+
+
+def test_weights_may_be_arrays_of_numpy(model):
+    start = model.init(TX)
+    given = model.init_from(TX, {name: np.asarray(x) for name, x in start.params.items()})
+    assert all(np.array_equal(x, given.params[name]) for name, x in start.params.items())
 
 
 def low_precision(dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -68,12 +69,16 @@ def as_loss(value: Any) -> Loss:
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
         raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
+    if unnamed := [name for name in extra or {} if not isinstance(name, str)]:
+        raise ValueError(f"loss_fn: aux has the key {unnamed[0]!r}; name its metrics by texts")
     taken = [name for name in extra or {} if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
     total, weight = (_scalar(name, getattr(given, name), _LOSS) for name in ("total", "weight"))
-    if isinstance(given.weight, (int, float)) and given.weight == 0:
-        raise ValueError("loss_fn: the weight is 0 whatever the rows; count those at hand, or return the scalar mean")
+    if isinstance(given.weight, (int, float)) and not 0 < given.weight < math.inf:
+        raise ValueError(
+            f"loss_fn: the weight is {given.weight} whatever the rows; count those at hand, or return the scalar mean"
+        )
     if not jnp.issubdtype(jnp.result_type(given.total), jnp.floating):
         raise ValueError(f"loss_fn: total has dtype {jnp.result_type(given.total)}; a gradient needs a floating loss")
     return Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})

@@ -19,7 +19,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.movements import MANUAL, Passes
-from jfsdp.engine.options import compiler_options
+from jfsdp.engine.options import compiler_options, naming_options
 from jfsdp.engine.pipeline.schedule import schedule_of, turns_stay
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
@@ -296,11 +296,13 @@ class TrainStep(BatchStep):
 
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed;
-            before the first step, if the loss is another number device by device: the state is then still there.
+            before the first step, if the loss is another number device by device, or if XLA refuses a compiler
+            option: the state is then still there.
         """
-        state, batch = self.prepare(state, batch)
-        donated, lent = lend_host_params(state)
-        result = self._compile_for(state)(donated, lent, batch)
+        with naming_options():
+            state, batch = self.prepare(state, batch)
+            donated, lent = lend_host_params(state)
+            result = self._compile_for(state)(donated, lent, batch)
         for value in jax.tree.leaves(lent):
             value.delete()
         self.finished(batch, result[1])
