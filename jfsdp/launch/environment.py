@@ -122,10 +122,13 @@ class _Told:
         return count, value
 
     def address(self, beside: str) -> str:
-        host, port = self.text("MASTER_ADDR", beside), self.number("MASTER_PORT", beside)
+        return f"{self.text('MASTER_ADDR', beside)}:{self.port('MASTER_PORT', beside)}"
+
+    def port(self, name: str, beside: str = "") -> int:
+        port = self.number(name, beside)
         if not is_port(port):
-            raise ValueError(f"MASTER_PORT={port} must be a port, 1 to {LATEST_PORT}")
-        return f"{host}:{port}"
+            raise ValueError(f"{name}={port} must be a port, 1 to {LATEST_PORT}")
+        return port
 
 
 def _jax(told: _Told) -> Place | None:
@@ -133,6 +136,8 @@ def _jax(told: _Told) -> Place | None:
     if not told.has(*numbers):
         return None
     address = told.text("JAX_COORDINATOR_ADDRESS", next(name for name in numbers if told.has(name)))
+    if not is_address(address):
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r} must be HOST:PORT, PORT at most {LATEST_PORT}")
     process, count = told.below("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
     return Place("JAX_NUM_PROCESSES and JAX_PROCESS_ID", address, count, process)
 
@@ -178,7 +183,8 @@ def _slurm(told: _Told) -> Place | None:
             f"SLURM_STEP_NUM_TASKS={count}, SLURM_NODEID={node} or SLURM_LOCALID={local_id}; is this inside srun?"
         )
     # One port per job, as JAX and others choose it; steps of a job after each other may share it.
-    port = int(told.environment.get("JAX_COORDINATOR_PORT") or LATEST_PORT - 4095 + job % 4096)
+    own = LATEST_PORT - 4095 + job % 4096
+    port = told.port("JAX_COORDINATOR_PORT") if told.environment.get("JAX_COORDINATOR_PORT") else own
     return Place("Slurm", f"{first_host(nodes)}:{port}", count, process, tasks[node], local_id)
 
 

@@ -85,6 +85,9 @@ def test_a_process_knows_its_place(environment, expected):
         (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID is empty"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, "contradicts SLURM_STEP_NUM_TASKS=32"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "'many' is no list of counts"),
+        (SRUN | {"JAX_COORDINATOR_PORT": "x"}, "JAX_COORDINATOR_PORT='x' must be a whole number"),
+        (SRUN | {"JAX_COORDINATOR_PORT": "99999"}, "JAX_COORDINATOR_PORT=99999 must be a port, 1 to 65535"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "JAX_COORDINATOR_ADDRESS='node0' must be HOST:PORT"),
     ],
 )
 def test_variables_that_are_missing_or_contradict_are_named(environment, words):
