@@ -2,7 +2,8 @@
 
 Everything is done by the commands that users type, which are printed: `jfsdp evaluate` before and after,
 `scripts/train.py --lora`, `jfsdp generate`, `jfsdp checkpoint export`. In the end PEFT and transformers read what was
-exported, and must find the same held-out loss and write the same answers. Exit status 1 if they do not.
+exported, and must find the same held-out loss and write the same answers. Exit status 1 if they do not, 2 for options
+that cannot be.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tyro
 
 from jfsdp.extras import MissingExtra, load, need
 from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.spelling import check_numbers
 
 TRAIN = Path(__file__).with_name("train.py")
 LORA = "rank=16,alpha=32,targets=**.attn.*.kernel,**.mlp.*.kernel"
@@ -137,12 +139,15 @@ def compute_with_peft(
 
 def main(config: FinetuneConfig) -> int:
     """Train, compare, export, read again; return the exit status."""
-    need("train")
-    need("peft")
+    check_numbers(config, steps=1, base_steps=1, held_out=2)
     begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
     run_dir = config.run_dir or runs.new_run_dir("finetune")
-    if config.held_out < 2 or run_dir.exists():
-        raise ValueError(f"--held-out {config.held_out} must be at least 2, and --run-dir {run_dir} new")
+    if run_dir.exists():
+        raise ValueError(f"--run-dir {run_dir}: is there already; name a new one")
+    if config.base is not None and not config.base.is_dir():
+        raise ValueError(f"--base {config.base}: is no directory; name that of a run")
+    need("train")
+    need("peft")
     run_dir.mkdir(parents=True)
     base = config.base
     if base is None:
@@ -181,4 +186,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(FinetuneConfig, description=__doc__)))
     except (MissingExtra, ValueError) as error:
-        sys.exit(f"finetune.py: error: {error}")
+        print(f"finetune.py: error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, MissingExtra) else 2)
