@@ -108,6 +108,7 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
         (["--data", data, "--rows", "0"], "--rows"),
         (["--data", data, "--rows", "99999999999"], "--rows"),
         (["--data", data, "--seq-len", "0"], "--seq-len 0"),
+        (["--data", data, "--eod-id", "0"], "--eod-id 0 is for token files (*.bin), and the data have none"),
     ):
         assert main(["evaluate", directory, *args]) == 2
         assert expected in capsys.readouterr().err

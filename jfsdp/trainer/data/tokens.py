@@ -119,8 +119,11 @@ class TokenData:
     has_conversations: bool
     has_records: bool
 
-    def check_used(self) -> None:
+    def check_used(self, *names: str) -> None:
         """Refuse options that mean nothing for these data.
+
+        Args:
+          names: of the options to look at; without any: all.
 
         Raises:
           ValueError: naming the option.
@@ -135,7 +138,8 @@ class TokenData:
             ("text_field", None): ("JSONL", self.has_records),
         }
         for (name, default), (what, is_there) in uses.items():
-            if not is_there and (value := getattr(self.config, name)) != default:
+            value = getattr(self.config, name)
+            if not is_there and value != default and (not names or name in names):
                 raise ValueError(f"{name}={value!r} is for {what}, and the data have none; leave it out")
 
 
