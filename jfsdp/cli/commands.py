@@ -118,9 +118,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except FactoryError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            error = ValueError(f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({error})")
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_full(str(error))):
+            told = str(error).partition("\n")[0]
+            error = ValueError(f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({told})")
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         print(
@@ -128,3 +129,8 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return BROKEN if is_damage(error) else 2
+
+
+def _is_full(told: str) -> bool:
+    """Tell what XLA says of a device, and of a host, whose memory does not suffice."""
+    return "RESOURCE_EXHAUSTED" in told or "Out of memory" in told

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jfsdp.cli.commands import main
+from jfsdp.cli.generate import Generate
 from jfsdp.trainer.data.tokenizer import load_tokenizer
 from tests.trainer.chats import chat, save_tokenizer, write_jsonl
 
@@ -152,6 +153,24 @@ def test_a_run_that_cannot_be_opened_is_refused_in_a_line(stored, args, expected
     (tmp_path / "config.json").write_text(json.dumps({"config": {"model": "llama-tiny"} | stored, "decides": {}}))
     assert main(["generate", str(tmp_path), "--prompt", "a", *args]) == 2
     assert re.search(expected, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 1.86 TiB\n---"),
+        RuntimeError("RESOURCE_EXHAUSTED: 1.86 TiB\n---"),
+        RuntimeError("INTERNAL: Out of memory allocating 128000000128 bytes.\n---"),
+    ],
+)
+def test_a_memory_that_does_not_suffice_is_told_in_a_line(error, capsys, monkeypatch):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(Generate, "run", fail)
+    assert main(["generate", "there", "--prompt", "a"]) == 2
+    told = f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({str(error)[:-4]})"
+    assert capsys.readouterr().err == f"jfsdp: error: {told}\n"
 
 
 def test_data_are_shown_as_they_are_trained(capsys, tmp_path):

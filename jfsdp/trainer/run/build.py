@@ -74,7 +74,8 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    check_numbers(config, steps=1, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0, keep=0, keep_every=1)
+    check_numbers(config, seed=0, steps=1, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
+    check_numbers(config, keep=0, keep_every=1)
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")

@@ -48,6 +48,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"reference": "x"}, "--reference x: goes with --preference"),
         ({**VIT, "preference": "dpo", "init_from": "x"}, "takes images"),
         ({"steps": 0}, "--steps 0 must be a number from 1"),
+        ({"seed": 3_000_000_000}, "--seed 3000000000 must be a number from 0 to 2,147,483,647"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
         ({"restart_data": True}, "--restart-data goes with --resume STEP"),
         ({"tracker": "os:getcwd"}, r"--tracker os:getcwd is called as f\(config\), and takes something else"),
