@@ -162,10 +162,9 @@ class Run:
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
-        with self.watch.at("tracing the step", PATIENT):
-            self.parts.trace(self.like)
         iterator = self.source.train_batches(**self._share(1))
-        with self.watch.at("the first weights, or restoring", PATIENT):
+        with self.watch.at("tracing the step, and the first weights or restoring", PATIENT):
+            self.parts.trace(self.like)
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
             begun, given = None if self.first else state, {"watch": self.watch, "say": self.display.say}
@@ -179,9 +178,8 @@ class Run:
             checkpoints = open_checkpoints(self.config, self.run_dir)
             stack.callback(iterator.close)
             with self.watch.at("trackers, and removing old snapshots", PATIENT):
-                loop = self._make_loop(stack, iterator, checkpoints, stop, described)
+                loop = self.loop = self._make_loop(stack, iterator, checkpoints, stop, described)
                 self.snapshots.keep(self.snapshot)
-            self.loop = loop
             try:
                 state, steps = loop.run(state, self.first)
             except Exception:
