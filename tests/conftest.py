@@ -1,13 +1,13 @@
 """Eight simulated CPU devices for every test; must run before JAX starts its backend."""
 
-import collections
 import gc
-import io
 import os
 import sys
 
 import pytest
 from jaxlib.version import __version_info__ as jaxlib_version
+
+from tests.compiling import compile_once
 
 NUM_DEVICES = 8
 
@@ -44,34 +44,6 @@ def pytest_sessionstart(session):
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     compile_once()
-
-
-MOST_PROGRAMS = 1000
-
-
-def compile_once():
-    """Let XLA compile once per process what many tests build alike: first states, steps, references.
-
-    Programs are the same if they are so to the letter, names of operations included, for the same devices and options.
-    Compiled ones stay in memory as they are: nothing is written or loaded.
-    """
-    from jax._src import compiler
-
-    compile_program, kept = compiler.compile_or_get_cached, collections.OrderedDict()
-
-    def find_or_compile(backend, module, devices, options, host_callbacks, *args):
-        if host_callbacks:  # a program that calls Python calls the functions of its own test
-            return compile_program(backend, module, devices, options, host_callbacks, *args)
-        module.operation.write_bytecode(text := io.BytesIO())
-        key = (backend, tuple(devices.flat), options.SerializeAsString(), text.getvalue())
-        if key not in kept:
-            kept[key] = compile_program(backend, module, devices, options, host_callbacks, *args)
-            if len(kept) > MOST_PROGRAMS:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        return kept[key]
-
-    compiler.compile_or_get_cached = find_or_compile
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp import extras
-from tests.scripts.test_train import environment as training_environment
+from tests.scripts.command import environment as training_environment
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--model", "llama-tiny", "--model-config", "num_layers=1", "dim=64", "ffn_dim=96", "--seq-len", "16"]

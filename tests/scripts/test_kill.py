@@ -11,7 +11,7 @@ import pytest
 
 from jfsdp.checkpoint.disk.digest import find_damage, list_files, read_digests
 from jfsdp.trainer.run.directory import checkpoint_steps
-from tests.scripts.test_train import TINY, command, environment, read_losses, train, write_corpus
+from tests.scripts.command import TINY, command, environment, read_losses, write_corpus
 
 EVERY = 2  # steps between checkpoints
 
@@ -77,7 +77,7 @@ def check_whole(run_dir: Path) -> int:
     return max(checkpoint_steps(run_dir), default=0)
 
 
-def run_and_kill(options, root: Path, num_kills: int, seed: int) -> list[int]:
+def run_and_kill(options, train, root: Path, num_kills: int, seed: int) -> list[int]:
     """Kill a run so often, and let it end; return after which steps it was resumed."""
     rng, run_dir, resumed = random.Random(seed), root / "run", []
     for number in range(num_kills):
@@ -102,11 +102,11 @@ def run_and_kill(options, root: Path, num_kills: int, seed: int) -> list[int]:
     return resumed
 
 
-def test_a_run_that_is_killed_twice_is_the_unbroken_run(options, tmp_path):
-    assert len(set(run_and_kill(options, tmp_path, num_kills=2, seed=0))) >= 1
+def test_a_run_that_is_killed_twice_is_the_unbroken_run(options, serve, tmp_path):
+    assert len(set(run_and_kill(options, serve, tmp_path, num_kills=2, seed=0))) >= 1
 
 
 @pytest.mark.proof
-def test_a_run_that_is_killed_fifty_times_is_the_unbroken_run(options, tmp_path):
-    resumed = run_and_kill(options, tmp_path, num_kills=50, seed=1)
+def test_a_run_that_is_killed_fifty_times_is_the_unbroken_run(options, serve, tmp_path):
+    resumed = run_and_kill(options, serve, tmp_path, num_kills=50, seed=1)
     assert len(set(resumed)) > 30, "it got on between the kills"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.scripts.test_train import environment, write_corpus
+from tests.scripts.command import environment, read_metrics, write_corpus
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model", "llama-tiny", "--model-config", "dim=32", "num_layers=2", "ffn_dim=64", "--seq-len", "32")
@@ -55,14 +55,15 @@ def losses(run_dir):
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_with_another_number_of_processes(start, tmp_path):
-    whole = start("whole", 1, 2, "--steps", "6")
-    parts = ((2, 1, 3), (1, 2, 6))
-    for nproc, devices, steps in parts:
-        schedule = ("--steps", str(steps), "--decay-steps", "6", "--resume", "auto", "--mesh", "fsdp=-1")
-        status, out = finish(start("parts", nproc, devices, *schedule))
-        assert status == 0, out
-    assert finish(whole)[0] == 0
+def test_a_run_goes_on_with_another_number_of_processes(start, serve, corpus, tmp_path):
+    """Two processes of one device each, and then one of two devices."""
+    schedule = ("--decay-steps", "6", "--mesh", "fsdp=-1")
+    status, out = finish(start("parts", 2, 1, *schedule, "--steps", "3"))
+    assert status == 0, out
+    for name, more in (("parts", ["--resume"]), ("whole", [])):
+        done = serve(*SMALL, *QUIET, *schedule, "--steps", 6, "--data", corpus, "--run-dir", tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "parts")] == [*range(1, 7)]
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=2e-6)
 
 

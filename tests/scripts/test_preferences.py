@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from jfsdp.cli.commands import main
-from tests.scripts import test_train
-from tests.scripts.test_train import read_metrics, train
+from tests.scripts.command import read_metrics
 
-refuse = test_train.refuse  # the fixture
 MODEL = ["--model", "llama-tiny", "--model-config", "dim=16", "num_layers=2", "ffn_dim=32", "--seq-len", 24]
 COMMON = [*MODEL, "--simulate-devices", 2, "--batch-per-device", 4, "--param-dtype", "float32", "--sample-tokens", 0]
 
@@ -24,13 +22,13 @@ def write_records(path, **fields):
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
+def workspace(tmp_path_factory, serve):
     """Weights to begin from, pairs, and a run on them with adapters."""
     root = tmp_path_factory.mktemp("preferences")
     answers = write_records(root / "answers.jsonl", prompt="{}+{}=", completion="{2}")
     write_records(root / "pairs.jsonl", prompt="{}+{}=", chosen="{2}", rejected="{3}")
-    assert train(*COMMON, "--data", answers, "--steps", 10, "--run-dir", root / "begin").returncode == 0
-    done = train(*preferring(root), "--run-dir", root / "run")
+    assert serve(*COMMON, "--data", answers, "--steps", 10, "--run-dir", root / "begin").returncode == 0
+    done = serve(*preferring(root), "--run-dir", root / "run")
     assert done.returncode == 0, done.stderr
     assert "log-likelihoods of 80 pairs" in done.stdout
     return root
@@ -54,21 +52,21 @@ def test_a_run_begins_at_its_reference_and_learns(workspace):
     assert {"reward_chosen", "reward_rejected", "correct"} <= read_metrics(workspace / "run")[-1].keys()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_with_and_without_the_file(workspace):
+def test_a_resumed_run_goes_on_bit_for_bit_with_and_without_the_file(workspace, serve):
     before, file = losses(workspace / "run"), workspace / "run" / "reference.npy"
     table = np.load(file)
     for remove in (False, True):
         if remove:
             file.unlink()
-        done = train(*preferring(workspace), "--run-dir", workspace / "run", "--resume", 10)
+        done = serve(*preferring(workspace), "--run-dir", workspace / "run", "--resume", 10)
         assert done.returncode == 0, done.stderr
         assert ("log-likelihoods of 80 pairs" in done.stdout) is remove
         assert losses(workspace / "run") == before
         np.testing.assert_array_equal(np.load(file), table)
 
 
-def test_another_reference_is_computed_by_its_own_weights(workspace, tmp_path):
-    done = train(*preferring(workspace, "--reference", workspace / "begin"), "--run-dir", tmp_path / "same")
+def test_another_reference_is_computed_by_its_own_weights(workspace, tmp_path, serve):
+    done = serve(*preferring(workspace, "--reference", workspace / "begin"), "--run-dir", tmp_path / "same")
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(
         np.load(tmp_path / "same" / "reference.npy"), np.load(workspace / "run" / "reference.npy"), rtol=1e-5
@@ -95,17 +93,17 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
     ("more", "expected"),
     [
         (["--reference", "{root}/run"], "adapters"),
-        (["--reference", "{root}/nothere"], "nothere"),
+        (["--reference", "{root}/nowhere"], "nowhere"),
         (["--reference", "{root}/other"], "is of another model"),
         (["--data", "{root}/answers.jsonl"], "--preference dpo takes records with chosen"),
         (["--preference", "none", "--beta", "0.1"], "choices between two answers; name the loss with --preference"),
     ],
 )
-def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected, refuse):
+def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected, serve):
     if "other" in str(more) and not (workspace / "other").exists():
-        wide = ["--model-config", "dim=32", "num_layers=2", "ffn_dim=32", "--data", workspace / "answers.jsonl"]
-        assert train(*COMMON, *wide, "--steps", 1, "--run-dir", workspace / "other").returncode == 0
+        wide = ["--model-config", "dim=16", "num_layers=1", "ffn_dim=32", "--data", workspace / "answers.jsonl"]
+        assert serve(*COMMON, *wide, "--steps", 1, "--run-dir", workspace / "other").returncode == 0
     more = [one.format(root=workspace) for one in more]
-    done = refuse(*preferring(workspace, *more), "--run-dir", tmp_path / "run")
+    done = serve(*preferring(workspace, *more), "--run-dir", tmp_path / "run")
     assert done.returncode == 2 and expected in done.stderr, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr

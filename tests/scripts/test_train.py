@@ -1,16 +1,16 @@
-"""The training script as users run it: whole processes, two simulated devices, a model of a few thousand weights."""
+"""The training script: two simulated devices, a model of a few thousand weights.
+
+What is about signals, other devices and exit statuses runs in a process of its own; all else in one (`serve`).
+"""
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -18,74 +18,9 @@ from jfsdp.trainer.groups import groups_of
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import describe_model, stated_by_weights
+from tests.scripts.command import ROOT, TINY, command, environment, read_losses, read_metrics, train, write_corpus
 
-ROOT = Path(__file__).parents[2]
-TINY = ["dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32"]
 STEPS = 60
-
-
-def command(*options):
-    return [sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, options)]
-
-
-def environment():
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "XLA_FLAGS": " ".join(flags)}
-
-
-def train(*options, cwd=None):
-    return subprocess.run(command(*options), capture_output=True, text=True, env=environment(), cwd=cwd, timeout=300)
-
-
-REFUSED = """
-import contextlib, importlib.util, io, json, sys
-
-spec = importlib.util.spec_from_file_location("train_script", sys.argv[1])
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-script.configure_xla(simulate_devices=2)
-script.configure_xla = lambda **_: None  # before JAX starts, so once; all command lines ask for the same
-for line in sys.stdin:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = script.main(json.loads(line))
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def refuse():
-    """Give command lines that end before training to one process, whose start is most of their time."""
-    script = [sys.executable, "-c", REFUSED, str(ROOT / "scripts" / "train.py")]
-    with subprocess.Popen(
-        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        given, told = process.stdin, process.stdout
-        assert given is not None and told is not None
-
-        def run(*options):
-            given.write(json.dumps([str(option) for option in options]) + "\n")
-            given.flush()
-            return subprocess.CompletedProcess(options, *json.loads(told.readline()))
-
-        yield run
-        given.close()
-
-
-def read_metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_losses(run_dir):
-    return [(line["step"], line["loss"], line["grad_norm"], line["eval_loss"]) for line in read_metrics(run_dir)]
-
-
-def write_corpus(directory):
-    directory.mkdir()
-    for number in range(40):
-        text = "".join(f"def f{number}_{line}(x):\n    return x * {line * number}\n\n" for line in range(20))
-        (directory / f"{number:02}.py").write_text(text)
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +41,12 @@ def options(workspace):
 
 
 @pytest.fixture(scope="module")
-def unbroken(workspace, options):
+def unbroken(workspace, options, serve):
     """A run from its first step to its last."""
     run_dir = workspace / "unbroken"
     more = ["--eval-every", 30, "--profile", "3:4", "--sample-tokens", 8, "--prompt", "def "]
     more += ["--tracker", "tests.scripts.tracker:Tracker"]
-    done = train(*options, *more, "--run-dir", run_dir)
+    done = serve(*options, *more, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr
     return run_dir, done.stdout
 
@@ -187,24 +122,24 @@ def test_sigterm_saves_the_step_it_was_in_and_exits_cleanly(stopped):
     assert (run_dir / "loss.png").exists()
 
 
-def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options):
+def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options, serve):
     run_dir = workspace / "resumed"
     shutil.copytree(stopped[0], run_dir)
     first = read_metrics(run_dir)[-1]["step"]
     if first >= STEPS:
         pytest.fail(f"the run was stopped only after step {first}: nothing is left to resume")
-    done = train(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", "--sample-tokens", 8)
+    done = serve(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", "--sample-tokens", 8)
     assert done.returncode == 0, done.stderr
     assert f"resumed after step {first}" in done.stdout
     assert read_losses(run_dir) == read_losses(unbroken[0])
 
 
-def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbroken, workspace, options):
+def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbroken, workspace, options, serve):
     run_dir = workspace / "rewound"
     shutil.copytree(unbroken[0], run_dir)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "los')
-    done = train(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", 20, "--sample-tokens", 0)
+    done = serve(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", 20, "--sample-tokens", 0)
     assert done.returncode == 0, done.stderr
     assert read_losses(run_dir) == read_losses(unbroken[0])
     assert sorted(path.name for path in (run_dir / "replaced-1").iterdir()) == ["40", "60", "metrics.jsonl"]
@@ -268,9 +203,9 @@ def test_a_run_goes_on_with_other_settings_that_only_round(unbroken, workspace, 
         (["--mesh", "fsdp=3"], "but there are 2"),
     ],
 )
-def test_a_run_is_not_continued_as_another(unbroken, options, more, words, refuse):
+def test_a_run_is_not_continued_as_another(unbroken, options, more, words, serve):
     before = {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")}
-    done = refuse(*options, "--run-dir", unbroken[0], *more)
+    done = serve(*options, "--run-dir", unbroken[0], *more)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert {path: path.stat().st_mtime_ns for path in unbroken[0].rglob("*")} == before, "nothing may be touched"
@@ -292,17 +227,17 @@ def steep():
 """
 
 
-def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
-    (tmp_path / "own_jobs.py").write_text(STEEP)
-    ours = [*options[options.index("--seq-len") :], "--factory", "own_jobs:steep", "--param-dtype", "none"]
+def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path, serve):
+    (tmp_path / "steep_jobs.py").write_text(STEEP)
+    ours = [*options[options.index("--seq-len") :], "--factory", "steep_jobs:steep", "--param-dtype", "none"]
     ours += ["--sample-tokens", 0, "--run-dir", tmp_path / "run", "--steps", 40, "--checkpoint-every", 5]
     ours += ["--eval-fraction", 0, "--max-grad-norm", "none", "--warmup", 0, "--keep", 0]
     ours[ours.index("--learning-rate") + 1] = 1e3
-    done = train(*ours, cwd=tmp_path)
+    done = serve(*ours, cwd=tmp_path)
     assert done.returncode == 1
     assert "diverged" in done.stderr and "--resume" in done.stderr and "--learning-rate" in done.stderr
     ours[ours.index("--learning-rate") + 1] = 0.1
-    done = train(*ours, "--resume", cwd=tmp_path)
+    done = serve(*ours, "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "learning_rate was 1000.0, is 0.1" in done.stdout and "no longer bit for bit" in done.stdout
     lines = read_metrics(tmp_path / "run")
@@ -316,7 +251,7 @@ def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path):
     less = [*ours[:place], *ours[place + 2 :]]
     while "--keep" in less:
         del less[less.index("--keep") : less.index("--keep") + 2]
-    done = train(*less, "--resume", "--steps", 42, "--skip-nonfinite", cwd=tmp_path)
+    done = serve(*less, "--resume", "--steps", 42, "--skip-nonfinite", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "left out, so as the run had it: --learning-rate 0.1" in done.stdout
     assert "skip_nonfinite was False, is True" in done.stdout
@@ -429,8 +364,8 @@ def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_b
         ),
     ],
 )
-def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path, refuse):
-    done = refuse(*args, "--run-dir", tmp_path / "run")
+def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path, serve):
+    done = serve(*args, "--run-dir", tmp_path / "run")
     assert done.returncode == 2 and done.stderr.startswith(f"train.py: error: {words}")
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
@@ -492,20 +427,20 @@ def test_with_averages_held_out_losses_are_theirs(unbroken, workspace, options):
     assert last == pytest.approx(first, abs=0.1), "and the averages have hardly moved"
 
 
-def other_forms(run_dir, where):
-    """Write the newest weights of a run in other forms; return the options that begin from each."""
-    import safetensors.torch
-    import torch
-
+def begin_from(form, run_dir, where):
+    """Write the newest weights of a run in another form; return the options that begin from it."""
     from jfsdp.cli import main as jfsdp
 
     assert jfsdp(["checkpoint", "export", str(run_dir), str(where / "hf"), "--json"]) == 0
+    if form == "ours":
+        return "--init-from", run_dir
+    if form == "hugging face":
+        return "--init-from", where / "hf"
+    import safetensors.torch
+    import torch
+
     torch.save({"net": safetensors.torch.load_file(where / "hf" / "model.safetensors")}, where / "weights.pt")
-    return {
-        "hugging face": ("--init-from", where / "hf"),
-        "torch": ("--init-from", where / "weights.pt", "--init-key", "net"),
-        "ours": ("--init-from", run_dir),
-    }
+    return "--init-from", where / "weights.pt", "--init-key", "net"
 
 
 @pytest.mark.parametrize(
@@ -516,13 +451,13 @@ def other_forms(run_dir, where):
         pytest.param("ours", marks=pytest.mark.proof),
     ],
 )
-def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, options, tmp_path):
-    begin = other_forms(unbroken[0], tmp_path)[form]
+def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, options, tmp_path, serve):
+    begin = begin_from(form, unbroken[0], tmp_path)
     config = tmp_path / "hf" / "config.json"
     theirs = {"eos_token_id": 7, "max_position_embeddings": 4096}
     config.write_text(json.dumps(json.loads(config.read_text()) | theirs))
     still = ["--steps", 1, "--learning-rate", 1e-20, "--eval-every", 1, "--run-dir", tmp_path / "run"]
-    done = train(*options, *begin, *still)
+    done = serve(*options, *begin, *still)
     assert done.returncode == 0, done.stderr
     lines, before = read_metrics(tmp_path / "run"), read_metrics(unbroken[0])
     assert lines[-1]["step"] == 1
@@ -563,12 +498,12 @@ def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tm
     assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4
 
 
-def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path, refuse):
-    done = refuse(*options, "--run-dir", tmp_path / "run", "--data", tmp_path / "nothing")
+def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path, serve):
+    done = serve(*options, "--run-dir", tmp_path / "run", "--data", tmp_path / "nothing")
     assert done.returncode == 2 and "no such file or directory" in done.stderr
     assert not (tmp_path / "run").exists(), "a run that never began leaves no directory"
     (tmp_path / "file").write_text("")
-    done = refuse(*options, "--run-dir", tmp_path / "file" / "run")
+    done = serve(*options, "--run-dir", tmp_path / "file" / "run")
     assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
 
 
@@ -580,17 +515,17 @@ def test_missing_data_and_unwritable_directories_are_named_before_training(optio
         (["--prefetch", "99"], "a step gathers 2 units forward; ask for no more"),
     ],
 )
-def test_what_the_steps_trace_refuses_leaves_nothing_behind(args, words, options, tmp_path, refuse):
-    done = refuse(*options, "--run-dir", tmp_path / "run", *args)
+def test_what_the_steps_trace_refuses_leaves_nothing_behind(args, words, options, tmp_path, serve):
+    done = serve(*options, "--run-dir", tmp_path / "run", *args)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert not (tmp_path / "run").exists(), "the same command, mended, would be refused"
 
 
-def test_what_is_refused_in_the_first_step_cannot_begin(options, tmp_path, refuse):
-    done = refuse(*options, "--run-dir", tmp_path / "run", "--tracker", "json:dumps")
+def test_what_is_refused_in_the_first_step_cannot_begin(options, tmp_path, serve):
+    done = serve(*options, "--run-dir", tmp_path / "run", "--tracker", "json:dumps")
     words = "--tracker json:dumps returned a str; return an object with write(record) and close()"
     assert done.returncode == 2 and words in done.stderr, done.stderr
-    done = refuse(*options, "--run-dir", tmp_path / "other", "--param-dtype", "float16")
+    done = serve(*options, "--run-dir", tmp_path / "other", "--param-dtype", "float16")
     assert done.returncode == 2 and "--param-dtype float16: this model computes what CPUs cannot" in done.stderr
 
 
@@ -614,9 +549,7 @@ def test_every_option_that_may_be_left_out_is_shown_and_read_alike(capsys):
     types = typing.get_type_hints(type(parse()))
     optional = [name for name, kind in types.items() if type(None) in typing.get_args(kind)]
     assert {"seq_len", "max_grad_norm", "run_dir", "ema", "reduce"} <= set(optional)
-    for name in optional:
-        option = f"--{name.replace('_', '-')}"
-        for word in ("none", "None"):
-            config = parse(option, word)
-            assert getattr(config, name) is None
+    for word in ("none", "None"):
+        config = parse(*(part for name in optional for part in (f"--{name.replace('_', '-')}", word)))
+        assert {name: getattr(config, name) for name in optional} == dict.fromkeys(optional)
     assert parse("--seq-len", "128", "--max-grad-norm", "0.5").seq_len == 128

@@ -1,4 +1,4 @@
-"""Programs that conftest.py lets XLA compile once are the same to the letter."""
+"""Programs that compile_once lets XLA compile once are the same to the letter."""
 
 import jax
 import jax.numpy as jnp
