@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.compiling import compile_once
 
@@ -20,7 +21,7 @@ def serve() -> None:
     path = Path(__file__).parents[2] / "scripts" / "train.py"
     spec = importlib.util.spec_from_file_location("train_script", path)
     assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
+    script: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.configure_xla(simulate_devices=DEVICES)
     script.configure_xla = lambda **_: None  # before JAX starts, so once; all command lines ask for the same

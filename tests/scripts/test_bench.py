@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def result(*args, **how):
     return json.loads(done.stdout)
 
 
+@pytest.mark.proof
 def test_jfsdp_and_pytorch_compute_the_same_losses_in_processes_of_their_own(tmp_path):
     names = ["manual", "torch-ddp"]
     found = result(*SHORT, "--settings", *names, "--remat", "full", "--plot", str(tmp_path / "a.svg"))
@@ -37,18 +39,21 @@ def test_jfsdp_and_pytorch_compute_the_same_losses_in_processes_of_their_own(tmp
     for own in settings.values():
         assert len(own["losses"][0]) == 4 and len(own["seconds"][0]) == 2
         assert own["losses"][0] == pytest.approx(settings["manual"]["losses"][0], rel=1e-5)
-        assert own["first_step_s"] > own["step_s"] > 0 and own["memory"]["resident"] > 2**27
-    assert settings["manual"]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert settings["torch-ddp"]["ratio"]["low"] is None  # of one round
-    assert settings["manual"]["memory"]["compiled"] > 0 and settings["manual"]["compile_s"] > 0
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
 
 
-def test_contenders_take_single_steps_in_turn_and_are_profiled():
-    found = result(*SHORT, "--together", "--rounds", "3", "--settings", "xla", "torch-fsdp2", "--profile")
-    for own in found["settings"].values():
+def test_jfsdp_and_pytorch_compute_the_same_losses_in_single_steps_in_turn_and_are_profiled():
+    names = ["manual", "torch-fsdp2"]
+    found = result(*SHORT, "--together", "--rounds", "3", "--settings", *names, "--remat", "full", "--profile")
+    settings = found["settings"]
+    for own in settings.values():
         assert len(own["seconds"]) == 3 and len(own["losses"][0]) == 5
-    assert found["settings"]["torch-fsdp2"]["loss_difference"]["relative"] < 1e-5
+        assert own["losses"][0] == pytest.approx(settings["manual"]["losses"][0], rel=1e-5)
+        assert own["first_step_s"] > own["step_s"] > 0 and own["memory"]["resident"] > 2**27
+    assert settings["torch-fsdp2"]["loss_difference"]["relative"] < 1e-5
+    assert settings["manual"]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert settings["manual"]["memory"]["compiled"] > 0 and settings["manual"]["compile_s"] > 0
     for profile in found["profile"].values():
         kinds = profile["kinds"]
         assert kinds["matmul"] > 0 and kinds["collectives"] > 0 and kinds["optimizer and clipping"] > 0
@@ -92,6 +97,7 @@ def changed(tmp_path, file, old, new):
     return tmp_path
 
 
+@pytest.mark.proof
 def test_a_contender_with_other_weights_loses_the_race(tmp_path):
     load = "    return model.train()"
     other = "    model.lm_head.weight.data *= 1.01 if 'torch-ddp' in case['rendezvous'] else 1.0"
@@ -101,27 +107,90 @@ def test_a_contender_with_other_weights_loses_the_race(tmp_path):
     assert "error: torch-ddp: the loss of step" in done.stderr and "--loss-tolerance 0.0001" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "timeout", "message"),
-    [
-        ("raise RuntimeError('broken')", "60", "torch-ddp: process 1 ended with status 1 (asked for: first)"),
-        ("time.sleep(60)", "4", "torch-ddp: process 0, 1 did not answer within --timeout 4 s (asked for: first)"),
-    ],
-)
-def test_a_process_that_dies_or_hangs_is_an_error_and_no_hang(tmp_path, line, timeout, message):
+HANG = "torch-ddp: process 0, 1 did not answer within --timeout 4 s (asked for: first)"
+
+
+@pytest.mark.proof
+def test_a_process_that_hangs_where_others_wait_for_it_is_an_error_and_no_hang(tmp_path):
     begin = '        self._case, self._is_cuda, self._world = case, case["platform"] == "cuda", world\n'
-    scripts = changed(tmp_path, "torch_side.py", begin, f"{begin}        if rank == 1:\n            {line}\n")
-    done = run(*SHORT, "--settings", "torch-ddp", "--timeout", timeout, scripts=scripts)
+    scripts = changed(tmp_path, "torch_side.py", begin, f"{begin}        if rank == 1:\n            time.sleep(60)\n")
+    done = run(*SHORT, "--settings", "torch-ddp", "--timeout", "4", scripts=scripts)
     assert done.returncode == 1
-    assert message in done.stderr
+    assert HANG in done.stderr
 
 
 @pytest.fixture
-def refuse(monkeypatch, capsys):
-    """Run the script in this process, where it must end before anything starts; return its one line."""
+def bench(monkeypatch):
+    """The script as a module. It starts no JAX: this process has."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    bench = importlib.import_module("bench")
+    return importlib.import_module("bench")
+
+
+WORKER = """
+import json, sys, time
+path, rank = sys.argv[1:]
+loss = 2.0 if json.load(open(path))["name"] == "xla" else 2.1
+for line in sys.stdin:
+    asked = json.loads(line)
+    count = asked.get("count", 1)
+    if rank == "1" or asked["do"] == "memory" and loss > 2:
+        {}
+    memory = {{"resident": 1, "compiled": None}}
+    print(json.dumps(memory if asked["do"] == "memory" else {{"losses": [loss] * count, "seconds": [0.1] * count}}))
+    sys.stdout.flush()
+"""
+
+
+@pytest.fixture
+def workers(bench, tmp_path, monkeypatch):
+    """Let contenders be processes that compute nothing; the text is what a process 1, or a loser at its end, does."""
+
+    def write(text="pass"):
+        (tmp_path / "worker.py").write_text(WORKER.format(text))
+        monkeypatch.setattr("benchmark.processes.WORKER", tmp_path / "worker.py")
+
+    return write
+
+
+def test_contenders_with_other_losses_lose_the_race(bench, workers, capsys):
+    workers()
+    assert bench.main([*TINY, *SHORT, "--rounds", "2", "--settings", "xla", "manual", "--json"]) == 1
+    out, err = capsys.readouterr()
+    settings = json.loads(out)["settings"]
+    assert settings["xla"]["losses"] == [[2.0] * 4] * 2 and settings["manual"]["losses"] == [[2.1] * 4] * 2
+    assert settings["manual"]["ratio"]["median"] == 1.0 and len(settings["manual"]["seconds"]) == 2
+    assert "error: manual: the loss of step" in err and "--loss-tolerance 0.0001" in err
+
+
+def test_a_contender_that_dies_is_an_error(bench, workers, capsys):
+    workers("raise RuntimeError('broken')")
+    assert bench.main([*TINY, *SHORT, "--settings", "xla", "manual"]) == 1
+    assert "manual: process 0 ended with status 1 (asked for: memory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "timeout", "message"),
+    [
+        ("raise RuntimeError('broken')", 60, "torch-ddp: process 1 ended with status 1 (asked for: first)"),
+        ("time.sleep(60)", 1, "torch-ddp: process 1 did not answer within --timeout 1 s (asked for: first)"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_named(bench, workers, tmp_path, line, timeout, message):
+    from benchmark.processes import ContenderFailed, Processes  # pyright: ignore[reportMissingImports]
+
+    workers(line)
+    (tmp_path / "spec.json").write_text('{"name": "torch-ddp"}')
+    with (
+        Processes("torch-ddp", tmp_path / "spec.json", 2, {}, timeout) as processes,
+        pytest.raises(ContenderFailed, match=re.escape(message)),
+    ):
+        processes.ask("first")
+
+
+@pytest.fixture
+def refuse(bench, capsys):
+    """Run the script in this process, where it must end before anything starts; return its one line."""
 
     def run(*args):
         assert bench.main(args) == 2
