@@ -153,22 +153,25 @@ def test_a_launcher_says_where_they_are(monkeypatch, tmp_path):
     assert snapshot_dir("runs/one") != snapshot_dir("runs/two")
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_processes_find_on_their_host_what_they_need(tmp_path, num_hosts):
+@pytest.fixture(scope="module")
+def processes():
     processes = Processes()
-    try:
-        for strategy in ("full_shard", "ddp", "hybrid_shard"):
-            told = processes.call("tests.checkpoint.remote:snapshot", str(tmp_path / strategy), num_hosts, strategy)
-            assert [one["newest"] for one in told] == [2, 2]
-            assert all(one["same"] for one in told)
-            assert told[0]["extras"] == told[1]["extras"] == [{"of": 0}, {"of": 1}]
-            sizes = [one["bytes"] for one in told]
-            whole = sum(sizes) / num_hosts if strategy == "ddp" else sum(sizes)
-            assert max(sizes) < 0.7 * whole * (1 if num_hosts == 1 else 2), "processes of a host share the work"
-            missing = processes.call("tests.checkpoint.remote:newest_without_file", str(tmp_path / strategy), strategy)
-            assert missing == [None, None]
-    finally:
-        processes.close()
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp", "hybrid_shard"])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_processes_find_on_their_host_what_they_need(tmp_path, processes, num_hosts, strategy):
+    told = processes.call("tests.checkpoint.remote:snapshot", str(tmp_path), num_hosts, strategy)
+    assert [one["newest"] for one in told] == [2, 2]
+    assert all(one["same"] for one in told)
+    assert told[0]["extras"] == told[1]["extras"] == [{"of": 0}, {"of": 1}]
+    sizes = [one["bytes"] for one in told]
+    whole = sum(sizes) / num_hosts if strategy == "ddp" else sum(sizes)
+    assert max(sizes) < 0.7 * whole * (1 if num_hosts == 1 else 2), "processes of a host share the work"
+    missing = processes.call("tests.checkpoint.remote:newest_without_file", str(tmp_path), strategy)
+    assert missing == [None, None]
 
 
 def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():

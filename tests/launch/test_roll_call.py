@@ -56,7 +56,7 @@ def test_nobody_waits_for_those_that_are_not_started_any_more(absent):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ({"ids": [0, 1, 3], "count": 4, "timeout_s": 2.0}, "1 of 4 processes did not come within 2 s: 2;"),
+        ({"ids": [0, 1, 3], "count": 4, "timeout_s": 1.0}, "1 of 4 processes did not come within 1 s: 2;"),
         ({"ids": [0, 1, 1], "count": 3, "timeout_s": 5.0}, "two processes are process 1:"),
         ({"ids": [0, 1], "counts": {1: 3}}, "process 1 (.*) counts 3 processes, and process 0 (.*) 2;"),
         (
@@ -124,7 +124,7 @@ def test_a_process_of_another_attempt_is_waited_for():
     ]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    time.sleep(0.5)
     call_roll(Place("test", address, 3, 2), SAME, 20.0)
     for thread in threads:
         thread.join(timeout=20)

@@ -122,7 +122,7 @@ def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_tu
 
 def test_a_launcher_whose_output_nobody_reads_goes_on(tmp_path):
     script = tmp_path / "script.py"
-    text = SAYS + "for i in range(30): print('line', i, flush=True); time.sleep(0.1)\nopen(f'{rank}.done', 'w')"
+    text = SAYS + "for i in range(10): print('line', i, flush=True); time.sleep(0.1)\nopen(f'{rank}.done', 'w')"
     script.write_text(text)
     command = f"{sys.executable} -m jfsdp launch --nproc 2 --log-dir logs script.py 2>&1 | head -1"
     subprocess.run(command, shell=True, cwd=tmp_path, timeout=60, check=True, stdout=subprocess.DEVNULL)
@@ -133,10 +133,16 @@ def test_a_launcher_whose_output_nobody_reads_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number):
-    code = "import signal\nsignal.signal(int(sys.argv[1]), lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
-    threading.Timer(2.0, os.kill, [os.getpid(), number]).start()
-    code = code.replace("int(sys.argv[1])", str(int(number)))
+def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number, tmp_path):
+    code = f"import signal\nsignal.signal({int(number)}, lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
+
+    def signal_when_ready():
+        until = time.monotonic() + 30
+        while time.monotonic() < until and sum("ready" in x.read_text() for x in tmp_path.glob("logs/0/*.log")) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=signal_when_ready).start()
     supervisor, status = supervise(code, max_restarts=5)
     assert status == 9 and os.listdir(supervisor.log_dir) == ["0"]
 
@@ -150,8 +156,8 @@ def test_a_log_that_was_moved_away_does_not_keep_the_launcher_from_starting_agai
 def test_a_hangup_that_nohup_ignores_ends_nothing(supervise):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGHUP]).start()
-        _, status = supervise("import signal\ntime.sleep(2); sys.exit(signal.getsignal(signal.SIGHUP) == 0)")
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGHUP]).start()
+        _, status = supervise("import signal\ntime.sleep(1); sys.exit(signal.getsignal(signal.SIGHUP) == 0)")
     finally:
         signal.signal(signal.SIGHUP, before)
     assert status == 0  # and the processes ignore it too

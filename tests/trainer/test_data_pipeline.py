@@ -256,12 +256,11 @@ def test_batches_do_not_depend_on_the_number_of_processes(
     data = open_data(_config(uneven_documents, seq_len=64, eval_fraction=0, shuffle_rows=shuffle_rows))
     expected, _ = _global_batches(data, 1, 12)
     _assert_batches_equal(_global_batches(data, 6, 3)[0], expected[:3])
-    for process_count in (3, 12):
+    for process_count, others in ((3, 4), (12, 1)):  # the run goes on with another number, and that with another
         found, states = _global_batches(data, process_count, 5)
-        for others in (1, 4):  # the run goes on with another number, and that with another
-            more, later = _global_batches(data, others, 3, states)
-            last, _ = _global_batches(data, 3, 4, later)
-            _assert_batches_equal([*found, *more, *last], expected)
+        more, later = _global_batches(data, others, 3, states)
+        last, _ = _global_batches(data, 3, 4, later)
+        _assert_batches_equal([*found, *more, *last], expected)
 
 
 def test_a_run_goes_on_with_the_lanes_that_it_began_with(uneven_documents, monkeypatch):
