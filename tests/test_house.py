@@ -1,6 +1,7 @@
 """The house rules that a machine can read: who may import whom, what `import jfsdp` costs, what is public."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -57,7 +58,12 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(file: Path) -> Iterator[str]:
+@functools.cache
+def imports(file: Path) -> tuple[str, ...]:
+    return tuple(find_imports(file))
+
+
+def find_imports(file: Path) -> Iterator[str]:
     """Every module that a file imports anywhere, full names; `from a import b` gives `a.b` if that is a module."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
