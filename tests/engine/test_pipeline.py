@@ -87,14 +87,14 @@ def _wide(request):
 @functools.cache
 def wanted(tied):
     """Mean loss and gradient by plain JAX on one device."""
-    model, batch = Deep(nnx.Rngs(0), tied), make_batch()
-    graph, params = nnx.split(model)
+    batch = make_batch()
 
-    def mean(params):
-        found = loss(nnx.merge(graph, params), batch)
+    def mean(model):
+        found = loss(model, batch)
         return found.total / found.weight, (found.aux or {})["largest"].maximum
 
-    (value, largest), grads = jax.value_and_grad(mean, has_aux=True)(params)
+    compute = nnx.jit(lambda: nnx.value_and_grad(mean, has_aux=True)(Deep(nnx.Rngs(0), tied)))
+    (value, largest), grads = compute()
     flat = {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(grads)}
     return float(value), float(largest), flat
 

@@ -15,6 +15,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import open_source
 from tests import hlo
+from tests.thin import thin
 
 CASES = {
     "llama": {"model": "llama-tiny", "seq_len": 64, "accumulate": 2, "batch_per_device": 4, "mesh": "replica=2,fsdp=4"},
@@ -38,8 +39,10 @@ def lowered(step, model, tx, batch):
     return re.sub(r'"\d{12,}"', '"address"', text)  # of the function by which JAX partitions cuDNN's plain attention
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [*[("gpu", case) for case in CASES], *thin([("cpu", case) for case in CASES], 4)],
+)
 def test_a_plan_lowers_what_the_script_runs(case, target, data):
     devices = jax.devices() if target == "cpu" else hlo.h100s(1)
     options = StepOptions(**CASES[case])
