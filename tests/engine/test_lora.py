@@ -182,11 +182,20 @@ CASES = {
 }
 
 
-# Each case with one form of adapters, and then with the other.
+# Each case with one form of adapters, and then with the other. Flat storage is that of "in 4 bits, flat" here.
 CASES_AND_FORMS = [(case, ("lora", "dora")[(place + turn) % 2]) for place, case in enumerate(CASES) for turn in (0, 1)]
 
 
-@pytest.mark.parametrize(("case", "form"), thin(CASES_AND_FORMS))
+LIKE_OTHERS = ("no remat", "flat")
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        pytest.param(case, form, marks=[pytest.mark.proof] * bool(place % 2 or case in LIKE_OTHERS))
+        for place, (case, form) in enumerate(CASES_AND_FORMS)
+    ],
+)
 def test_every_setting_equals_one_device(case, form):
     model, mesh, options = CASES[case]
     check(model, mesh, form, **({"engine": "xla"} | options))

@@ -65,7 +65,7 @@ def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, ac
 
 
 CASES = {
-    "gathered once": ("llama-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
+    "gathered once": ("tower-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
     "reduced once": ("tower-list", "8", "full_shard", {}, {"reduce": "once"}),
     "reduced and gathered once": (
         "tied",

@@ -143,15 +143,9 @@ def test_five_steps_equal_one_device(strategy, model, mesh, accumulate, clip):
     run(strategy, model, mesh, accumulate, clip)
 
 
-# The models of this repository are mostly left to the proofs: each in one form here.
-@pytest.mark.parametrize(
-    tuple(ALL),
-    [
-        ("full_shard", "llama", "8", 1, None),
-        ("hybrid_shard", "gpt2", "2x4", 2, 0.5),
-        ("hybrid_shard_zero2", "vit", "2x4", 2, None),
-    ],
-)
+# The models of this repository are mostly left to the proofs: Llama is among the placements below, a Vision Transformer
+# in test_tensor.py, and batch statistics are those of the model "norm" above.
+@pytest.mark.parametrize(tuple(ALL), [("hybrid_shard", "gpt2", "2x4", 2, 0.5)])
 def test_published_models_equal_one_device(strategy, model, mesh, accumulate, clip):
     run(strategy, model, mesh, accumulate, clip)
 
@@ -165,7 +159,7 @@ def test_every_combination_equals_one_device(strategy, model, mesh, accumulate, 
 Offload, Split, Strategy, P = jfsdp.OffloadPolicy, jfsdp.Split, jfsdp.Strategy, jax.sharding.PartitionSpec
 BY_HAND = Strategy("own", ("fsdp",), ("replica", "fsdp"), ("replica", "fsdp"), reshard_after_forward=False)
 REDUCTIONS = {
-    "ddp once": ("llama", "2x4", "ddp", {}, {"reduce": "once"}),
+    "ddp once": ("tower-list", "2x4", "ddp", {}, {"reduce": "once"}),
     "ddp once uneven": ("tied", "3", "ddp", {}, {"reduce": "once"}),
     "zero1 every": ("norm", "8", "zero1", {}, {"reduce": "every"}),
     "full_shard once": ("tied", "8", "full_shard", {}, {"reduce": "once", "reshard_after_backward": False}),
@@ -213,7 +207,7 @@ PLACED = {
     "factor 2": ("tied", "8", "full_shard", {"sharding_factor": 2}),
     "factor 1": ("tower", "8", "full_shard", {"sharding_factor": 1}),
     "hpz over groups": ("tied", "2x4", "full_shard", {"reshard_after_forward": 4}),
-    "ignored": ("vit", "8", "full_shard", {"ignored": ["head"]}),
+    "ignored": ("tower", "8", "full_shard", {"ignored": ["head"]}),
     "offloaded states": ("tower", "8", "full_shard", {"offload_policy": Offload(opt_state=True)}),
     "offloaded parameters": ("tied", "3", "full_shard", {"offload_policy": Offload(params=True)}),
     "offloaded gradients": ("tower", "8", "zero2", {"offload_policy": Offload(grads=True)}),
@@ -269,12 +263,12 @@ def tower_losses():
 UNITS = {"root": [], "glob": ["blocks.*"], "size": [jfsdp.by_size(1000)], "nested": [Block, "blocks.*.up", "embed"]}
 
 
-@pytest.mark.parametrize("units", list(UNITS.values()), ids=list(UNITS))
-def test_the_choice_of_units_does_not_change_the_result(units):
-    wanted = tower_losses()
+@pytest.mark.parametrize("name", some(UNITS, ("glob", "size")))
+def test_the_choice_of_units_does_not_change_the_result(name):
+    wanted, units = tower_losses(), UNITS[name]
     model = jfsdp.fully_shard(lambda rngs: Tower(rngs, False), units=units, min_size=20)
     state = model.init(TX)
-    step = model.train_step(token_loss, TX)
+    step = model.train_step(token_loss, TX, check_loss=False)
     for batch, loss in zip(make_batches(2), wanted, strict=True):
         state, metrics = step(state, batch)
         np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=LIMITS["loss"])

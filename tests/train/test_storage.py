@@ -202,7 +202,7 @@ buffers = given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_dev
 
 
 @buffers
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
     check_buffers(shapes, num_layers, num_devices)
 
@@ -239,7 +239,8 @@ def check_buffers(shapes, num_layers, num_devices):
     for buffer in layout.packed:
         assert isinstance(buffer, Buffer)
         leaves = {path: layout.by_path[path] for path in buffer.holds}
-        values = {path: jax.random.normal(jax.random.key(0), x.stored_shape) for path, x in leaves.items()}
+        draw = np.random.default_rng(0)
+        values: dict[str, Any] = {path: draw.random(x.stored_shape, np.float32) for path, x in leaves.items()}
         packed = pack(buffer, values)
         assert packed.shape == buffer.shape
         found = unpack(buffer, packed)
