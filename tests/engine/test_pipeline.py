@@ -4,6 +4,7 @@ In float64 the algorithm is exact to rounding, so its limit is near that; in flo
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -130,6 +131,19 @@ COLUMNS = {
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
 def test_gradients_are_exact(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
     """Every pair of values of two columns stands in some row; more devices than there are is another row."""
+    check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch)
+
+
+@pytest.mark.proof
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.parametrize(
+    "row", itertools.product([2, 4], [{}, {"fsdp": 2}], [1, 2], COLUMNS["schedule"], [4, 6, 8], [False, True])
+)
+def test_gradients_are_exact_in_every_combination(row):
+    check(*row, "full", 1)
+
+
+def check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
     sizes: dict[str, Any] = {"pipe": pipe, "fsdp": 1, "tensor": tensor} | data
     if np.prod(list(sizes.values())) > 8:
         sizes["tensor"] = 1

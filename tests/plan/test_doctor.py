@@ -41,7 +41,7 @@ GPUS = Machine(
     python="3.11.2",
     versions=VERSIONS,
     env={},
-    has_gpu=True,
+    num_gpus=8,
     has_infiniband=True,
     locked_bytes=None,
     shm_bytes=2**34,
@@ -49,7 +49,7 @@ GPUS = Machine(
 )
 LAPTOP = dataclasses.replace(
     GPUS,
-    has_gpu=False,
+    num_gpus=0,
     has_infiniband=False,
     env={"JAX_PLATFORMS": "cpu"},
     probe=Probe("cpu", ("cpu",)),
@@ -63,6 +63,11 @@ def found(machine=GPUS, **changes):
 def only(machine=GPUS, **changes):
     (finding,) = found(machine, **changes)
     return finding
+
+
+def test_gpus_that_jax_does_not_see_are_counted():
+    finding = only(probe=Probe("gpu", ("NVIDIA H100 80GB HBM3",) * 7, 60 * 2**30))
+    assert finding.severity is Severity.NOTE and "7 of this machine's 8 GPUs" in finding.text
 
 
 @pytest.mark.parametrize("machine", [GPUS, LAPTOP], ids=["gpus", "laptop"])

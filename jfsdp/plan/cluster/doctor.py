@@ -53,7 +53,7 @@ class Machine:
     python: str
     versions: Mapping[str, str | None]
     env: Mapping[str, str]
-    has_gpu: bool
+    num_gpus: int
     has_infiniband: bool
     locked_bytes: int | None
     shm_bytes: int | None
@@ -67,7 +67,7 @@ def inspect_machine() -> Machine:
         python=platform.python_version(),
         versions={name: installed_version(name) for name in SHOWN},
         env=os.environ,
-        has_gpu=has_nvidia_driver(),
+        num_gpus=_num_gpus(),
         has_infiniband=_has_infiniband(),
         locked_bytes=_locked_limit(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
@@ -195,19 +195,29 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
             "take it out of XLA_FLAGS" if about_flags else "start python -c 'import jax; jax.devices()' and read on"
         )
         yield _problem("XLA_FLAGS" if about_flags else "devices", f"JAX ends at its start: {probe.error}", remedy)
-    elif machine.has_gpu and probe.backend == "cpu":
+    elif machine.num_gpus and probe.backend == "cpu":
         if "cpu" in platforms:
             yield _problem(f"JAX_PLATFORMS={platforms}", "hides this machine's GPU", "unset it")
         elif machine.env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             yield _problem("CUDA_VISIBLE_DEVICES", "hides this machine's GPUs", "unset it")
         else:
             yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", install_command("cuda12"))
-    elif machine.has_gpu and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
+    elif len(probe.kinds) < machine.num_gpus:
+        text = f"JAX sees {len(probe.kinds)} of this machine's {machine.num_gpus} GPUs"
+        yield _note(
+            "devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given only these"
+        )
+    elif machine.num_gpus and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
         text = "names a CUDA that is found before the one of JAX's wheels"
         yield _note("LD_LIBRARY_PATH", text, "unset it, unless JAX was installed for the system's CUDA")
-    elif not machine.has_gpu and not platforms and any(machine.versions[name] for name in PLUGINS):
+    elif not machine.num_gpus and not platforms and any(machine.versions[name] for name in PLUGINS):
         text = "is not set: JAX looks for the GPU that its CUDA plugin expects, and complains that there is none"
         yield _note("JAX_PLATFORMS", text, "set JAX_PLATFORMS=cpu")
+
+
+def _num_gpus() -> int:
+    """Count the GPUs that the driver has made devices of; one at least where there is a driver."""
+    return max(len(list(Path("/dev").glob("nvidia[0-9]*"))), 1) if has_nvidia_driver() else 0
 
 
 def _check_host(machine: Machine) -> Iterator[Finding]:
@@ -223,7 +233,7 @@ def _check_host(machine: Machine) -> Iterator[Finding]:
             yield _note("locked memory (ulimit -l)", text, remedy)
     if shm is not None and shm < 2**30:
         text = f"holds {shm / 2**20:.0f} MiB; several processes of a node may share it through NCCL"
-        finding = _problem if machine.has_gpu else _note
+        finding = _problem if machine.num_gpus else _note
         yield finding("/dev/shm", text, "mount it with 1 GiB or more (docker: --shm-size=1g, or --ipc=host)")
 
 
@@ -234,7 +244,7 @@ def _check_plan(machine: Machine) -> Iterator[Finding]:
         text, _, remedy = str(missing).rpartition("; ")
         yield _note("jfsdp plan", text, remedy)
     else:
-        if not any(machine.versions[name] for name in CUDNN) and not machine.has_gpu:
+        if not any(machine.versions[name] for name in CUDNN) and not machine.num_gpus:
             text = "cuDNN's wheel is missing, so attention by cuDNN does not compile"
             yield _note("jfsdp plan", text, "pip install nvidia-cudnn-cu12 (-cu13 beside JAX's plugin for CUDA 13)")
 
