@@ -137,7 +137,7 @@ def test_gradients_are_exact(pipe, data, tensor, schedule, accumulate, tied, rem
 @pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
 @pytest.mark.parametrize(
-    "row", itertools.product([2, 4], [{}, {"fsdp": 2}], [1, 2], COLUMNS["schedule"], [4, 6, 8], [False, True])
+    "row", list(itertools.product([2, 4], [{}, {"fsdp": 2}], [1, 2], COLUMNS["schedule"], [4, 6, 8], [False, True]))
 )
 def test_gradients_are_exact_in_every_combination(row):
     check(*row, "full", 1)
