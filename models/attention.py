@@ -97,8 +97,9 @@ def _runs(segment_ids: jax.Array) -> jax.Array:
 # [Note: long rows by parts]
 # A mask, like XLA's scores, grows with the square of the row. Rows of more than LONGEST_WHOLE tokens are therefore
 # computed for QUERIES queries at a time: those, the keys up to the last of them (from the first that their window
-# reaches), and a mask that says all, causality too. The backward makes each part's mask again. So T*T becomes
-# QUERIES*T, and a part computes whole what is half masked: (n + 1) / n of the scores that are seen, in n parts.
+# reaches), and a mask that says all, causality too. The backward makes each part's mask again, and with
+# XLA's kernel its scores too, whatever is recomputed besides. So T*T becomes QUERIES*T, and a part computes whole what
+# is half masked: (n + 1) / n of the scores that are seen, in n parts.
 
 
 def document_view(

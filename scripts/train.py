@@ -180,7 +180,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
     try:
         run.run()
     except ValueError as error:
-        if run.loop is not None and run.loop.first_step_s is not None:  # a step was taken
+        if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # some step was taken
             raise
         raise UsageError(str(error)) from error
 

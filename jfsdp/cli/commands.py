@@ -121,7 +121,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_full(str(error))):
             told = str(error).partition("\n")[0]
-            error = ValueError(f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({told})")
+            error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         print(

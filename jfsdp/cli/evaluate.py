@@ -37,9 +37,9 @@ class Evaluate(OpenOptions):
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: as the run had it, or found by looking."""
     token_dtype: Dtype = None
-    """uint16 or uint32, for token files without a sidecar FILE.bin.json. none: as the run had it."""
+    """uint16 or uint32, for token files without a sidecar FILE.bin.json."""
     eod_id: Number = None
-    """The id between documents, for token files without a sidecar. none: as the run had it."""
+    """The id between documents, for token files without a sidecar."""
     json: bool = False
     """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
 
@@ -64,8 +64,8 @@ class Evaluate(OpenOptions):
             chat_template=theirs.chat_template,
             answers=self.answers or theirs.answers,
             text_field=self.text_field or theirs.text_field,
-            token_dtype=self.token_dtype or theirs.token_dtype,
-            eod_id=theirs.eod_id if self.eod_id is None else self.eod_id,
+            token_dtype=self.token_dtype,
+            eod_id=self.eod_id,
             documents_per_row=job.documents_per_row,
             eval_fraction=0,
         )

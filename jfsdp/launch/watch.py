@@ -68,8 +68,8 @@ class Watch:
         """Say what begins here, and that it may take `times` the limit. What is inside it counts for itself.
 
         Args:
-          progress: called, in a thread of its own, when the time is over; it counts anew where this returns another
-            value than the last time, or is called for the first time.
+          progress: called, in a thread of its own, at the begin and when the time is over, which counts anew where this
+            returns another value than the last time.
         """
         here = _Place(place, times * self.limit_s, time.monotonic(), progress)
         self._places.append(here)
@@ -83,8 +83,11 @@ class Watch:
     def _watch_self(self) -> None:
         while not self._done.wait(_PERIOD_S):
             for place in self._places[-1:]:
-                is_over = time.monotonic() > place.begin + place.limit_s
-                if is_over and not place.is_told and not place.has_got_on():
+                if place.progress and place.seen is None:
+                    place.seen = place.ask()
+                if place.is_over() and not place.is_told and not place.has_got_on():
+                    if self._places[-1:] != [place] or not place.is_over():  # it has ended while it was asked
+                        continue
                     place.is_told = True
                     self._say_stuck(place)
 
@@ -121,17 +124,24 @@ class _Place:
     seen: Any = None
     is_told: bool = False
 
-    def has_got_on(self) -> bool:
-        """Ask for progress, where that can be asked, and begin anew with it. A file system may not answer."""
-        if self.progress is None:
-            return False
+    def is_over(self) -> bool:
+        return time.monotonic() > self.begin + self.limit_s
+
+    def ask(self) -> Any:
+        """Ask for progress; None where that cannot be asked, or a file system does not answer."""
         answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(self.progress and self.progress()), daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        if not answers or answers[0] == self.seen:
+        if self.progress is not None:
+            thread = threading.Thread(target=lambda: answers.append(self.progress and self.progress()), daemon=True)
+            thread.start()
+            thread.join(_ANSWER_S)
+        return answers[0] if answers else None
+
+    def has_got_on(self) -> bool:
+        """Ask for progress, and begin anew with it."""
+        found = self.ask()
+        if found is None or found == self.seen:
             return False
-        self.seen, self.begin = answers[0], time.monotonic()
+        self.seen, self.begin = found, time.monotonic()
         return True
 
 

@@ -169,7 +169,7 @@ def test_a_memory_that_does_not_suffice_is_told_in_a_line(error, capsys, monkeyp
 
     monkeypatch.setattr(Generate, "run", fail)
     assert main(["generate", "there", "--prompt", "a"]) == 2
-    told = f"the memory does not suffice; lower --rows, --seq-len or --max-tokens ({str(error)[:-4]})"
+    told = f"the memory does not suffice for what was asked ({str(error)[:-4]}); ask for less at a time"
     assert capsys.readouterr().err == f"jfsdp: error: {told}\n"
 
 

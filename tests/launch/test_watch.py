@@ -98,6 +98,15 @@ def test_what_says_that_it_gets_on_has_its_time_anew(join, ended, last, ends):
     assert ended[:1] == [watch.STUCK] * ends
 
 
+def test_what_ends_while_it_is_asked_is_no_hang(join, ended):
+    join(Store())
+    with watch.Watch(0.1, PLACE) as watching:
+        with watching.at("a save", 1, lambda: time.sleep(0.4)):
+            time.sleep(0.6)  # it is asked at its begin, and again when its time is over
+        time.sleep(0.6)
+    assert not ended
+
+
 def test_a_file_system_that_does_not_answer_has_stopped(join, ended, monkeypatch):
     monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
     join(Store())

@@ -224,6 +224,12 @@ def hand_on_in_loop(length, is_read):
             [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
             id="one sum over both axes",
         ),
+        pytest.param(
+            in_stages(lambda x, up, down: jax.lax.psum(jnp.tanh(x @ up @ down), "pipe")),
+            (X, UP, DOWN),
+            [("tensor", "all-reduce", 2 * ALL * 3 / 4), ("pipe", "all-reduce", 2 * ALL / 2)],
+            id="a sum of what is computed from a sum",
+        ),
         pytest.param(hand_on_in_loop(3, False), (X,), [("pipe", "collective-permute", 3 * ALL)], id="in every tick"),
         pytest.param(hand_on_in_loop(1, True), (X,), [("pipe", "collective-permute", ALL)], id="in one tick"),
         pytest.param(hand_on_in_loop(1, False), (X,), [], id="in one tick, and nobody reads it"),

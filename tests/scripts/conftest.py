@@ -1,6 +1,7 @@
 """A process that runs the training script for many tests, whose start is most of their time."""
 
 import json
+import select
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ def serve():
         def run(*options, cwd=None):
             given.write(json.dumps([cwd and str(cwd), [str(option) for option in options]]) + "\n")
             given.flush()
+            assert select.select([told], [], [], 300)[0], f"no answer in 300 s: {options}"
             return subprocess.CompletedProcess(options, *json.loads(told.readline()))
 
         yield run

@@ -202,17 +202,17 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
             yield _problem("CUDA_VISIBLE_DEVICES", "hides this machine's GPUs", "unset it")
         else:
             yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", install_command("cuda12"))
-    elif len(probe.kinds) < machine.num_gpus:
-        text = f"JAX sees {len(probe.kinds)} of this machine's {machine.num_gpus} GPUs"
-        yield _note(
-            "devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given only these"
-        )
     elif machine.num_gpus and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
         text = "names a CUDA that is found before the one of JAX's wheels"
         yield _note("LD_LIBRARY_PATH", text, "unset it, unless JAX was installed for the system's CUDA")
     elif not machine.num_gpus and not platforms and any(machine.versions[name] for name in PLUGINS):
         text = "is not set: JAX looks for the GPU that its CUDA plugin expects, and complains that there is none"
         yield _note("JAX_PLATFORMS", text, "set JAX_PLATFORMS=cpu")
+    if probe.backend == "gpu" and len(probe.kinds) < machine.num_gpus:
+        text = f"JAX sees {len(probe.kinds)} of this machine's {machine.num_gpus} GPUs"
+        yield _note(
+            "devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given only these"
+        )
 
 
 def _num_gpus() -> int:

@@ -77,7 +77,7 @@ class _Walk:
 
     def __init__(self, own: str, layout: Layout):
         self.sent: list[Sent] = []
-        self.read: set[Any] = set()  # by some operation that was met
+        self.is_read: set[Any] = set()  # by some operation that was met
         self.times = 1
         self.rows = Axis(layout.data_axes, layout.num_shards(layout.data_axes))
         self.own = Axis((own,), layout.num_shards((own,)), self._send)
@@ -99,8 +99,8 @@ class _Walk:
 
     def run(self, jaxpr: Any) -> None:
         """Follow the operations of a jaxpr, whose inputs have their forms."""
-        self.read |= {atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)}
-        self.read |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
+        self.is_read |= {atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)}
+        self.is_read |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
         for eqn in jaxpr.eqns:
             if f"{SCOPE}.update" not in str(eqn.source_info.name_stack):
                 self._step(eqn)
@@ -125,7 +125,7 @@ class _Walk:
                 self._written(eqn)
             elif any(_is_collective(eqn, other.names) for other in self.others) and name in _SUMS:
                 for atom in eqn.invars:
-                    self.own.joins(atom)
+                    self.own.joins(atom, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
 
@@ -142,7 +142,7 @@ class _Walk:
             for other in self.others:
                 if isinstance(other.read(given), int):
                     size /= other.parts
-                elif kind == ALL_REDUCE and other.joins(given):
+                elif kind == ALL_REDUCE and other.joins(given, eqn):
                     parts, axes = parts * other.parts, axes | other.names
             self._add(kind, var, wire_bytes(kind, size, parts) * self.times, axes, eqn)
 
@@ -170,7 +170,7 @@ class _Walk:
         """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
         (body,), (num_consts, num_carry) = inner_jaxprs(eqn), scan_counts(eqn)
         if eqn.params["length"] == 1:  # of a loop what is carried on is computed, though nobody reads the last of it
-            needed, _ = dce_jaxpr(body, [out in self.read for out in eqn.outvars], instantiate=True)
+            needed, _ = dce_jaxpr(body, [out in self.is_read for out in eqn.outvars], instantiate=True)
             body = body.replace(eqns=needed.eqns)
         loop = Loop(eqn, body, num_consts, num_carry)
         starts = {axis: axis.enter(loop) for axis in self.axes}

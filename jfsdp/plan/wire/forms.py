@@ -78,10 +78,16 @@ class Axis:
         for other in found.beside:
             self._form(other.root(), shape, form, eqn)
 
-    def joins(self, atom: Any) -> bool:
-        """Form a sum without sending it, as a part of one that is written over another axis; tell if it was open."""
+    def joins(self, atom: Any, eqn: Any) -> bool:
+        """Form a sum without sending it, as a part of one that is written over another axis; tell if that can be.
+
+        Not of what is computed from a sum, which is formed before.
+        """
         found = self.read(atom)
         if not isinstance(found, Sum):
+            return False
+        if not found.has_parts or found.root().beside:
+            self.turn(atom, None, eqn)
             return False
         found.root().is_formed = True
         return True
