@@ -6,13 +6,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jfsdp
 from jfsdp.engine.unit import apply_remat
 from jfsdp_models import attention, cudnn  # pyright: ignore[reportMissingImports]
 from tests import hlo
+from tests import models_published as published
 
 T = 12
 
@@ -134,6 +137,27 @@ def test_long_rows_by_parts_are_what_they_are_whole(monkeypatch, length, window,
     for remat in ("none", "full"):
         found = jax.jit(partial(_attend_and_derive), static_argnums=(5, 6))(*args, remat)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, wanted)
+
+
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, engine):
+    case, mesh = published.llama(True, vocab=64), jfsdp.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+
+    def train():
+        model = jfsdp.fully_shard(case.source, mesh=mesh, units=case.units, cuts=case.cuts, engine=engine, min_size=20)
+        tx = optax.sgd(0.1)
+        step, state = model.train_step(case.loss, tx, check_loss=False), model.init(tx)
+        for seed in range(2):
+            state, metrics = step(state, case.batch(np.random.default_rng(seed), 8))
+        return np.array([float(metrics[name]) for name in ("loss", "grad_norm")])
+
+    wanted = train()
+    monkeypatch.setattr(attention, "LONGEST_WHOLE", published.LENGTH - 1)
+    monkeypatch.setattr(attention, "QUERIES", 4)
+    attend, parts = attention._attend_part, []
+    monkeypatch.setattr(attention, "_attend_part", lambda *args, **options: parts.append(1) or attend(*args, **options))
+    np.testing.assert_allclose(train(), wanted, rtol=1e-5)
+    assert parts
 
 
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("full", 2)])
