@@ -152,13 +152,18 @@ def batch_shape(batch: Any) -> Any:
 
 
 def check_kept_types(old: TrainState, new: TrainState) -> None:
-    """Refuse an optimizer whose state changes its types: the state would no longer be what its layout says."""
+    """Refuse a state whose types a step changes: it would no longer be what its layout says."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
     for (path, a), b in pairs:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
+            name, who = (
+                jax.tree_util.keystr(path),
+                ("the optimizer", "give it a state dtype that stays (mu_dtype=, say)"),
+            )
+            if name.startswith(".model_state"):
+                who = "the model", "make it in the dtype and shape that its update gives"
             raise ValueError(
-                f"state{jax.tree_util.keystr(path)}: the optimizer turns {a.dtype}{list(a.shape)} into "
-                f"{b.dtype}{list(b.shape)}; give it a state dtype that stays (mu_dtype=, say)"
+                f"state{name}: {who[0]} turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}; {who[1]}"
             )
 
 

@@ -337,6 +337,22 @@ def test_an_optimizer_whose_state_changes_its_types_is_refused(model):
         model.train_step(token_loss, drifting)(model.init(drifting), make_batches(1)[0])
 
 
+class Drifting(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.seen = nnx.Linear(8, 8, rngs=rngs), nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.seen.set_value(self.seen.get_value() + 0.5)
+        return self.up(x)
+
+
+def test_a_model_whose_state_changes_its_types_is_refused():
+    model, tx = jfsdp.fully_shard(Drifting), optax.sgd(0.1)
+    step = model.train_step(lambda model, x: (model(x) ** 2).mean(), tx)
+    with pytest.raises(ValueError, match=r"model_state.*the model turns int32.* into float32"):
+        step(model.init(tx), jnp.ones((8, 8)))
+
+
 def test_labels_by_leaf_and_padded_leaves_go_together():
     model = make(mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
     labels = model.model.tree.build({x.path: "adam" if x.padding else "muon" for x in model.layout.leaves})
