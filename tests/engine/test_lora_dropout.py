@@ -142,7 +142,7 @@ def check(name, mesh, *, accumulate=1, dora=False, **options: Any):
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
     found = leaves(state)
     error, leaf = reference.worst_leaf({x: found[x] for x in right}, jax.tree.map(np.asarray, right), 1e-2 * STEPS)
-    assert error < 1e-4, leaf
+    assert error < 3e-4, leaf  # float32: Adam divides small gradients by themselves
     assert int(keys_of(state)[1]) == STEPS * accumulate
     return losses
 
