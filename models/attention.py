@@ -204,8 +204,8 @@ def _by_parts(
     window: int | None,
 ) -> jax.Array:
     """Attend causally, some queries after the other; see [Note: long rows by parts]."""
-    parts, seq_len = [], query.shape[1]
-    for first in range(0, seq_len, QUERIES):
+    parts = []
+    for first in range(0, query.shape[1], QUERIES):
         attend_part = jax.checkpoint(
             partial(_attend_part, first=first, kernel=kernel, window=window),
             policy=lambda primitive, *_, **__: primitive.name == FORWARD,

@@ -61,12 +61,13 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.checkpoint.disk.files import bytes_below
         from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 
         paths = find_checkpoints(self.path)
         results: dict[str, Any] = {}
-        with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(_bytes_below, paths))) as progress:
+        with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(bytes_below, paths))) as progress:
             for path in paths:
                 results[str(path)] = verify(path, progress=progress)
         if self.json:
@@ -139,6 +140,7 @@ class Prune:
     """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.checkpoint.disk.files import bytes_below
         from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
         from jfsdp.trainer.run.directory import read_config
@@ -154,7 +156,7 @@ class Prune:
             rules["keep_best"] = None
         keep, every, best = (value or None for value in rules.values())
         run = Checkpointer(paths[-1].parent, keep, keep_every=every, keep_best=best)
-        sizes = {int(path.name): _bytes_below(path) for path in paths}
+        sizes = {int(path.name): bytes_below(path) for path in paths}
         run.check_metric()
         gone = run.surplus() if self.dry_run else run.prune()
         run.close()
@@ -198,10 +200,6 @@ def _list(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
-def _bytes_below(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def _open(path: str) -> Any:
     """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
     from jfsdp.checkpoint.disk.places import find_checkpoint
@@ -220,17 +218,17 @@ def _open(path: str) -> Any:
 
 def _row(path: Path) -> dict[str, Any]:
     from jfsdp.checkpoint.disk.digest import check_documents
-    from jfsdp.checkpoint.disk.files import read_manifest
+    from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 
     try:
         check_documents(path)
         manifest = read_manifest(path)
     except ValueError as error:
-        return {"step": int(path.name), "path": str(path), "bytes": _bytes_below(path), "problem": str(error)}
+        return {"step": int(path.name), "path": str(path), "bytes": bytes_below(path), "problem": str(error)}
     return {
         "step": int(path.name),
         "path": str(path),
-        "bytes": _bytes_below(path),
+        "bytes": bytes_below(path),
         "created": manifest.get("created"),
         "metrics": manifest["metrics"],
         "problem": None,
@@ -250,11 +248,11 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 def _describe(path: Path) -> dict[str, Any]:
     from jfsdp.checkpoint.disk.digest import check_documents
-    from jfsdp.checkpoint.disk.files import read_manifest
+    from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 
     check_documents(path)
     manifest = read_manifest(path)
-    return {"path": str(path), "bytes": _bytes_below(path), **manifest}
+    return {"path": str(path), "bytes": bytes_below(path), **manifest}
 
 
 def _print_checkpoint(found: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_full(str(error))):
+        if _is_full(error):
             told = str(error).partition("\n")[0]
             error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
@@ -131,6 +131,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return BROKEN if is_damage(error) else 2
 
 
-def _is_full(told: str) -> bool:
-    """Tell what XLA says of a device, and of a host, whose memory does not suffice."""
-    return "RESOURCE_EXHAUSTED" in told or "Out of memory" in told
+def _is_full(error: Exception) -> bool:
+    """Tell the errors of Python, and of XLA on a device and on a host, where memory does not suffice."""
+    by_xla = "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and by_xla)

@@ -70,9 +70,8 @@ class Evaluate(OpenOptions):
             eval_fraction=0,
         )
         data = open_data(config, vocab_size=job.vocab_size)
-        for name in ("chat_template", "answers", "text_field", "token_dtype", "eod_id"):
-            if getattr(self, name) is not None:  # what the run had may be of other data
-                data.check_used(name)
+        given = ("chat_template", "answers", "text_field", "token_dtype", "eod_id")
+        data.check_used([name for name in given if getattr(self, name) is not None])  # the run's may be of other data
         if data.form == "pairs":
             raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")
         print(f"{opened.said}; {data.found}", file=sys.stderr)

@@ -17,7 +17,8 @@ from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
 _OWN = re.compile(
-    r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*|HOSTID|LAUNCH_ORDER_IMPLICIT)"
+    r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|"
+    r"NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*|HOSTID|LAUNCH_ORDER_IMPLICIT)"
 )
 
 

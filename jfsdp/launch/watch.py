@@ -85,9 +85,9 @@ class Watch:
             for place in self._places[-1:]:
                 if place.progress and place.seen is None:
                     place.seen = place.ask()
-                if place.is_over() and not place.is_told and not place.has_got_on():
-                    if self._places[-1:] != [place] or not place.is_over():  # it has ended while it was asked
-                        continue
+                if place.is_told or not place.is_over() or place.has_got_on():
+                    continue
+                if self._places[-1:] == [place] and place.is_over():  # else it has ended while it was asked
                     place.is_told = True
                     self._say_stuck(place)
 
@@ -130,8 +130,8 @@ class _Place:
     def ask(self) -> Any:
         """Ask for progress; None where that cannot be asked, or a file system does not answer."""
         answers: list[Any] = []
-        if self.progress is not None:
-            thread = threading.Thread(target=lambda: answers.append(self.progress and self.progress()), daemon=True)
+        if (progress := self.progress) is not None:
+            thread = threading.Thread(target=lambda: answers.append(progress()), daemon=True)
             thread.start()
             thread.join(_ANSWER_S)
         return answers[0] if answers else None

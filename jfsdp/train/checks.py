@@ -156,14 +156,12 @@ def check_kept_types(old: TrainState, new: TrainState) -> None:
     pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
     for (path, a), b in pairs:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            name, who = (
-                jax.tree_util.keystr(path),
-                ("the optimizer", "give it a state dtype that stays (mu_dtype=, say)"),
-            )
+            name = jax.tree_util.keystr(path)
+            whose, remedy = "optimizer", "give it a state dtype that stays (mu_dtype=, say)"
             if name.startswith(".model_state"):
-                who = "the model", "make it in the dtype and shape that its update gives"
+                whose, remedy = "model", "make it in the dtype and shape that its update gives"
             raise ValueError(
-                f"state{name}: {who[0]} turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}; {who[1]}"
+                f"state{name}: the {whose} turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}; {remedy}"
             )
 
 

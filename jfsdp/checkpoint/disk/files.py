@@ -13,6 +13,7 @@ that suffix is whole, whenever a process was killed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import importlib.metadata
@@ -134,6 +135,16 @@ def step_paths(directory: Path) -> list[Path]:
     """List the complete steps of a run, oldest first."""
     named = (path for path in directory.glob("*") if path.name.isdecimal() and path.name == str(int(path.name)))
     return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name))
+
+
+def bytes_below(path: Path) -> int:
+    """Sum the sizes of the files below a directory, which others may rename or remove meanwhile."""
+    num_bytes = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                num_bytes += os.stat(os.path.join(directory, name)).st_size
+    return num_bytes
 
 
 def read_json(path: Path, name: Any) -> Any:

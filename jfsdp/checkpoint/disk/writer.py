@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
-import os
 import sys
 import threading
 import weakref
@@ -33,7 +32,7 @@ from jfsdp.checkpoint.disk.commit import (
     hash_own,
     remove_unfinished,
 )
-from jfsdp.checkpoint.disk.files import ARRAYS, part_of
+from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
 
@@ -234,12 +233,7 @@ class Writer:
 
     def num_bytes(self) -> int:
         """Return how many bytes of what is being written are on disk, of all processes that share it."""
-        num_bytes = 0
-        for directory, _, names in os.walk(self._partial or ""):
-            for name in names:
-                with contextlib.suppress(OSError):  # renamed meanwhile
-                    num_bytes += os.stat(os.path.join(directory, name)).st_size
-        return num_bytes
+        return 0 if self._partial is None else bytes_below(self._partial)
 
     def remove_unfinished(self) -> None:
         """Remove what was half written; for process 0, after every process's `wait`."""

@@ -193,8 +193,13 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     Args:
       trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
     """
-    found = [_over(axis, trace, layout) for axis in _model_axes(layout) if trace is not None]
-    return Activations(*(tuple(itertools.chain(*parts)) for parts in (zip(*found, strict=True) if found else ((), ()))))
+    axes = _model_axes(layout)
+    if trace is None or not axes:
+        return Activations((), ())
+    # What nobody reads is not sent.
+    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)
+    found = [_over(axis, jaxpr, trace.specs, layout) for axis in axes]
+    return Activations(*(tuple(itertools.chain(*parts)) for parts in zip(*found, strict=True)))
 
 
 def _model_axes(layout: Layout) -> list[str]:
@@ -203,13 +208,10 @@ def _model_axes(layout: Layout) -> list[str]:
     return [axis for axis in MODEL_AXES if sizes.get(axis, 1) > 1]
 
 
-def _over(own: str, trace: Trace, layout: Layout) -> tuple[list[Sent], list[str]]:
+def _over(own: str, jaxpr: Any, specs: Sequence[Any], layout: Layout) -> tuple[list[Sent], list[str]]:
     walk = _Walk(own, layout)
-    jaxpr, _ = dce_jaxpr(
-        trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True
-    )  # what nobody reads is not sent
     for axis in walk.axes:
-        axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
+        axis.forms.update(zip(jaxpr.invars, map(axis.dim, specs), strict=True))
     walk.run(jaxpr)
     for atom in jaxpr.outvars:
         if isinstance(walk.own.read(atom), Sum):

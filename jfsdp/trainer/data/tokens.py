@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,11 @@ class TokenData:
     has_conversations: bool
     has_records: bool
 
-    def check_used(self, *names: str) -> None:
+    def check_used(self, names: Collection[str] | None = None) -> None:
         """Refuse options that mean nothing for these data.
 
         Args:
-          names: of the options to look at; without any: all.
+          names: of the options to look at; None: all.
 
         Raises:
           ValueError: naming the option.
@@ -131,15 +132,15 @@ class TokenData:
         conversations = "conversations", self.has_conversations
         token_files = "token files (*.bin)", self.tokenizer is None
         uses = {
-            ("chat_template", None): conversations,
-            ("answers", "all"): conversations,
-            ("token_dtype", None): token_files,
-            ("eod_id", None): token_files,
-            ("text_field", None): ("JSONL", self.has_records),
+            "chat_template": conversations,
+            "answers": conversations,
+            "token_dtype": token_files,
+            "eod_id": token_files,
+            "text_field": ("JSONL", self.has_records),
         }
-        for (name, default), (what, is_there) in uses.items():
-            value = getattr(self.config, name)
-            if not is_there and value != default and (not names or name in names):
+        for name in uses if names is None else names:
+            (what, is_there), value = uses[name], getattr(self.config, name)
+            if not is_there and value != getattr(DataConfig, name):
                 raise ValueError(f"{name}={value!r} is for {what}, and the data have none; leave it out")
 
 

@@ -39,7 +39,7 @@ class TokenSource:
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
         # A run that was begun when options without effect were taken goes on with them.
-        self.data.check_used(*([] if config.resume is None else ["chat_template", "answers"]))
+        self.data.check_used(None if config.resume is None else ("chat_template", "answers"))
         form = self.data.form
         if form == "pairs" and self.form != "pairs":
             raise ValueError(
