@@ -110,6 +110,7 @@ CASES = {
         {"storage": "flat", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
         {},
     ),
+    "gathered once, Llama": ("llama-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
     "offloaded": ("tower-deep", "8", "full_shard", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, {}),
 }
 

@@ -160,6 +160,7 @@ Offload, Split, Strategy, P = jfsdp.OffloadPolicy, jfsdp.Split, jfsdp.Strategy, 
 BY_HAND = Strategy("own", ("fsdp",), ("replica", "fsdp"), ("replica", "fsdp"), reshard_after_forward=False)
 REDUCTIONS = {
     "ddp once": ("tower-list", "2x4", "ddp", {}, {"reduce": "once"}),
+    "ddp once, Llama": ("llama", "2x4", "ddp", {}, {"reduce": "once"}),
     "ddp once uneven": ("tied", "3", "ddp", {}, {"reduce": "once"}),
     "zero1 every": ("norm", "8", "zero1", {}, {"reduce": "every"}),
     "full_shard once": ("tied", "8", "full_shard", {}, {"reduce": "once", "reshard_after_backward": False}),
@@ -189,7 +190,9 @@ def some(cases, proofs):
     return [pytest.param(case, marks=[pytest.mark.proof] if case in proofs else []) for case in cases]
 
 
-@pytest.mark.parametrize("case", some(REDUCTIONS, ("ddp once uneven", "hpz gathered once", "hybrid gathered")))
+@pytest.mark.parametrize(
+    "case", some(REDUCTIONS, ("ddp once, Llama", "ddp once uneven", "hpz gathered once", "hybrid gathered"))
+)
 def test_every_way_of_accumulating_equals_one_device(case):
     model, mesh, strategy, options, step_options = REDUCTIONS[case]
     check(model, mesh, strategy, 2, 0.5, options, **step_options)
@@ -208,6 +211,7 @@ PLACED = {
     "factor 1": ("tower", "8", "full_shard", {"sharding_factor": 1}),
     "hpz over groups": ("tied", "2x4", "full_shard", {"reshard_after_forward": 4}),
     "ignored": ("tower", "8", "full_shard", {"ignored": ["head"]}),
+    "ignored, ViT": ("vit", "8", "full_shard", {"ignored": ["head"]}),
     "offloaded states": ("tower", "8", "full_shard", {"offload_policy": Offload(opt_state=True)}),
     "offloaded parameters": ("tied", "3", "full_shard", {"offload_policy": Offload(params=True)}),
     "offloaded gradients": ("tower", "8", "zero2", {"offload_policy": Offload(grads=True)}),
@@ -215,7 +219,14 @@ PLACED = {
 }
 
 
-LIKE_OTHERS = ("factor 1", "hpz over groups", "offloaded states", "offloaded parameters", "offloaded gradients")
+LIKE_OTHERS = (
+    "factor 1",
+    "ignored, ViT",
+    "hpz over groups",
+    "offloaded states",
+    "offloaded parameters",
+    "offloaded gradients",
+)
 
 
 @pytest.mark.parametrize("case", some(PLACED, LIKE_OTHERS))

@@ -122,13 +122,14 @@ def test_sigterm_saves_the_step_it_was_in_and_exits_cleanly(stopped):
     assert (run_dir / "loss.png").exists()
 
 
-def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options, serve):
+def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options):
     run_dir = workspace / "resumed"
     shutil.copytree(stopped[0], run_dir)
     first = read_metrics(run_dir)[-1]["step"]
     if first >= STEPS:
         pytest.fail(f"the run was stopped only after step {first}: nothing is left to resume")
-    done = serve(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", "--sample-tokens", 8)
+    # In a process of its own, which has compiled nothing for the unbroken run.
+    done = train(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", "--sample-tokens", 8)
     assert done.returncode == 0, done.stderr
     assert f"resumed after step {first}" in done.stdout
     assert read_losses(run_dir) == read_losses(unbroken[0])
