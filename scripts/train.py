@@ -41,14 +41,14 @@ from jfsdp.launch.runtime import (
 )
 from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
 from jfsdp.trainer.groups import show_groups
-from jfsdp.trainer.options import CHANGEABLE, describe_error
+from jfsdp.trainer.options import describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import check_known, check_numbers
 
 INTERRUPTED = 130
-SAVING = ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best")
 
 
 class UsageError(ValueError):
@@ -127,11 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
-    """Go on as the run to resume did in what its command leaves out of what may change: no option left out changes it.
-
-    So for its schedule, and for what it saves and keeps: a checkpoint that it protected is not deleted.
-    """
-    kept = {name: stored[name] for name in (*CHANGEABLE, *SAVING) if name in stored}
+    """Go on as the run to resume did in what its command leaves out of what a run keeps (`rules.RULES`)."""
+    kept = rules.kept(stored)
     again = parse(argv, kept)
     left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
     if left_out:
@@ -170,7 +167,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
 
             run_dir = find_run_dir(config)
             stored = runs.read_config(run_dir) if config.resume else {}
-            config = as_before(config, stored.get("config", {}), argv) if stored else config
+            config = as_before(config, stored, argv) if stored else config
             run = Run(build(config, stored), run_dir, stored, begin, watch)
             is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:

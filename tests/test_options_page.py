@@ -8,6 +8,7 @@ import pytest
 
 from jfsdp.trainer.groups import GROUPS, groups_of
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.rules import RULES
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "options.md"
 ROWS = re.findall(r"^\| `--([a-z-]+)` \| `(.*?)` \|", PAGE.read_text(), re.M)
@@ -41,3 +42,17 @@ def test_the_page_lists_the_options_by_group_and_in_the_order_of_the_help():
 @pytest.mark.parametrize(("name", "shown"), ROWS)
 def test_the_default_on_the_page_is_the_option_s(name, shown):
     assert shown == spell(FIELDS[name].default)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_page_says_the_rule_of_each_option_on_resume(rule):
+    table = PAGE.read_text().split("## What a resumed run may change")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    for name in (option.replace("_", "-") for option in RULES[rule]):
+        found = [(goes, left) for what, goes, left in rows[1:] if f"`--{name}`" in what]
+        goes, left = found[0] if found else ("goes on", "default")  # all others
+        if name.startswith("init-"):  # read again in a run with adapters only: a row of their own
+            continue
+        assert goes.startswith("refused") == (rule == "refused"), name
+        assert ("says so" in goes) == (rule in ("said", "said, kept", "rounding")), name
+        assert (left == "as the run had it") == rule.endswith("kept"), name

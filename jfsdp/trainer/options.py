@@ -20,7 +20,6 @@ from jfsdp.trainer.parse import (
     parse_remat,
     parse_reshard,
     parse_xla,
-    split_commas,
     split_given,
     word_or_none,
 )
@@ -295,45 +294,6 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
     if options.rate_scale:
         tx = optax.chain(tx, scale_rates(parse_factors(options.rate_scale)))
     return tx if decay is None else optax.chain(tx, track_ema(decay))
-
-
-def what_decides(options: ShardingOptions) -> dict[str, Any]:
-    """Return those options that change losses by more than rounding, each in one spelling only."""
-    dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype")
-    return {
-        **{name: word_or_none(getattr(options, name)) for name in dtypes},
-        "accumulate": options.accumulate,
-        "frozen": sorted(set(split_commas(options.frozen))) or None,
-        "lora": sorted(str(sorted(dataclasses.asdict(parse_lora(text)).items())) for text in options.lora) or None,
-        "quantized": sorted(options.quantized) or None,
-        "frozen_dtype": word_or_none(options.frozen_dtype),
-        "ema": options.ema,
-        "rate_scale": list(options.rate_scale) or None,
-    }
-
-
-# What decides, and a run may go on with another value of all the same: it says so, and writes it down. No optimizer
-# keeps any of these in its state; a schedule goes by the count of updates, which goes on.
-CHANGEABLE = ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite")
-
-# The same, but left out on resume it has its default, or follows from --global-batch and the devices. With other
-# microbatches come other dropout masks and batch statistics.
-FOLLOWS = ("accumulate",)
-
-# What changes them by rounding only: a run may go on with other values.
-ROUNDING = (
-    "mesh",
-    "strategy",
-    "sharding_factor",
-    "reshard_after_forward",
-    "remat",
-    "offload",
-    "engine",
-    "prefetch",
-    "storage",
-    "min_size",
-)
-ROUNDING += ("reduce", "reshard_after_backward", "schedule", "pipe_repeats")
 
 
 def describe_error(error: Exception, kind: Any) -> str:

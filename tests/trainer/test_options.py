@@ -1,4 +1,4 @@
-"""The options that both commands share: what they mean, what they refuse, and what a resumed run may change."""
+"""The options that both commands share: what they mean and what they refuse."""
 
 import dataclasses
 import inspect
@@ -171,58 +171,6 @@ def test_moments_are_rounded_and_averages_are_not():
 def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, words):
     with pytest.raises(ValueError, match=words):
         options.make_optimizer(ShardingOptions(**changes), job(), 1e-3)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"param_dtype": "float32"},
-        {"reduce_dtype": "float32"},
-        {"output_dtype": "float32"},
-        {"frozen": ("embed",)},
-        {"frozen_dtype": "bfloat16"},
-        {"lora": ("targets=a",)},
-        {"opt_state_dtype": "bfloat16"},
-        {"ema": 0.9},
-        {"accumulate": 2},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_changes_losses_decides(changes):
-    assert options.what_decides(ShardingOptions(**changes)) != options.what_decides(ShardingOptions())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"strategy": "ddp"},
-        {"sharding_factor": 2},
-        {"offload": ("params",)},
-        {"reduce": "once"},
-        {"reshard_after_backward": False},
-        {"reshard_after_forward": "2"},
-        {"remat": "none"},
-        {"mesh": "fsdp=2"},
-        {"min_size": 0},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_changes_rounding_only_does_not_decide_and_is_told(changes):
-    assert options.what_decides(ShardingOptions(**changes)) == options.what_decides(ShardingOptions())
-    assert next(iter(changes)) in options.ROUNDING
-
-
-def test_every_option_decides_or_rounds_or_names_the_model():
-    names = {field.name for field in dataclasses.fields(ShardingOptions)} - {"model", "factory", "model_config"}
-    decides = options.what_decides(ShardingOptions()).keys()
-    assert decides | set(options.ROUNDING) == names
-    assert not decides & set(options.ROUNDING)
-
-
-def test_one_meaning_has_one_spelling():
-    spelled = ShardingOptions(frozen=("b,a",), param_dtype="none", reduce_dtype="none")
-    other = ShardingOptions(frozen=("a", "b", "a"), param_dtype=None)
-    assert options.what_decides(spelled) == options.what_decides(other)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
-from jfsdp.trainer import options
 from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.parse import parse_xla
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
 from jfsdp.trainer.run.files import check_policies, find_job
 from jfsdp.trainer.run.loop import LoopConfig
+from jfsdp.trainer.run.rules import what_decides
 from jfsdp.trainer.sources.source import check_source
 from jfsdp.trainer.spelling import check_numbers
 from jfsdp.trainer.step import make_batch, make_schedule, make_step
@@ -102,11 +102,32 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
     loop = make_loop(config, model.loss_scale is not None)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
-    decides = what_decides(config, job, row_items, global_batch, model.model.adapters) | {
+    decides = what_decides(config) | {
+        **{f"model_config.{name}": value for name, value in _fields(job, config).items()},
+        "adapters": _paths_by_kind(model.model.adapters),
+        "seq_len": row_items,
+        "global_batch": global_batch,
         "decay_steps": decay_steps,
         "warmup": warmup,
     }
     return Parts(config, job, model, tx, step, schedule, loop, row_items, global_batch, decides, tracker)
+
+
+_ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alone
+
+
+def _fields(job: Job, config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of the model that losses depend on; of one without a dataclass those that were given."""
+    if not dataclasses.is_dataclass(job.config) or isinstance(job.config, type):
+        return {"fields": config.model_config}
+    return {name: value for name, value in dataclasses.asdict(job.config).items() if name not in _ROUNDS}
+
+
+def _paths_by_kind(adapters: Mapping[str, Adapter]) -> dict[str, list[str]] | None:
+    paths: dict[str, list[str]] = {}
+    for adapter in adapters.values():
+        paths.setdefault(adapter.kind, []).append(adapter.path)
+    return paths or None
 
 
 def _as_begun(job: Job, config: TrainConfig, decides: Mapping[str, Any]) -> Job:
@@ -184,28 +205,3 @@ def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
     except ValueError as error:
         simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
         raise ValueError(f"--mesh {config.mesh}: {error}{simulated}") from error
-
-
-_ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alone
-_DECIDING = ("seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
-
-
-def what_decides(
-    config: TrainConfig, job: Job, row_items: int, global_batch: int, adapters: Mapping[str, Adapter]
-) -> dict[str, Any]:
-    """Return all that the losses depend on but data and schedule; see `options.ROUNDING` for the rest."""
-    is_data = dataclasses.is_dataclass(job.config) and not isinstance(job.config, type)
-    fields = dataclasses.asdict(job.config) if is_data else {"fields": config.model_config}  # type: ignore[arg-type]
-    return {
-        "model": config.model or config.factory,
-        **{f"model_config.{name}": value for name, value in fields.items() if name not in _ROUNDS},
-        "seq_len": row_items,
-        "global_batch": global_batch,
-        **options.what_decides(config),
-        "adapters": {
-            one.kind: [of.path for of in adapters.values() if of.kind == one.kind] for one in adapters.values()
-        }
-        or None,
-        "preference": config.preference and [config.preference, config.beta, config.reference],
-        **{name: getattr(config, name) for name in _DECIDING},
-    }

@@ -23,12 +23,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jfsdp.checkpoint.disk.lock import InUseError, Lock
-from jfsdp.trainer.options import CHANGEABLE, FOLLOWS
+from jfsdp.trainer.run import rules
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
@@ -138,29 +138,16 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore it, or remove it") from error
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
-    ours = json.loads(json.dumps(dict(ours), default=str))
-    names = {**theirs, **ours} if theirs else ()
-    return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
-
-
-def describe(differing: Mapping[str, Sequence[Any]]) -> str:
-    """Say differences in words."""
-    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items())
-
-
 def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
-    """Refuse to continue a run under another configuration, but for what may change (`CHANGEABLE`, `FOLLOWS`).
+    """Refuse to continue a run under another configuration (`rules.RULES`).
 
     Raises:
       ValueError: naming each setting that differs, what it was and what it is.
     """
-    found = differences(read_config(run_dir).get("decides", {}), ours)
-    if refused := {name: pair for name, pair in found.items() if name not in (*CHANGEABLE, *FOLLOWS)}:
+    if refused := rules.refused(read_config(run_dir), ours):
         raise ValueError(
-            f"run directory {str(run_dir)!r} holds another run: {describe(refused)}. Resume with the settings that "
-            f"began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
+            f"run directory {str(run_dir)!r} holds another run: {rules.describe(refused)}. Resume with the settings "
+            f"that began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
         )
 
 

@@ -24,8 +24,8 @@ from jfsdp.layout.advice import advise
 from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.options import ROUNDING
 from jfsdp.trainer.run import directory as runs
+from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.display import Display, accuracy, harmless, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
@@ -40,9 +40,6 @@ from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.step import describe_attention
 
 _ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
-
-# What changes losses by rounding only: a run may be resumed with other values.
-_ROUNDING = (*ROUNDING, "simulate_devices", "deterministic", "xla")
 
 
 class Run:
@@ -261,14 +258,10 @@ class Run:
     def _say_changes(self, decides: dict[str, Any]) -> None:
         """Say, and write down, what goes on with another value than the run had when it saved this step."""
         theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
-        before, now = theirs.get("config", {}), dataclasses.asdict(self.config)
-        rounding = {name: before[name] for name in _ROUNDING if name in before}
-        changed = runs.differences(theirs.get("decides", {}), decides)
-        changed |= runs.differences(rounding, {name: now[name] for name in rounding})
         self.changes = theirs.get("changes", [])
-        if changed:
+        if changed := rules.changed(theirs, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
-            self.display.say(f"note: {runs.describe(changed)}: the run goes on, but no longer bit for bit")
+            self.display.say(f"note: {rules.describe(changed)}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
         wait_for_all("restored")  # waits until all processes are here, as below

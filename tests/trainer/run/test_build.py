@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jfsdp.layout.mesh import make_mesh, parse_mesh
-from jfsdp.trainer.run import directory
+from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.source import open_source
@@ -180,11 +180,11 @@ def test_a_run_from_before_the_bound_on_documents_goes_on_without_it():
     assert (new.job.documents_per_row, build(CONFIG, {"decides": new.decides}).job.documents_per_row) == (64, 64)
     resumed = build(CONFIG, {"decides": older})
     assert resumed.job.documents_per_row is None and resumed.job.config.documents_per_row is None
-    assert directory.differences(older, resumed.decides) == {}
+    assert rules.differences(older, resumed.decides) == {}
     again = build(CONFIG, {"decides": resumed.decides})
-    assert directory.differences(resumed.decides, again.decides) == {}
+    assert rules.differences(resumed.decides, again.decides) == {}
     asked = dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "documents_per_row=8"))
-    found = directory.differences(older, build(asked, {"decides": older}).decides)
+    found = rules.differences(older, build(asked, {"decides": older}).decides)
     assert found == {"model_config.documents_per_row": [None, 8]}, "who asks for another bound is refused"
 
 

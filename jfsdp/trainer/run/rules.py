@@ -1,0 +1,108 @@
+"""What a resumed run does with another value of each option: one row per option, and what a run is compared by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
+from jfsdp.trainer.run.config import TrainConfig
+
+# What a rule does with another value than the run had, and with an option that a command leaves out: that has its
+# default again, or, where the rule says "kept", the value that the run had.
+RULES: dict[str, tuple[str, ...]] = {
+    # Losses depend on it: refused.
+    "refused": (
+        *("model", "factory", "model_config", "seq_len", "global_batch", "batch_per_device", "seed"),
+        *("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "ema", "rate_scale"),
+        *("frozen", "frozen_dtype", "lora", "quantized", "preference", "beta", "reference"),
+        *("data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"),
+        *("eval_fraction", "shuffle_rows", "cross_documents"),
+    ),
+    # Losses depend on it: goes on, says so and writes it down; kept. No optimizer has these in its state, and a
+    # schedule goes by the count of updates, which goes on.
+    "said, kept": ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite"),
+    # The same, but not kept: it follows from --global-batch and the devices. With other microbatches come other
+    # dropout masks and batch statistics.
+    "said": ("accumulate",),
+    # Losses depend on it by rounding alone: goes on, says so and writes it down.
+    "rounding": (
+        *("mesh", "strategy", "sharding_factor", "reshard_after_forward", "remat", "offload", "engine", "prefetch"),
+        *("storage", "min_size", "reduce", "reshard_after_backward", "schedule", "pipe_repeats"),
+        *("simulate_devices", "deterministic", "xla"),
+    ),
+    # Losses do not depend on it: goes on; kept. A checkpoint that the run protected is not deleted.
+    "kept": ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best"),
+    # Losses do not depend on it: goes on.
+    "free": (
+        *("recipe", "steps", "check_loss", "init_from", "init_key", "init_adapter", "allow_nonfinite", "run_dir"),
+        *("resume", "restart_data", "fall_back", "snapshot_every", "compare_replicas", "eval_every", "eval_batches"),
+        *("log_every", "sample_tokens", "prompt", "temperature", "tracker", "profile", "cache_dir", "coordinator"),
+        *("num_processes", "process_id", "timeout", "debug"),
+    ),
+}
+
+
+def options_of(*rules: str) -> tuple[str, ...]:
+    """Return the options that have one of these rules."""
+    return tuple(name for rule in rules for name in RULES[rule])
+
+
+def what_decides(config: TrainConfig) -> dict[str, Any]:
+    """Return those options that losses depend on by more than rounding, each in one spelling only.
+
+    What is computed of several (rows per step, the schedule, the fields of the model) `build` adds, and a source what
+    its data are. Some are named as an older version wrote them, whose runs are resumed too.
+    """
+    dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "frozen_dtype")
+    plain = ("accumulate", "ema", "seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
+    return {
+        "model": config.model or config.factory,
+        **{name: word_or_none(getattr(config, name)) for name in dtypes},
+        **{name: getattr(config, name) for name in plain},
+        "frozen": sorted(set(split_commas(config.frozen))) or None,
+        "lora": sorted(str(sorted(dataclasses.asdict(parse_lora(text)).items())) for text in config.lora) or None,
+        "quantized": sorted(config.quantized) or None,
+        "rate_scale": list(config.rate_scale) or None,
+        "preference": config.preference and [config.preference, config.beta, config.reference],
+    }
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
+    ours = json.loads(json.dumps(dict(ours), default=str))
+    names = {**theirs, **ours} if theirs else ()
+    return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
+
+
+def describe(differing: Mapping[str, Sequence[Any]]) -> str:
+    """Say differences in words."""
+    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items())
+
+
+def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what keeps a run from going on, by name: all that decides but what goes on and is said.
+
+    Args:
+      stored: the `config.json` of the run, or empty.
+      decides: what the losses depend on now.
+    """
+    found, said = differences(stored.get("decides", {}), decides), options_of("said, kept", "said")
+    return {name: pair for name, pair in found.items() if name not in said}
+
+
+def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
+    """Return what the run goes on with another value of, so that it does so no longer bit for bit."""
+    before, now = stored.get("config", {}), dataclasses.asdict(config)
+    rounding = [name for name in options_of("rounding") if name in before]
+    return differences(stored.get("decides", {}), decides) | differences(
+        {name: before[name] for name in rounding}, {name: now[name] for name in rounding}
+    )
+
+
+def kept(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a command which leaves them out has from the run that it resumes, with their values."""
+    before = stored.get("config", {})
+    return {name: before[name] for name in options_of("said, kept", "kept") if name in before}

@@ -1,0 +1,126 @@
+"""What a resumed run does with another value of each option: every option has one rule, and the rule holds."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jfsdp.trainer.run import rules
+from jfsdp.trainer.run.build import build
+from jfsdp.trainer.run.config import TrainConfig
+
+CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), data="README.md")
+
+# One value of each option that losses depend on and that is no matter of the data, but what every run must have.
+DECIDE = {
+    "model_config": ("dim=16", "num_layers=2"),
+    "seq_len": 64,
+    "global_batch": 16,
+    "batch_per_device": 3,
+    "seed": 1,
+    "param_dtype": "float32",
+    "reduce_dtype": "float32",
+    "output_dtype": "float32",
+    "opt_state_dtype": "bfloat16",
+    "ema": 0.9,
+    "rate_scale": ("embed=2",),
+    "frozen": ("embed",),
+    "frozen_dtype": "bfloat16",
+    "lora": ("targets=a",),
+    "quantized": ("a=int8",),
+}
+CHANGE = {
+    "learning_rate": 1.0,
+    "min_learning_rate": 0.5,
+    "warmup": 3,
+    "decay_steps": 77,
+    "max_grad_norm": 2.0,
+    "skip_nonfinite": True,
+    "accumulate": 2,
+}
+ROUND = {
+    "strategy": "ddp",
+    "sharding_factor": 2,
+    "offload": ("params",),
+    "reduce": "once",
+    "reshard_after_backward": False,
+    "reshard_after_forward": "2",
+    "remat": "none",
+    "mesh": "fsdp=2",
+    "min_size": 0,
+    "xla": ("a=b",),
+}
+BUILT = {"model_config", "seq_len", "global_batch", "batch_per_device", "warmup", "decay_steps"}  # said by `build`
+
+
+def _decides(**changes):
+    changed = dataclasses.replace(CONFIG, **changes)
+    return build(changed, {}).decides if changes.keys() & BUILT else rules.what_decides(changed)
+
+
+def _stored(**changes):
+    """What `config.json` of a run holds."""
+    config = dataclasses.asdict(dataclasses.replace(CONFIG, **changes))
+    return json.loads(json.dumps({"config": config, "decides": _decides(**changes)}))
+
+
+def test_every_option_has_one_rule():
+    fields = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert sorted(name for names in rules.RULES.values() for name in names) == sorted(fields)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return build(CONFIG, {}).decides
+
+
+@pytest.mark.parametrize("name", DECIDE)
+def test_another_value_of_what_decides_is_refused(name, whole):
+    assert name in rules.options_of("refused")
+    ours = _decides(**{name: DECIDE[name]})
+    assert rules.refused({"decides": {key: whole[key] for key in ours}}, ours)
+
+
+@pytest.mark.parametrize("name", CHANGE)
+def test_another_value_of_what_may_change_is_said(name, whole):
+    assert name in rules.options_of("said, kept", "said")
+    now = dataclasses.replace(CONFIG, **{name: CHANGE[name]})
+    ours = _decides(**{name: CHANGE[name]})
+    before = {"config": dataclasses.asdict(CONFIG), "decides": {key: whole[key] for key in ours}}
+    assert not rules.refused(before, ours)
+    assert name in rules.changed(before, ours, now)
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_another_value_of_what_rounds_is_said_and_decides_nothing(name):
+    assert name in rules.options_of("rounding")
+    now = dataclasses.replace(CONFIG, **{name: ROUND[name]})
+    assert rules.what_decides(now) == rules.what_decides(CONFIG)
+    assert list(rules.changed(_stored(), rules.what_decides(now), now)) == [name]
+
+
+def test_the_rest_of_the_rules_is_of_the_same_options():
+    """Those of the tables above that decide alone are all that do; the rest of "refused" are data, names, pairs."""
+    rest = set(rules.options_of("refused")) - DECIDE.keys()
+    rest -= {"data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"}
+    rest -= {"eval_fraction", "shuffle_rows", "cross_documents", "model", "factory"}
+    assert rest == {"preference", "beta", "reference"}
+    assert CHANGE.keys() == set(rules.options_of("said, kept", "said"))
+
+
+def test_what_a_command_leaves_out_is_as_the_run_had_it():
+    asked = {"learning_rate": 1.0, "keep": 9, "steps": 7, "log_every": 1}
+    kept = rules.kept(_stored(**asked))
+    assert kept["learning_rate"] == 1.0 and kept["keep"] == 9
+    assert not kept.keys() & {"steps", "log_every", "accumulate"}
+    assert rules.kept({}) == {}
+
+
+def test_one_meaning_has_one_spelling():
+    spelled = dataclasses.replace(CONFIG, frozen=("b,a",), param_dtype="none", reduce_dtype="none")
+    other = dataclasses.replace(CONFIG, frozen=("a", "b", "a"), param_dtype=None)
+    assert rules.what_decides(spelled) == rules.what_decides(other)
+
+
+def test_of_a_run_of_which_nothing_is_known_nothing_differs():
+    assert rules.refused({}, {"seed": 1}) == {} and rules.changed({}, {"seed": 1}, CONFIG) == {}
