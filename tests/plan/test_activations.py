@@ -192,10 +192,16 @@ STAGED: Any = types.SimpleNamespace(
     num_shards=lambda axes: {("tensor",): 4, ("pipe",): 2, ("pipe", "tensor"): 8}.get(tuple(axes), 1),
 )
 ALL = ROWS * 4 * WIDTH * 4
+BOTH = ("pipe", "tensor")
+BY_BOTH = (X, ((WIDTH, WIDE), P(None, BOTH)), ((WIDE, WIDTH), P(BOTH)))
 
 
 def in_stages(fn):
     return jax.shard_map(fn, mesh=STAGES, in_specs=P(), out_specs=P(), axis_names={"pipe"}, check_vma=False)
+
+
+def stated(*spec):
+    return lambda x, up, down: jax.lax.with_sharding_constraint(x @ up @ down, NamedSharding(STAGES, P(*spec)))
 
 
 def hand_on(x):
@@ -229,6 +235,22 @@ def hand_on_in_loop(length, is_read):
             (X, UP, DOWN),
             [("tensor", "all-reduce", 2 * ALL * 3 / 4), ("pipe", "all-reduce", 2 * ALL / 2)],
             id="a sum of what is computed from a sum",
+        ),
+        pytest.param(stated(), BY_BOTH, [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)], id="a sum over both"),
+        pytest.param(
+            stated(None, "tensor"),
+            BY_BOTH,
+            [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
+            id="a sum that one splits",
+        ),
+        pytest.param(
+            stated(BOTH),
+            BY_BOTH,
+            [("pipe/tensor", "reduce-scatter", ALL * 7 / 8)],
+            id="a sum that both split",
+        ),
+        pytest.param(
+            lambda x: jnp.cumsum(x, 0), ((X[0], P(BOTH)),), [("pipe/tensor", "all-gather", ALL * 7 / 8)], id="by both"
         ),
         pytest.param(hand_on_in_loop(3, False), (X,), [("pipe", "collective-permute", 3 * ALL)], id="in every tick"),
         pytest.param(hand_on_in_loop(1, True), (X,), [("pipe", "collective-permute", ALL)], id="in one tick"),

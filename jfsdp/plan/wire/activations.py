@@ -8,8 +8,9 @@ that is to be split is a reduce-scatter, one that is read whole an all-reduce, a
 all-gather, and one that is to be split elsewhere an all-to-all; to split what is whole is free. What a sum becomes
 is open through operations on single elements, until a statement, an operation or the end of a loop's iteration says it.
 Sums that are added are one; but additions are not put in another order, as of what is whole and added between.
-What a pipeline writes out over `pipe` is taken over: of a value that another axis splits a part is sent, and a sum over
-`pipe` of a sum over `tensor` that is still to be formed is one sum over both. What nobody reads is not sent; but a loop
+Of a value that another axis splits a part is sent. A sum over two axes is formed at once, whole if it is to be whole
+over one of them: to split what is whole is free. What a pipeline writes out over `pipe` is taken over, and a sum over
+`pipe` of one over `tensor` that is still to be formed is one sum over both. What nobody reads is not sent; but a loop
 sends in every iteration. Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole
 only a part is read; what it sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may
 need each other there.
@@ -18,7 +19,8 @@ need each other there.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import wire_bytes
-from jfsdp.plan.wire.forms import ALL_REDUCE, Axis, Loop, Sum, num_bytes
+from jfsdp.plan.wire.forms import ALL_REDUCE, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
 from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype
 from jfsdp.train.step.step import Trace
 
@@ -72,30 +74,39 @@ _WRITTEN = {**dict.fromkeys(_SUMS, ALL_REDUCE), "ppermute": PERMUTE}
 
 
 class _Walk:
-    """Follows a trace along one axis of the model, with the rows of the batch over the data axes and what the model's
-    other axes split beside it."""
+    """Follows a trace along all axes of the model at once, with the rows of the batch over the data axes."""
 
-    def __init__(self, own: str, layout: Layout):
+    def __init__(self, layout: Layout):
         self.sent: list[Sent] = []
         self.is_read: set[Any] = set()  # by some operation that was met
         self.times = 1
+        self.now: dict[Any, tuple[Sent, float]] = {}  # what the operation at hand sends of a value, and its bytes
+        self.sizes = dict(layout.mesh_sizes)
         self.rows = Axis(layout.data_axes, layout.num_shards(layout.data_axes))
-        self.own = Axis((own,), layout.num_shards((own,)), self._send)
-        self.others = [Axis((axis,), layout.num_shards((axis,))) for axis in _model_axes(layout) if axis != own]
-        self.axes = (self.own, self.rows, *self.others)
+        self.own = [Axis((axis,), self.sizes[axis]) for axis in _model_axes(layout)]
+        for axis in self.own:
+            axis.send = functools.partial(self._send, axis)
+        self.axes = (*self.own, self.rows)
 
-    def _send(self, kind: str, var: Any, eqn: Any) -> None:
-        rows = self.rows.read(var)
+    def _send(self, axis: Axis, kind: str, var: Any, eqn: Any) -> None:
+        rows, others = self.rows.read(var), [other for other in self.own if other is not axis]
         if isinstance(rows, Sum):  # one sum over both, which is the strategy's
             return
-        share = 1 if rows is None else self.rows.parts
-        size = wire_bytes(kind, num_bytes(var.aval) / share, self.own.parts) * self.times
-        self._add(kind, var, size, self.own.names, eqn)
+        is_split = [other for other in (*others, self.rows) if isinstance(other.read(var), int)]
+        size = num_bytes(var.aval) / math.prod(other.parts for other in is_split)
+        self._add(kind, var, size, axis.names, eqn)
 
     def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
-        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+        """Note what is sent. What one operation forms of a value over several axes is one sum, or one gather."""
+        found, before = self.now.get(var, (None, 0.0))
+        if found and (kind == found.kind or {kind, found.kind} == {ALL_REDUCE, REDUCE_SCATTER}):
+            self.sent.remove(found)
+            kind, axes, size = kind if kind == found.kind else ALL_REDUCE, {*axes, *found.axes}, max(size, before)
         ordered = tuple(axis for axis in OUTER_FIRST if axis in axes)
-        self.sent.append(Sent(ordered, kind, hlo_dtype(str(var.aval.dtype)), size, self.times, name))
+        moved = wire_bytes(kind, size, math.prod(self.sizes[axis] for axis in ordered)) * self.times
+        name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
+        self.sent.append(Sent(ordered, kind, hlo_dtype(str(var.aval.dtype)), moved, self.times, name))
+        self.now[var] = self.sent[-1], size
 
     def run(self, jaxpr: Any) -> None:
         """Follow the operations of a jaxpr, whose inputs have their forms."""
@@ -107,6 +118,7 @@ class _Walk:
 
     def _step(self, eqn: Any) -> None:
         name = eqn.primitive.name
+        self.now = {}
         if name in ("sharding_constraint", "reshard"):
             for axis in self.axes:
                 axis.state(eqn)
@@ -121,30 +133,30 @@ class _Walk:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
         else:
-            if _is_collective(eqn, self.own.names):
-                self._written(eqn)
-            elif any(_is_collective(eqn, other.names) for other in self.others) and name in _SUMS:
-                for atom in eqn.invars:
-                    self.own.joins(atom, eqn)
+            for axis in self.own:
+                if _is_collective(eqn, axis.names):
+                    self._written(axis, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
 
-    def _written(self, eqn: Any) -> None:
-        """Take over what is written out over the axis, of kinds that a pipeline has."""
+    def _written(self, axis: Axis, eqn: Any) -> None:
+        """Take over what is written out over an axis, of kinds that a pipeline has."""
         kind = _WRITTEN.get(eqn.primitive.name)
         if kind is None:
-            self.own.unread[eqn.primitive.name] = None
+            axis.unread[eqn.primitive.name] = None
             return
         if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # what stays is not sent
             return
         for var, given in zip(eqn.outvars, eqn.invars, strict=True):
-            size, parts, axes = float(num_bytes(var.aval)), self.own.parts, set(self.own.names)
-            for other in self.others:
+            size, axes = float(num_bytes(var.aval)), set(axis.names)
+            for other in self.own:
+                if other is axis:
+                    continue
                 if isinstance(other.read(given), int):
                     size /= other.parts
                 elif kind == ALL_REDUCE and other.joins(given, eqn):
-                    parts, axes = parts * other.parts, axes | other.names
-            self._add(kind, var, wire_bytes(kind, size, parts) * self.times, axes, eqn)
+                    axes |= other.names
+            self._add(kind, var, size, axes, eqn)
 
     def _pass(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
         for axis in self.axes:
@@ -181,6 +193,7 @@ class _Walk:
             for axis, start in starts.items():
                 axis.forms.update(zip(body.invars, start, strict=True))
             self.run(body)
+            self.now = {}
             has_changed = any(axis.changes(loop, start) for axis, start in starts.items())
         for axis, start in starts.items():
             axis.leave(loop, start)
@@ -193,30 +206,25 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     Args:
       trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
     """
-    axes = _model_axes(layout)
-    if trace is None or not axes:
+    if trace is None or not _model_axes(layout):
         return Activations((), ())
-    # What nobody reads is not sent.
-    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)
-    found = [_over(axis, jaxpr, trace.specs, layout) for axis in axes]
-    return Activations(*(tuple(itertools.chain(*parts)) for parts in zip(*found, strict=True)))
+    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # what somebody reads
+    walk = _Walk(layout)
+    for axis in walk.axes:
+        axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
+    walk.run(jaxpr)
+    walk.now = {}
+    for axis in walk.own:
+        for atom in jaxpr.outvars:
+            if isinstance(axis.read(atom), Sum):
+                axis.turn(atom, None, jaxpr.eqns[-1])
+    return Activations(tuple(walk.sent), tuple(dict.fromkeys(name for axis in walk.own for name in axis.unread)))
 
 
 def _model_axes(layout: Layout) -> list[str]:
     """Return the axes of several devices that the model itself is split over."""
     sizes = dict(layout.mesh_sizes)
     return [axis for axis in MODEL_AXES if sizes.get(axis, 1) > 1]
-
-
-def _over(own: str, jaxpr: Any, specs: Sequence[Any], layout: Layout) -> tuple[list[Sent], list[str]]:
-    walk = _Walk(own, layout)
-    for axis in walk.axes:
-        axis.forms.update(zip(jaxpr.invars, map(axis.dim, specs), strict=True))
-    walk.run(jaxpr)
-    for atom in jaxpr.outvars:
-        if isinstance(walk.own.read(atom), Sum):
-            walk.own.turn(atom, None, jaxpr.eqns[-1])
-    return walk.sent, list(walk.own.unread)
 
 
 def _is_collective(eqn: Any, axes: Collection[str]) -> bool:
