@@ -1,8 +1,10 @@
 """The memory of a step: XLA's texts are read to the byte, and the peak of real steps has a name for every part."""
 
 import functools
+import pathlib
 import re
 import tempfile
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import pytest
 import jfsdp
 from jfsdp.plan.memory import buffers
 from jfsdp.plan.memory import peak as memory
-from jfsdp.plan.memory.judge import describe_operation
+from jfsdp.plan.memory.judge import describe_operation, own_line
 from jfsdp.plan.program.flow import Flow
 from jfsdp.plan.program.hlo import parse_module
 from jfsdp.train.account import account
@@ -246,6 +248,22 @@ def test_the_largest_buffers_have_names_of_the_model():
     sizes = [size for *_, size in memory.largest_buffers(found)]
     assert sizes == sorted(sizes, reverse=True)
     assert "at " in found.moment and "peak" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        (["site-packages/jax/lax.py", "nets.py", "jfsdp/engine/unit.py", "train.py"], "nets.py"),
+        (["jfsdp/modules/nnx.py", "nets.py", "site-packages/flax/nnx.py", "jfsdp/engine/unit.py"], "nets.py"),
+        (["jfsdp/engine/pipeline/run.py", "jfsdp/cli/plan.py", "<frozen runpy>"], "jfsdp/engine/pipeline/run.py"),
+        (["nets.py", "train.py"], "nets.py"),
+    ],
+)
+def test_the_line_of_an_operation_is_the_model_s_and_not_that_of_who_calls_jfsdp(files, wanted):
+    home = str(pathlib.Path(jfsdp.__file__).parent.parent)
+    stack = [f"{home}/{file}:7" if file.startswith("jfsdp") else f"/x/{file}:7" for file in files]
+    found = own_line(types.SimpleNamespace(stack=tuple(stack), source=stack[0]))  # type: ignore[arg-type]
+    assert found.endswith(f"/{wanted}:7")
 
 
 def test_fits_leaves_room_for_the_reserve():

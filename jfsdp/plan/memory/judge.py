@@ -178,14 +178,14 @@ class Judge:
     def buffer(self, part: str, name: str, value: Value, num_bytes: int, instruction: Instruction) -> Buffer:
         made_by = value.name + (f"[{','.join(map(str, value.index))}]" if value.index else "")
         op_name = self.flow.op_name((instruction, ()))
-        return Buffer(name, num_bytes, part, made_by, value.shape, op_name, _own_line(instruction))
+        return Buffer(name, num_bytes, part, made_by, value.shape, op_name, own_line(instruction))
 
     def moment(self, name: str) -> str:
         """Say what an instruction does and where it comes from; empty for one that the module does not have."""
         instruction = self.flow.by_name.get(name)
         if instruction is None:
             return ""
-        line = _own_line(instruction)
+        line = own_line(instruction)
         return describe_operation(self.flow.op_name((instruction, ()))) + (
             f" at {line}" if line and not line.startswith(_PACKAGE) else ""
         )
@@ -222,7 +222,7 @@ class Judge:
         rows = self._stacked_rows(place, value)
         if rows is not None:
             return f"{value.dims[0]} x {self._name('', rows, value)}"
-        where = "/".join(_own_line(place[0]).split("/")[-2:])
+        where = "/".join(own_line(place[0]).split("/")[-2:])
         return f"{op_name.rpartition('/')[2] or place[0].opcode}{f' at {where}' if where else ''}"
 
     def _stacked_rows(self, place: Place, value: Value) -> Place | None:
@@ -350,7 +350,9 @@ def _is_models(op_name: str) -> bool:
     return "jvp(" in op_name or "transpose(" in op_name or "checkpoint" in op_name
 
 
-def _own_line(instruction: Instruction) -> str:
-    """Return the innermost line of an operation that is neither a library's nor this one's."""
-    own = (line for line in instruction.stack if "/site-packages/" not in line and not line.startswith(_PACKAGE))
+def own_line(instruction: Instruction) -> str:
+    """Return the innermost line of an operation that is neither a library's nor this one's, nor of who called this."""
+    stack = instruction.stack
+    outermost = max((at for at, line in enumerate(stack) if line.startswith(_PACKAGE)), default=len(stack))
+    own = (line for line in stack[:outermost] if "/site-packages/" not in line and not line.startswith(_PACKAGE))
     return next(own, instruction.source)
