@@ -192,8 +192,8 @@ from jfsdp.launch.watch import Watch
 before = Watch.at
 
 @contextlib.contextmanager
-def at(self, place, times=1):
-    with before(self, place, times):
+def at(self, place, *rest):
+    with before(self, place, *rest):
         if os.environ["RANK"] == os.environ["STOP_RANK"] and place == os.environ["STOP_AT"]:
             open(os.environ["STOP_FILE"], "w").close()
             os.kill(os.getpid(), signal.SIGSTOP)
