@@ -120,7 +120,7 @@ def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
     leaves = as_model(job.model).params
     arrays = {f"params.{name}": jax.ShapeDtypeStruct(x.shape, "float32") for name, x in leaves.items()}
     config = {"config": {"model": model, "model_config": list(fields)}}
-    write_source(path, RandomSource(arrays), list(arrays), {}, {LAYOUT: None, CONFIG: config, EXTRA: [None]})
+    write_source(path, RandomSource(arrays), {}, {LAYOUT: None, CONFIG: config, EXTRA: [None]})
     return sum(4 * array.size for array in arrays.values())
 
 

@@ -17,7 +17,7 @@ from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
-from jfsdp.checkpoint.source import PIECE_BYTES, Index, Only, Recast, Source, cell_of, contiguous, grid
+from jfsdp.checkpoint.source import PIECE_BYTES, Index, Recast, Source, cell_of, contiguous, grid, subset
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
@@ -89,30 +89,27 @@ def convert(
         raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
     names = choose(source.arrays, only, skip)
     source.check(names)
-    view: Source = Only(source, {name: source.arrays[name] for name in names})
+    view: Source = subset(source, names)
     if stack is not None:
         view = _under(view, stack_names(view.arrays, stack))
     if unstack is not None:
         view = _under(view, list_names(view.arrays, unstack))
-    chosen = list(view.arrays)
     view = Recast(view, choose_dtypes(view.arrays, casts))
     impls = {name: impl for name, impl in source.key_impls.items() if impl}
     manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    return write_source(target, view, chosen, manifest, documents, key_impls=impls, progress=progress)
+    return write_source(target, view, manifest, documents, key_impls=impls, progress=progress)
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:
     """Return a source under names some of which are stacks of its lists, or members of its stacks."""
-    view = OtherLayers(source, names)
-    return Only(view, {name: view.arrays[name] for name in names})
+    return subset(OtherLayers(source, names), names)
 
 
 def write_source(
     target: Any,
     source: Source,
-    names: Sequence[str],
     manifest: Mapping[str, Any],
     documents: Mapping[str, Any],
     *,
@@ -120,10 +117,9 @@ def write_source(
     allow_nonfinite: bool = True,
     progress: Callable[[str, int], None] = lambda what, num_bytes: None,
 ) -> tuple[str, ...]:
-    """Write arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
+    """Write the arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
 
     Args:
-      names: which arrays.
       manifest, documents: what stands beside them; format, date, versions and names are added.
       allow_nonfinite: False leaves nothing at `target` where a value is NaN or infinite.
 
@@ -142,7 +138,7 @@ def write_source(
     if target.exists():
         raise ValueError(f"checkpoint {target}: exists already; choose another path, or remove it first")
     check_path(target)
-    arrays = {name: source.arrays[name] for name in names}
+    arrays = source.arrays
     needed = sum(array.size * array.dtype.itemsize for array in arrays.values())
     check_space(target, needed)
     partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()

@@ -7,7 +7,6 @@ of one array. A mapping of names is again a source, over another one.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import deque
@@ -126,17 +125,6 @@ def read_ahead(tasks: Iterable[Callable[[], _T]], ahead: int) -> Iterator[_T]:
         pool.shutdown(cancel_futures=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Only:
-    """Some of the arrays of a source."""
-
-    source: Source
-    arrays: Mapping[str, jax.ShapeDtypeStruct]
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self.source.read(name, index)
-
-
 class Joined:
     """The arrays of several sources, all of other names."""
 
@@ -149,7 +137,7 @@ class Joined:
 
 
 class Renamed:
-    """The arrays of a source by other names.
+    """Some of the arrays of a source, by other names.
 
     Args:
       names: its names, by those that the arrays are to have.
@@ -163,27 +151,9 @@ class Renamed:
         return self._source.read(self._names[name], index)
 
 
-class Prefixed:
-    """The arrays of a source under names with something before them."""
-
-    def __init__(self, source: Source, prefix: str):
-        self._source, self._prefix = source, prefix
-        self.arrays = {prefix + name: array for name, array in source.arrays.items()}
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self._source.read(name.removeprefix(self._prefix), index)
-
-
-class Unprefixed:
-    """The arrays of a source below a name, without that."""
-
-    def __init__(self, source: Source, prefix: str):
-        self._source, self._prefix = source, prefix
-        found = source.arrays.items()
-        self.arrays = {name.removeprefix(prefix): array for name, array in found if name.startswith(prefix)}
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        return self._source.read(self._prefix + name, index)
+def subset(source: Source, names: Iterable[str]) -> Renamed:
+    """Return a source of some of the arrays of another."""
+    return Renamed(source, {name: name for name in names})
 
 
 class Recast:

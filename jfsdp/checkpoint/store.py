@@ -22,7 +22,7 @@ from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.source import Only, Source
+from jfsdp.checkpoint.source import Source, subset
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
@@ -251,7 +251,7 @@ def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_repli
     """
     arrays = contents(like)
     is_read = [any(name in wanted for name in stored.logical) for stored in arrays]
-    chosen = Only(source, {name: source.arrays[name] for name in wanted})
+    chosen = subset(source, wanted)
     read = [_as_shape(stored, wanted) for stored, is_wanted in zip(arrays, is_read, strict=True) if is_wanted]
     placed = iter(place(read, chosen, one_replica=one_replica))
     values = [next(placed) if is_wanted else stored.value for stored, is_wanted in zip(arrays, is_read, strict=True)]

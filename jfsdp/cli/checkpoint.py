@@ -98,16 +98,12 @@ class Diff:
     def run(self) -> int:
         from jfsdp.checkpoint.diff import diff
         from jfsdp.checkpoint.disk.reader import STREAM_BYTES
-        from jfsdp.checkpoint.source import PIECE_BYTES, Only
+        from jfsdp.checkpoint.source import PIECE_BYTES, subset
         from jfsdp.layout.select import select_leaves
 
         sources: list[Any] = [_open(path) for path in (self.first, self.second)]
         if self.only:
-            chosen = [select_leaves("only", self.only, source.arrays, {}) for source in sources]
-            sources = [
-                Only(source, {name: source.arrays[name] for name in names})
-                for source, names in zip(sources, chosen, strict=True)
-            ]
+            sources = [subset(source, select_leaves("only", self.only, source.arrays, {})) for source in sources]
         total = sum(array.size * array.dtype.itemsize for source in sources for array in source.arrays.values())
         with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
             found = diff(*sources, progress=progress)

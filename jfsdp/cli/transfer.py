@@ -202,7 +202,7 @@ class Import(_ModelOptions):
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
         from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
-        from jfsdp.checkpoint.source import Prefixed, Recast
+        from jfsdp.checkpoint.source import Recast, Renamed
 
         path = Path(self.path).expanduser()
         if is_ours(path):
@@ -214,8 +214,7 @@ class Import(_ModelOptions):
         with progress_of(self.json, "importing", MEMORY_BYTES, _bytes_of(source)) as progress:
             lines = write_source(
                 self.target,
-                Prefixed(source, "params."),
-                [f"params.{name}" for name in source.arrays],
+                Renamed(source, {f"params.{name}": name for name in source.arrays}),
                 {"imported": {"from": str(path), "model": job.name}},
                 {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
                 allow_nonfinite=self.allow_nonfinite,

@@ -18,9 +18,7 @@ from tests.checkpoint.arrays import Arrays
 
 
 def write(path, values, **options):
-    write_source(
-        path, Arrays(values), list(values), {"step": 7}, {LAYOUT: None, CONFIG: {"a": 1}, EXTRA: [5]}, **options
-    )
+    write_source(path, Arrays(values), {"step": 7}, {LAYOUT: None, CONFIG: {"a": 1}, EXTRA: [5]}, **options)
     return path
 
 
@@ -115,7 +113,7 @@ def test_what_takes_long_is_not_given_up(tmp_path, monkeypatch):
 
     values = {"params.w": np.ones(3, np.float32)}
     documents = {LAYOUT: None, CONFIG: None, EXTRA: [None]}
-    write_source(tmp_path / "a", Slow(values), list(values), {"step": 7}, documents)
+    write_source(tmp_path / "a", Slow(values), {"step": 7}, documents)
     assert time.time() - begin > 3600
     monkeypatch.undo()
     assert_same_bits(read(tmp_path / "a"), values)

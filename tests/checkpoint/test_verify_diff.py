@@ -14,7 +14,7 @@ from tests.checkpoint.arrays import Arrays
 
 
 def write(path, values):
-    write_source(path, Arrays(values), list(values), {}, {LAYOUT: None, CONFIG: None, EXTRA: [None]})
+    write_source(path, Arrays(values), {}, {LAYOUT: None, CONFIG: None, EXTRA: [None]})
     return path
 
 

@@ -60,7 +60,7 @@ def call(capsys):
 
 def write(path, arrays):
     """Write arrays as a checkpoint."""
-    write_source(path, Arrays(arrays), list(arrays), {}, {LAYOUT: None, CONFIG: None, EXTRA: [None]})
+    write_source(path, Arrays(arrays), {}, {LAYOUT: None, CONFIG: None, EXTRA: [None]})
     return path
 
 

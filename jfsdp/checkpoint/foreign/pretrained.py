@@ -25,7 +25,7 @@ from jfsdp.checkpoint.foreign.safetensors import CONFIG, SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source, Unprefixed
+from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
 from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import A, layer_shapes
@@ -210,7 +210,8 @@ def _open_ours(
                 "(`jfsdp checkpoint export`), and begin from the base and that (--init-adapter)"
             )
         raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
-    return Unprefixed(view, "params."), functools.partial(source.check, list(inner.values()))
+    parameters = Renamed(view, {name.removeprefix("params."): name for name in view.arrays})
+    return parameters, functools.partial(source.check, list(inner.values()))
 
 
 def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:
