@@ -132,11 +132,10 @@ def write_source(
     """
     from jfsdp.checkpoint.disk.commit import remove_unfinished
     from jfsdp.checkpoint.disk.writer import Writer
-    from jfsdp.checkpoint.store import take
+    from jfsdp.checkpoint.store import check_free, take
 
     target = local_path(target)
-    if target.exists():
-        raise ValueError(f"checkpoint {target}: exists already; choose another path, or remove it first")
+    check_free(target)
     check_path(target)
     arrays = source.arrays
     needed = sum(array.size * array.dtype.itemsize for array in arrays.values())

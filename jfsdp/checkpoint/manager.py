@@ -14,7 +14,7 @@ import jax
 from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
-from jfsdp.checkpoint.disk.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
@@ -161,12 +161,8 @@ class Checkpointer:
         """Be the only one who writes here, and remove what a killed writer left half written."""
         if self._lock is None:
             check_writable(self.directory)
-            try:
-                self._lock = Lock(self.directory / _LOCK)
-            except InUseError as error:
-                raise ValueError(
-                    f"checkpoints {self.directory}: are written by {error}; wait for it, or save to another directory"
-                ) from None
+            what = f"checkpoints {self.directory}: are written by"
+            self._lock = Lock(self.directory / _LOCK, what, "or save to another directory")
             for left in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)

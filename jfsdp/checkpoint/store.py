@@ -15,7 +15,7 @@ from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
-from jfsdp.checkpoint.disk.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -53,7 +53,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
     path = local_path(path)
     writer, held = Writer(), []
     try:
-        only_first(lambda: _check_free(path))
+        only_first(lambda: check_free(path))
         start_save(writer, path, state, extra=extra, config=config, frozen=frozen, claim=lambda: take(path, held))
         with readable_errors(path, bytes_of(state)):
             wait_for(writer)
@@ -65,16 +65,13 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
 
 def take(path: Path, held: list[Lock]) -> None:
     """Become the only one who writes a checkpoint; the lock is added to `held`."""
-    try:
-        held.append(Lock(path.with_name(f"{path.name}{UNFINISHED}.lock")))
-    except InUseError as error:
-        raise ValueError(
-            f"checkpoint {path}: is being written by {error}; wait for it, or choose another path"
-        ) from None
-    _check_free(path)
+    lock = path.with_name(f"{path.name}{UNFINISHED}.lock")
+    held.append(Lock(lock, f"checkpoint {path}: is being written by", "or choose another path"))
+    check_free(path)
 
 
-def _check_free(path: Path) -> None:
+def check_free(path: Path) -> None:
+    """Refuse to write where something is already."""
     if path.exists():
         raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
 

@@ -276,7 +276,7 @@ def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     from jfsdp.checkpoint.disk.lock import Lock
 
-    lock = Lock(tmp_path / "run" / "checkpoints" / "lock")
+    lock = Lock(tmp_path / "run" / "checkpoints" / "lock", "held by", "or stop it")
     try:
         status, _, err = call("prune", tmp_path / "run", "--keep", "1")
     finally:

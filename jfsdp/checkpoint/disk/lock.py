@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import IO
 
 
-class InUseError(ValueError):
-    """Another process holds the lock; its message says which."""
-
-
 class Lock:
     """A lock file, held from when this is made until `release`, or until the process ends.
 
+    Args:
+      what: what the error says before the holder, such as "checkpoint x: is being written by".
+      remedy: what it says besides waiting.
+
     Raises:
-      InUseError: if another process holds it.
+      ValueError: if another process holds it; names that.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, what: str, remedy: str):
         self._path = path
         self._file = path.open("a+")
         if not _lock(self._file) or not self._is_still():
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
             self._file.close()
-            raise InUseError(holder)
+            raise ValueError(f"{what} {holder}; wait for it, {remedy}")
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}")
         self._file.flush()

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.disk.lock import InUseError, Lock
+from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.trainer.run import rules
 
 
@@ -197,12 +197,8 @@ def only_writer(run_dir: Path) -> Iterator[None]:
     Raises:
       ValueError: if another process holds it; names it.
     """
-    try:
-        lock = Lock(run_dir / "lock")
-    except InUseError as error:
-        raise ValueError(
-            f"run directory {str(run_dir)!r} is in use by {error}; wait for it, stop it, or name another --run-dir"
-        ) from None
+    what = f"run directory {str(run_dir)!r} is in use by"
+    lock = Lock(run_dir / "lock", what, "stop it, or name another --run-dir")
     try:
         yield
     finally:
