@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,18 @@ from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
-from jfsdp.checkpoint.source import PIECE_BYTES, Index, Recast, Source, cell_of, contiguous, grid, subset
+from jfsdp.checkpoint.source import (
+    PIECE_BYTES,
+    Index,
+    Progress,
+    Recast,
+    Source,
+    cell_of,
+    contiguous,
+    grid,
+    no_progress,
+    subset,
+)
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
@@ -58,7 +71,7 @@ def convert(
     unstack: str | None = None,
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
-    progress: Callable[[str, int], None] = lambda what, num_bytes: None,
+    progress: Progress = no_progress,
 ) -> tuple[str, ...]:
     """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
 
@@ -95,11 +108,10 @@ def convert(
     if unstack is not None:
         view = _under(view, list_names(view.arrays, unstack))
     view = Recast(view, choose_dtypes(view.arrays, casts))
-    impls = {name: impl for name, impl in source.key_impls.items() if impl}
     manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    return write_source(target, view, manifest, documents, key_impls=impls, progress=progress)
+    return write_source(target, view, manifest, documents, key_impls=source.key_impls, progress=progress)
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:
@@ -113,9 +125,9 @@ def write_source(
     manifest: Mapping[str, Any],
     documents: Mapping[str, Any],
     *,
-    key_impls: Mapping[str, str] | None = None,
+    key_impls: Mapping[str, str | None] | None = None,
     allow_nonfinite: bool = True,
-    progress: Callable[[str, int], None] = lambda what, num_bytes: None,
+    progress: Progress = no_progress,
 ) -> tuple[str, ...]:
     """Write the arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
 
@@ -130,7 +142,6 @@ def write_source(
       ValueError: if `target` exists, another process writes it, or values are not finite and may not be.
       OSError: if the disk is full or not writable.
     """
-    from jfsdp.checkpoint.disk.commit import remove_unfinished
     from jfsdp.checkpoint.disk.writer import Writer
     from jfsdp.checkpoint.store import check_free, take
 
@@ -143,7 +154,8 @@ def write_source(
     partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
     counted = Counted(source)
     pieces = {name: _lazy(counted, name, progress) for name in arrays}
-    described = {name: _describe(array, (key_impls or {}).get(name)) for name, array in arrays.items()}
+    impls = key_impls or {}
+    described = {name: Logical(x.shape, x.dtype, impls.get(name)).to_dict() for name, x in arrays.items()}
     whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
 
     def check() -> None:
@@ -153,7 +165,7 @@ def write_source(
         with readable_errors(target, needed):
             target.parent.mkdir(parents=True, exist_ok=True)
             take(target, held)
-            remove_unfinished(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()
@@ -161,29 +173,22 @@ def write_source(
     finally:
         writer.close()
         if held:  # else it is another one's
-            remove_unfinished(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         for lock in held:
             lock.release()
 
 
-def _describe(array: Any, key_impl: str | None) -> dict[str, Any]:
-    return Logical(tuple(array.shape), array.dtype, key_impl).to_dict()
-
-
-def _lazy(source: Source, name: str, progress: Callable[[str, int], None]) -> Any:
+def _lazy(source: Source, name: str, progress: Progress) -> Any:
     """Return the pieces of an array, each read when it is written."""
     from jfsdp.checkpoint.disk.pieces import Pieces
 
     array = source.arrays[name]
 
-    def reader(index: Index) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
-            piece = contiguous(source.read(name, index))
-            progress(name, piece.nbytes)
-            return piece
+    def read(index: Index) -> np.ndarray:
+        piece = contiguous(source.read(name, index))
+        progress(name, piece.nbytes)
+        return piece
 
-        return read
-
-    cell = cell_of(tuple(array.shape), array.dtype.itemsize)
-    parts = [(index, reader(index)) for index in grid(tuple(array.shape), cell)]
-    return Pieces(tuple(array.shape), np.dtype(array.dtype), cell, parts)
+    cell = cell_of(array.shape, array.dtype.itemsize)
+    parts = [(index, functools.partial(read, index)) for index in grid(array.shape, cell)]
+    return Pieces(array.shape, np.dtype(array.dtype), cell, parts)

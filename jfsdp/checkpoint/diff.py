@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.layers import OtherLayers
-from jfsdp.checkpoint.source import Source, pieces_of
+from jfsdp.checkpoint.source import Progress, Source, no_progress, pieces_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Differences:
         return not (self.only_first or self.only_second or self.kinds or self.values)
 
 
-def diff(first: Source, second: Source, *, progress: Callable[[str, int], None] = lambda what, n: None) -> Differences:
+def diff(first: Source, second: Source, *, progress: Progress = no_progress) -> Differences:
     """Compare two sources. Layers that one has stacked and the other in a list are compared all the same.
 
     Arrays of different dtype are compared in value too, in float64 or in integers.
@@ -79,7 +78,7 @@ def _show(array: Any) -> str:
     return f"{jnp.dtype(array.dtype).name}{list(array.shape)}"
 
 
-def _compare(first: Source, second: Source, name: str, progress: Callable[[str, int], None]) -> Difference | None:
+def _compare(first: Source, second: Source, name: str, progress: Progress) -> Difference | None:
     """Compare two arrays of one shape, piece by piece; None where no value differs (0 and -0 do not)."""
     largest, scale, count, at = -1.0, 0.0, 0, ()
     for index in pieces_of(first.arrays[name]):

@@ -21,7 +21,12 @@ import numpy as np
 from jfsdp.layout.codec import Codec, coded_shapes, scales_of
 
 Index = tuple[slice, ...]
+Progress = Callable[[str, int], None]  # called with the name of what was done, and its bytes
 _T = TypeVar("_T")
+
+
+def no_progress(name: str, num_bytes: int) -> None:
+    """Tell nobody."""
 
 
 class Source(Protocol):
@@ -55,9 +60,9 @@ PIECE_BYTES = 16 << 20
 """What streams arrays handles pieces of at most about this size."""
 
 
-def pieces_of(array: Any, limit: int = PIECE_BYTES) -> Iterator[Index]:
-    """Cut an array into pieces of at most `limit` bytes, as checkpoints are cut into chunks."""
-    return grid(tuple(array.shape), cell_of(tuple(array.shape), array.dtype.itemsize, limit))
+def pieces_of(array: Any) -> Iterator[Index]:
+    """Cut an array into pieces of at most `PIECE_BYTES`, as checkpoints are cut into chunks."""
+    return grid(array.shape, cell_of(array.shape, array.dtype.itemsize))
 
 
 def cell_of(
@@ -205,7 +210,7 @@ class Encoded:
         skipped = last.start - start // step
         out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)
         rows = tuple(part.stop - part.start for part in rest)
-        for piece in grid(rows, cell_of(rows, _ENCODING_BYTES * (stop - start), PIECE_BYTES)):
+        for piece in grid(rows, cell_of(rows, _ENCODING_BYTES * (stop - start))):
             there = (
                 slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,6 @@ def start_save(
     Args:
       claim: called in process 0 before what stands in the way is removed; raises if another one is writing there.
     """
-    from jfsdp.checkpoint.disk.commit import remove_unfinished
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
 
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
@@ -118,7 +118,7 @@ def start_save(
         with readable_errors(path, needed):
             path.parent.mkdir(parents=True, exist_ok=True)
             claim()
-            remove_unfinished(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
 
     only_first(prepare)

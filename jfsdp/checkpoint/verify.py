@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from jfsdp.checkpoint.disk.digest import find_damage, find_unnamed, list_files, read_digests
@@ -11,16 +10,10 @@ from jfsdp.checkpoint.disk.files import SUMS, DamagedError, part_of
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.finite import Counted
-from jfsdp.checkpoint.source import PIECE_BYTES, grid
+from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, no_progress
 
 MEMORY_BYTES = 16 * PIECE_BYTES
 """What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
-
-Progress = Callable[[str, int], None]
-
-
-def _no_progress(what: str, num_bytes: int) -> None:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Verified:
         return not self.problems
 
 
-def verify(path: Any, *, progress: Progress = _no_progress) -> Verified:
+def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
     """Check every file against its digest, then read every chunk of every array, and look for what is not finite.
 
     Memory:  `MEMORY_BYTES`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,3 @@ def _take_digests(arrays: Path) -> Digests:
                 found[f"{ARRAYS}/{name}"] = digest
         file.unlink()
     return found
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove what a killed process left of a checkpoint that never became one."""
-    shutil.rmtree(path, ignore_errors=True)

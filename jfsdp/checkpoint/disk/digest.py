@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
+from jfsdp.checkpoint.source import Progress, no_progress
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)
@@ -24,9 +25,7 @@ def list_files(path: Path) -> list[str]:
     return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
 
 
-def hash_files(
-    path: Path, names: Iterable[str], on_done: Callable[[str, int], None] = lambda name, num_bytes: None
-) -> Digests:
+def hash_files(path: Path, names: Iterable[str], on_done: Progress = no_progress) -> Digests:
     """Hash files, several at once; one that cannot be read gets an empty digest.
 
     Args:
@@ -91,10 +90,7 @@ def find_unnamed(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
 
 
 def find_damage(
-    path: Path,
-    names: Iterable[str],
-    digests: Mapping[str, str],
-    on_done: Callable[[str, int], None] = lambda name, num_bytes: None,
+    path: Path, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = no_progress
 ) -> list[str]:
     """Compare files with their digests; return a line for each that is missing or is not as it was written."""
     found = hash_files(path, names, on_done)

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import shutil
 import sys
 import threading
 import weakref
@@ -30,7 +31,6 @@ from jfsdp.checkpoint.disk.commit import (
     check_merged,
     commit,
     hash_own,
-    remove_unfinished,
 )
 from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
@@ -238,7 +238,7 @@ class Writer:
     def remove_unfinished(self) -> None:
         """Remove what was half written; for process 0, after every process's `wait`."""
         if self._partial is not None:
-            remove_unfinished(self._partial)
+            shutil.rmtree(self._partial, ignore_errors=True)
 
     def close(self) -> None:
         """Wait, and stop the threads."""
