@@ -18,7 +18,7 @@ import numpy as np
 from jfsdp.checkpoint.disk.errors import check_space, readable_errors
 from jfsdp.checkpoint.disk.files import sync_directory, write_json
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
-from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes, chunks
+from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes
 from jfsdp.checkpoint.foreign.safetensors import CODES, CONFIG, DTYPES, INDEX, WEIGHTS
 from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead
 
@@ -80,16 +80,16 @@ def export_safetensors(
     return write_safetensors(Exported(source, names), directory, config=config, **how)
 
 
-def export_memory_bytes(source: Source, dtype: Any = None, *, piece_bytes: int = PIECE_BYTES) -> int:
+def export_memory_bytes(source: Source, dtype: Any = None) -> int:
     """Return the most that an export holds on the host at once, besides what the source itself needs to read.
 
     Three pieces, one that is written and two that are read meanwhile, each as the source puts it together, as it is
-    read, and in the dtype and order that is written; each of at most `piece_bytes`, or of one element.
+    read, and in the dtype and order that is written; each of at most `PIECE_BYTES`, or of one element.
     """
     largest = 0
     for array in source.arrays.values():
         target = _target(array, dtype)
-        count = min(math.prod(array.shape), _piece_elements(array, target, piece_bytes))
+        count = min(math.prod(array.shape), _piece_elements(array, target))
         largest = max(largest, count * (2 * np.dtype(array.dtype).itemsize + target.itemsize))
     return (_AHEAD + 1) * largest
 
@@ -103,7 +103,6 @@ def write_safetensors(
     weights: str = WEIGHTS,
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    piece_bytes: int = PIECE_BYTES,
     allow_nonfinite: bool = False,
 ) -> Written:
     """Write all arrays of a source under its own names; otherwise as `export_safetensors`, which see.
@@ -126,7 +125,7 @@ def write_safetensors(
         temporary.mkdir(parents=True)
         try:
             for shard in shards:
-                _write_shard(counted, temporary / shard.file, shard, piece_bytes)
+                _write_shard(counted, temporary / shard.file, shard)
             refuse_nonfinite(directory, counted.lines(), allow=allow_nonfinite)
             _write_texts(temporary, shards, config)
             for name, text in (texts or {}).items():
@@ -176,7 +175,8 @@ def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str)
     for name, array in arrays.items():
         target = _target(array, dtype)
         if target not in CODES:
-            raise ValueError(f"{name}: has dtype {target}, which safetensors lacks; choose one of {_dtype_names()}")
+            known = ", ".join(map(str, DTYPES.values()))
+            raise ValueError(f"{name}: has dtype {target}, which safetensors lacks; choose one of {known}")
         size = math.prod(array.shape) * target.itemsize
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
@@ -184,16 +184,9 @@ def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str)
         groups[-1][name] = target
         filled += size
     shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    files = [weights if len(groups) == 1 else _file_name(place, len(groups)) for place in range(len(groups))]
+    files = [f"model-{place + 1:05d}-of-{len(groups):05d}.safetensors" for place in range(len(groups))]
+    files = [weights] if len(groups) == 1 else files
     return [_Shard(file, _aligned(group), shapes) for file, group in zip(files, groups, strict=True)]
-
-
-def _dtype_names() -> str:
-    return ", ".join(str(dtype) for dtype in DTYPES.values())
-
-
-def _file_name(place: int, count: int) -> str:
-    return f"model-{place + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _aligned(group: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
@@ -201,25 +194,42 @@ def _aligned(group: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
     return dict(sorted(group.items(), key=lambda item: -item[1].itemsize))
 
 
-def _write_shard(source: Source, path: Path, shard: _Shard, piece_bytes: int) -> None:
+def _write_shard(source: Source, path: Path, shard: _Shard) -> None:
     with open(path, "wb") as file:
         file.write(_header(shard))
-        for piece in read_ahead(_pieces(source, shard, piece_bytes), _AHEAD):
+        for piece in read_ahead(_pieces(source, shard), _AHEAD):
             file.write(piece.data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _pieces(source: Source, shard: _Shard, piece_bytes: int) -> Iterator[Callable[[], np.ndarray]]:
+def _pieces(source: Source, shard: _Shard) -> Iterator[Callable[[], np.ndarray]]:
     """Return what reads the pieces of a file, in their order, as the bytes that are written."""
     for name, target in shard.dtypes.items():
-        most = _piece_elements(source.arrays[name], target, piece_bytes)
+        most = _piece_elements(source.arrays[name], target)
         for index in chunks(shard.shapes[name], most):
             yield functools.partial(_read_piece, source, name, index, target)
 
 
-def _piece_elements(array: Any, target: np.dtype, piece_bytes: int) -> int:
-    return max(piece_bytes // max(np.dtype(array.dtype).itemsize, target.itemsize), 1)
+def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
+    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major)."""
+    whole = tuple(slice(0, size) for size in shape)
+    row = 1
+    for dim in reversed(range(len(shape))):
+        if row * shape[dim] > most:
+            count = max(most // row, 1)
+            for outer in np.ndindex(*shape[:dim]):
+                leading = tuple(slice(place, place + 1) for place in outer)
+                for start in range(0, shape[dim], count):
+                    part = slice(start, min(start + count, shape[dim]))
+                    yield (*leading, part, *whole[dim + 1 :])
+            return
+        row *= shape[dim]
+    yield whole
+
+
+def _piece_elements(array: Any, target: np.dtype) -> int:
+    return max(PIECE_BYTES // max(np.dtype(array.dtype).itemsize, target.itemsize), 1)
 
 
 def _read_piece(source: Source, name: str, index: Index, target: np.dtype) -> np.ndarray:

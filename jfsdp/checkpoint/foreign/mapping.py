@@ -24,12 +24,11 @@ import numpy as np
 
 from jfsdp.arguments import checked
 from jfsdp.checkpoint.foreign.dims import Dims, parse_dims, same_dims
-from jfsdp.checkpoint.source import Index, Source
+from jfsdp.checkpoint.source import Index, Source, pieces_of
 from jfsdp.layout.report import list_differences
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 _NUMBER = re.compile(r"\{(\w+)\}")
-_COMPARED_ELEMENTS = 1 << 24
 MOST_ARRAYS = 1 << 20  # ten times those of the largest model known; each takes a kilobyte here
 
 
@@ -340,24 +339,4 @@ def _are_equal(source: Source, first: str, second: str) -> bool:
     one, other = source.arrays[first], source.arrays[second]
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    for index in chunks(one.shape, _COMPARED_ELEMENTS):
-        if source.read(first, index).tobytes() != source.read(second, index).tobytes():
-            return False
-    return True
-
-
-def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
-    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major)."""
-    whole = tuple(slice(0, size) for size in shape)
-    row = 1
-    for dim in reversed(range(len(shape))):
-        if row * shape[dim] > most:
-            count = max(most // row, 1)
-            for outer in np.ndindex(*shape[:dim]):
-                leading = tuple(slice(place, place + 1) for place in outer)
-                for start in range(0, shape[dim], count):
-                    part = slice(start, min(start + count, shape[dim]))
-                    yield (*leading, part, *whole[dim + 1 :])
-            return
-        row *= shape[dim]
-    yield whole
+    return all(source.read(first, at).tobytes() == source.read(second, at).tobytes() for at in pieces_of(one))

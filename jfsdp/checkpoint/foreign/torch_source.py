@@ -71,8 +71,6 @@ class DCPSource:
             name: jax.ShapeDtypeStruct(tuple(x.size), numpy_dtype(self._where, name, x.properties.dtype))
             for name, (_, x) in self._tensors.items()
         }
-        # What is no tensor (counters, learning rates), by its path in the checkpoint; not read.
-        self.others = [".".join(other) for other in others]
         _check_complete(self._path, self._tensors, metadata.storage_data)
         self._reader = FileSystemReader(self._path)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -160,8 +158,6 @@ class TorchFileSource:
             name: jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(self._where, name, x.dtype))
             for name, x in self._tensors.items()
         }
-        # What is no tensor (counters, settings), by its path in the checkpoint.
-        self.others = [".".join(other) for other in others]
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one tensor; see `Source.read`."""

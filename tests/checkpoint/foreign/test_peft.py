@@ -414,10 +414,11 @@ def write_base(given, directory, dtype="float32", **options):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_merged_directory_has_the_other_files_and_is_unmerged_again(name, tmp_path):
+def test_a_merged_directory_has_the_other_files_and_is_unmerged_again(name, monkeypatch, tmp_path):
     given = Adapted(name)
     base, adapter = write_base(given, tmp_path / "base", max_shard_bytes=4000), given.write(tmp_path / "adapter")
-    written = merge_peft(base, adapter, tmp_path / "merged", max_shard_bytes=9000, piece_bytes=256)
+    monkeypatch.setattr("jfsdp.checkpoint.foreign.export.PIECE_BYTES", 256)
+    written = merge_peft(base, adapter, tmp_path / "merged", max_shard_bytes=9000)
     assert len(written.files) > 2
     beside = {file.name for file in (tmp_path / "merged").iterdir()} - set(written.files)
     assert beside == {"config.json", "tokenizer.model", "model.safetensors.index.json"}

@@ -13,8 +13,7 @@ import pytest
 import safetensors.numpy
 
 from jfsdp.checkpoint.foreign import export
-from jfsdp.checkpoint.foreign.export import export_memory_bytes, write_safetensors
-from jfsdp.checkpoint.foreign.mapping import chunks
+from jfsdp.checkpoint.foreign.export import chunks, export_memory_bytes, write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 
@@ -297,15 +296,16 @@ def test_chunks_follow_one_another_and_cover_an_array(shape, most):
     assert np.array_equal(np.concatenate([*parts, np.zeros(0)]), array.reshape(-1))
 
 
-def test_an_export_holds_no_more_than_it_says(tmp_path):
+def test_an_export_holds_no_more_than_it_says(monkeypatch, tmp_path):
     source, piece_bytes = Arrays({"w": np.zeros((64, 1 << 16), np.float32), "b": np.zeros(10, np.float32)}), 1 << 20
-    bound = export_memory_bytes(source, "bfloat16", piece_bytes=piece_bytes)
+    assert export.PIECE_BYTES == 1 << 25
+    monkeypatch.setattr(export, "PIECE_BYTES", piece_bytes)
+    bound = export_memory_bytes(source, "bfloat16")
     assert bound == 3 * (2 * piece_bytes + piece_bytes // 2)  # one is written while two are read
     tracemalloc.start()
     try:
-        write_safetensors(source, tmp_path / "out", dtype="bfloat16", piece_bytes=piece_bytes)
+        write_safetensors(source, tmp_path / "out", dtype="bfloat16")
         assert tracemalloc.get_traced_memory()[1] < bound + 200_000
     finally:
         tracemalloc.stop()
     assert source.most_bytes == piece_bytes
-    assert export.PIECE_BYTES == 1 << 25

@@ -192,7 +192,6 @@ NESTED = {
 def test_key_chooses_a_dict_by_its_path(write, key, names, tmp_path):
     source: Any = open_torch(write(tmp_path / "c.pt", NESTED), key=key)
     assert {name: x.shape[0] for name, x in source.arrays.items()} == names
-    assert source.others == ["step"]
 
 
 @pytest.mark.parametrize("write", [write_dcp, write_pt])
