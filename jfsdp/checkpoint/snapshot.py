@@ -137,11 +137,19 @@ class Snapshots:
           ValueError: in every process, if one has none of this step.
           DamagedError: in every process, for a block that is not as it was written.
         """
-        files = in_all(lambda: self._open(step))
-        own = in_all(lambda: self._own(files, step))
+
+        def open_own() -> dict[int, _File]:
+            files = self._open(step)
+            if jax.process_index() not in files:
+                raise ValueError(
+                    f"{self.directory} has no snapshot of step {step} to go on from; ask `newest` which there is"
+                )
+            return files
+
+        files = in_all(open_own)
         source = _Source(files)
         state = fill(like, source, list(source.arrays))
-        return state, gather_json(own.footer["extra"])
+        return state, gather_json(files[jax.process_index()].footer["extra"])
 
     def keep(self, step: int | None) -> None:
         """Remove all snapshots but one (None: all), where a run begins to write others.
@@ -243,13 +251,6 @@ class Snapshots:
                         found[int(path.name)] = file
         own = found.get(jax.process_index())
         return {process: file for process, file in found.items() if own and file.start == own.start}
-
-    def _own(self, files: Mapping[int, _File], step: int) -> _File:
-        if jax.process_index() not in files:
-            raise ValueError(
-                f"{self.directory} has no snapshot of step {step} to go on from; ask `newest` which there is"
-            )
-        return files[jax.process_index()]
 
     def _usable_start(self, step: int, arrays: dict[str, Any], parts: Sequence[Part]) -> str | None:
         """Return in which start a step was taken; None where this process does not find all these parts of it."""

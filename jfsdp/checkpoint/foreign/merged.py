@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.peft_files import PeftAdapter, open_peft
+from jfsdp.checkpoint.foreign.peft_files import PREFIX, PeftAdapter, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import Index, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, B
@@ -57,7 +57,7 @@ class Merged:
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one weight, merged."""
         if name in self._saved:
-            return self._adapter.read_saved(self._saved[name], index).astype(self.arrays[name].dtype)
+            return self._adapter.source.read(PREFIX + self._saved[name], index).astype(self.arrays[name].dtype)
         if name not in self._weights:
             return self._base.read(name, index)
         weight, dtype = self._weights[name], self._base.arrays[name].dtype

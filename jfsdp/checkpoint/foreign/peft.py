@@ -31,26 +31,25 @@ from jfsdp.checkpoint.source import Index, Source
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes
 
 
-def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
-    """Return the LoRAs of a model that an adapter of PEFT's stands for: for `fully_shard(lora=)`.
+@checked
+def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
+    """Return the LoRAs that an adapter of PEFT's stands for: for `fully_shard(lora=)`, before `load_pretrained`.
 
     Args:
+      path: a directory of PEFT's.
       names: of the base's arrays, such as a job's field `pretrained`.
-      leaves: the model's own parameters by name, logical.
+      model: what `fully_shard` returned for the model without adapters, on any mesh; or its parameters by name.
 
     Raises:
-      ValueError: if it adapts what the model has not, or only some layers of a stack.
+      ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
     """
+    adapter = open_peft(path)
+    leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
     pieces = bind(as_name_map(names), leaves)
     found: dict[str, set[tuple[int, float]]] = {}
     there: collections.Counter[str] = collections.Counter()
     for weight in adapter.weights():
-        if weight not in pieces:
-            raise ValueError(
-                f"{adapter.path}: adapts {weight}, which is no weight of this model; it is an adapter of another base "
-                f"({adapter.base_name})"
-            )
-        adapter.check_fits(weight, pieces[weight].their_shape)
+        adapter.check_fits(weight, pieces[weight].their_shape if weight in pieces else None)
         leaf = pieces[weight].leaf
         found.setdefault(leaf, set()).add((adapter.rank(weight), adapter.alpha(weight)))
         there[leaf] += 1
@@ -70,10 +69,14 @@ def loras_of(adapter: PeftAdapter, names: Names, leaves: Shapes) -> list[LoRA]:
                 f"{leaf}: {adapter.path} has {whole[leaf]} of {wanted[leaf]} layers of it (modules_to_save), and "
                 "layers are stacked in one array here; keep them apart (--model-config stacked=false)"
             )
-    ins = {piece.leaf: _num_in(piece) for piece in pieces.values() if piece.leaf in found}
+    # How many dims of our array, of which those of the input are the first, are the input of theirs.
+    adapted = {piece.leaf: piece.dims for piece in pieces.values() if piece.leaf in found}
+    num_in = {
+        leaf: next(len(group) for group in dims.theirs if dims.ours[0] in group) for leaf, dims in adapted.items()
+    }
     groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, kinds in found.items():
-        groups.setdefault(next(iter(kinds)), {})[leaf] = ins[leaf]
+        groups.setdefault(next(iter(kinds)), {})[leaf] = num_in[leaf]
     return [
         LoRA(
             targets=targets,
@@ -92,11 +95,6 @@ def _saved_leaf(adapter: PeftAdapter, name: str, pieces: Mapping[str, Piece]) ->
     """Return our leaf of an array that an adapter has whole."""
     adapter.check_saved(name, pieces[name].their_shape if name in pieces else None)
     return pieces[name].leaf
-
-
-def _num_in(piece: Piece) -> int:
-    """Return how many dims of our array, of which those of the input are the first, are the input of theirs."""
-    return next(len(group) for group in piece.dims.theirs if piece.dims.ours[0] in group)
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
@@ -233,7 +231,8 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         else:
             saved.append(theirs.removeprefix(PREFIX).rpartition(".")[0])
     ones = list(modules.values())
-    rank, alpha = (collections.Counter(values).most_common(1)[0][0] for values in zip(*_kinds(ones), strict=True))
+    rank = collections.Counter(one.rank for one in ones).most_common(1)[0][0]
+    alpha = collections.Counter(one.alpha for one in ones).most_common(1)[0][0]
     if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
         raise ValueError(
             "PEFT has one use_rslora, one use_dora and one lora_dropout for an adapter, and these LoRAs differ in them"
@@ -260,10 +259,6 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
     }
 
 
-def _kinds(ones: Sequence[Adapter]) -> list[tuple[int, float]]:
-    return [(one.rank, one.alpha) for one in ones]
-
-
 def _fits(rule: Sequence[str], path: str) -> bool:
     return any(form.ours.fullmatch(path) for form in forms_of(rule))
 
@@ -275,19 +270,3 @@ def _targets(modules: Mapping[str, Adapter], names: Names, adapters: Mapping[str
     is_clear = not any(theirs.removesuffix(WEIGHT).rpartition(".")[2] in words for theirs in others)
     complete = {leaf for leaf, one in adapters.items() if one.stacked}
     return words if is_clear and len(complete) == len(adapters) else sorted(modules)
-
-
-@checked
-def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
-    """Return the LoRAs that an adapter of PEFT's stands for: for `fully_shard(lora=)`, before `load_pretrained`.
-
-    Args:
-      path: a directory of PEFT's.
-      names: of the base's arrays, such as a job's field `pretrained`.
-      model: what `fully_shard` returned for the model without adapters, on any mesh; or its parameters by name.
-
-    Raises:
-      ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
-    """
-    leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
-    return loras_of(open_peft(path), names, leaves)

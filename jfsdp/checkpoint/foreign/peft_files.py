@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import Index, Source
+from jfsdp.checkpoint.source import Source
 from jfsdp.layout.lora import MAGNITUDE, A, B, scale_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -72,16 +70,13 @@ class PeftAdapter:
 
     def weights(self) -> list[str]:
         """Return the weights of the base that it adapts, under their own names, in order."""
-        end = PARTS[A]
-        return [self._base(name, end) for name in self.source.arrays if name.endswith(end)]
+        ours = [name.removeprefix(PREFIX) for name in self.source.arrays if name.endswith(PARTS[A])]
+        return [name.removesuffix(PARTS[A]) + WEIGHT for name in ours]
 
     def saved(self) -> list[str]:
         """Return the arrays of the base that it has whole, trained as they are, under their own names."""
         ends = tuple(PARTS.values())
         return [name.removeprefix(PREFIX) for name in self.source.arrays if not name.endswith(ends)]
-
-    def _base(self, name: str, end: str) -> str:
-        return name.removeprefix(PREFIX).removesuffix(end) + WEIGHT
 
     def part(self, weight: str, part: str) -> str:
         """Return its name of one part of the adapter of a weight."""
@@ -114,10 +109,6 @@ class PeftAdapter:
                 f"{self.path}: {verb} {name} {list(own)}, and the base has {there}; it is an adapter of another base "
                 f"({self.base_name})"
             )
-
-    def read_saved(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of an array of `saved`."""
-        return self.source.read(PREFIX + name, index)
 
     @property
     def is_transposed(self) -> bool:

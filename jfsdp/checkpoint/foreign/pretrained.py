@@ -75,9 +75,9 @@ def pretrained_source(
         architecture cannot compute, or weights are left over on either side. The messages name path and remedy.
     """
     names, source = as_name_map(names), foreign_source(path, key)
-    is_torch = not isinstance(source, SafetensorsSource)
-    if config is not None and names.from_config is not None and not (is_torch and not _config_file(path).is_file()):
-        _check_config(path, names, config)
+    may_lack = not isinstance(source, SafetensorsSource) and not _config_file(path).is_file()
+    if config is not None and names.from_config is not None and not may_lack:
+        _compare(path, names, pretrained_fields(path, names), config, CONFIG)
     return Imported(source, names, leaves, where=path)
 
 
@@ -248,12 +248,12 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
     names = as_name_map(names)
     if names.from_config is None:
         raise ValueError(f"{path}: the mapping of names has no from_config to read {CONFIG} with; add one to the job's")
-    file, options = _read_config(path)
+    options = read_config(path)
     try:
         return dict(names.from_config(options))
     except (ValueError, TypeError, AttributeError) as error:  # the latter two of values of the wrong kind
         kind = "" if isinstance(error, ValueError) else "has an option of the wrong kind, such as text for a number: "
-        raise ValueError(f"{file}: {kind}{error}") from error
+        raise ValueError(f"{_config_file(path)}: {kind}{error}") from error
 
 
 def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
@@ -313,15 +313,6 @@ def read_config(path: Any) -> dict[str, Any]:
     Raises:
       ValueError: if it is no JSON, not there, or a run's that has no checkpoint.
     """
-    return _read_config(path)[1]
-
-
-def _config_file(path: Any) -> Path:
-    path = Path(path).expanduser()
-    return (path if path.is_dir() else path.parent) / CONFIG
-
-
-def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
     file = _config_file(path)
     directory = file.parent
     if not file.is_file():
@@ -339,11 +330,12 @@ def _read_config(path: Any) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{directory}: is a run without a checkpoint; go on with it by --resume, or name another")
     if not isinstance(options.get(_LENGTH), int | None):
         raise ValueError(f"{file}: {_LENGTH}={options[_LENGTH]!r} must be a whole number; fetch it again")
-    return file, options
+    return options
 
 
-def _check_config(path: Any, names: NameMap, config: Any) -> None:
-    _compare(path, names, pretrained_fields(path, names), config, CONFIG)
+def _config_file(path: Any) -> Path:
+    path = Path(path).expanduser()
+    return (path if path.is_dir() else path.parent) / CONFIG
 
 
 def _compare(path: Any, names: NameMap, wanted: Mapping[str, Any], config: Any, who: str) -> None:
