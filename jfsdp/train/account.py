@@ -82,17 +82,13 @@ def account(state: TrainState) -> StateBytes:
         if leaf is not None:
             by_leaf[memory][leaf.path] += size
             count["padding"] += _padding(leaf, size) if padding else 0
-            count["replicated"] += size if array.sharding.is_fully_replicated and _num_devices(array) > 1 else 0
+            count["replicated"] += size if array.sharding.is_fully_replicated and array.sharding.mesh.size > 1 else 0
     return StateBytes(**count, by_leaf=by_leaf[DEVICE], host_by_leaf=by_leaf[HOST])
 
 
 def _padding(leaf: Leaf, size: int) -> int:
     stored = math.prod(leaf.stored_shape)
     return size * (stored - math.prod(leaf.shape)) // stored
-
-
-def _num_devices(array: Any) -> int:
-    return math.prod(array.sharding.mesh.shape.values())
 
 
 def explain_to_dict(state: TrainState) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def full(state: TrainState, path: str) -> jax.Array:
     if path not in shapes:
         raise ValueError(f"{path}: the state has no array of this name; {close_names(path, shapes)}")
     check_live(path, state)
-    whole = NamedSharding(state.step.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    whole = NamedSharding(state.mesh, PartitionSpec())
     return jax.jit(lambda state: _logical(state)[path], out_shardings=whole)(state)
 
 

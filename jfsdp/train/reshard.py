@@ -53,7 +53,7 @@ def reshard(
         mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh
         layout = layout.layout
     _check_same_model(state.layout, layout)
-    old, target = _mesh_of(state), layout
+    old, target = state.mesh, layout
     mesh = _reshape(old, layout) if mesh is None else _check_mesh(mesh, layout)
     state, layout = _opened(state, donate), layout.per_parameter()
     roles = place(layout, state.roles)
@@ -134,10 +134,6 @@ def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...
         widths = [(0, size - inside) for size, inside in zip(stored, logical, strict=True)]
         host = np.pad(host[tuple(map(slice, logical))], widths)
     return jax.device_put(host, sharding)
-
-
-def _mesh_of(state: TrainState) -> Mesh:
-    return state.step.sharding.mesh  # type: ignore[attr-defined]
 
 
 def _reshape(old: Mesh, layout: Layout) -> Mesh:

@@ -55,10 +55,10 @@ class ShardedModel:
         model: FlaxModel,
         layout: Layout,
         mesh: Mesh | AbstractMesh,
-        loss_scale: LossScale | None = None,
-        asked: Asked | None = None,
+        loss_scale: LossScale | None,
+        asked: Asked,
     ):
-        self.model, self.layout, self.loss_scale, self._asked = model, layout, loss_scale, asked or Asked()
+        self.model, self.layout, self.loss_scale, self._asked = model, layout, loss_scale, asked
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
         self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
@@ -80,10 +80,13 @@ class ShardedModel:
         if self.model.instance is None:
             return self._compile_init(tx)(seed)
         params, model_state = self.model.create(seed)
-        shardings = self._shardings(tx)
-        stored = {path: self._place(path, value) for path, value in params.items()}
+        shapes = self.leaf_shapes()
+        stored = {
+            path: jax.device_put(stored_leaf(value, self.layout.by_path[path]), shapes[path].sharding)
+            for path, value in params.items()
+        }
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
-        return jax.jit(make, out_shardings=shardings)(stored, jax.device_put(model_state, self._whole()))
+        return jax.jit(make, out_shardings=self._shardings(tx))(stored, jax.device_put(model_state, self._whole()))
 
     def init_from(
         self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: Seed = 0
@@ -133,7 +136,8 @@ class ShardedModel:
         """
         states.check_live("adopt", state)
         leaves, wanted = by_leaf(state).params, self.leaf_shapes()
-        wanted = {path: x for path, x in wanted.items() if path in leaves or path not in self._beside}
+        added = {*part_shapes(self.model.adapters), *layer_shapes(self.model.adapters)}
+        wanted = {path: x for path, x in wanted.items() if path in leaves or path not in added}
         for path in sorted({**leaves, **wanted}):
             kinds = [f"{x[path].dtype}{list(x[path].shape)}" if path in x else "nothing" for x in (leaves, wanted)]
             if kinds[0] != kinds[1]:
@@ -177,11 +181,6 @@ class ShardedModel:
         shapes = {leaf.path: leaf.shape for leaf in self.layout.leaves if leaf.trainable}
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
-    @property
-    def _beside(self) -> set[str]:
-        """The names of what adapters add to the model's own leaves."""
-        return {*part_shapes(self.model.adapters), *layer_shapes(self.model.adapters)}
-
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
         """Make what is not given of the adapters of parameters on the devices, as `init` makes them."""
         adapters, parts = self.model.adapters, self.adapter_shapes()
@@ -200,11 +199,6 @@ class ShardedModel:
             return {path: stored_leaf(x, self.layout.by_path[path]) for path, x in made.items() if path in missing}
 
         return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
-
-    def _place(self, path: str, value: jax.Array) -> jax.Array:
-        """Send each device its part of a leaf of the given instance."""
-        leaf = self.layout.by_path[path]
-        return jax.device_put(stored_leaf(value, leaf), self.layout.sharding(self.mesh, leaf, "param"))
 
     def lower_init(self, tx: optax.GradientTransformation) -> Any:
         """Lower `init` of a model given as a factory; the devices of a deviceless topology will do."""

@@ -53,6 +53,11 @@ class TrainState:
     roles: Roles = dataclasses.field(metadata={"static": True})
 
     @property
+    def mesh(self) -> Any:
+        """The mesh that its arrays are sharded over."""
+        return self.step.sharding.mesh  # type: ignore[attr-defined]
+
+    @property
     def source(self) -> Arrays:
         """The parameters from which compute gathers: the work copy where there is one, else the master."""
         return {**self.params, **self.work}

@@ -64,11 +64,10 @@ def _converter(form: Form, layout: Layout) -> Callable[[Any], Any]:
 def _place(form: Form, packed: Layout, state: TrainState, layout: Layout) -> TrainState:
     """Bring parameters and copies from the form of the state into that of `layout`; in `packed` leaves share arrays."""
     convert, trees = _converter(form, packed), (state.params, state.work)
-    mesh: Any = state.step.sharding.mesh  # type: ignore[attr-defined]
     shapes = jax.eval_shape(convert, trees)
     stages = zip(shapes, ("param", "work"), strict=True)
     shardings = tuple(
-        {path: layout.sharding(mesh, layout.by_path[path], stage) for path in tree} for tree, stage in stages
+        {path: layout.sharding(state.mesh, layout.by_path[path], stage) for path in tree} for tree, stage in stages
     )
     is_there = isinstance(state.step, jax.Array)
     moved = jax.jit(convert, out_shardings=shardings)(trees) if is_there else with_shardings(shapes, shardings)

@@ -77,11 +77,6 @@ class Choice(NamedTuple):
     prefetch: Prefetch | None = None
     waits: bool = False
 
-    @property
-    def by_device(self) -> bool:
-        """Whether the loss is computed of each device's rows by themselves."""
-        return self.program == MANUAL
-
 
 def choose(
     layout: Layout, asked: Asked, *, accumulate: int = 1, once: bool = False, found: Survey | None = None

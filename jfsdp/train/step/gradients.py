@@ -31,11 +31,12 @@ from jfsdp.engine.driver.schedule import as_prefetch
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import StageCalls, deferred_axes
 from jfsdp.engine.pipeline.run import run_pipeline
-from jfsdp.engine.pipeline.schedule import Schedule
+from jfsdp.engine.pipeline.schedule import schedule_of
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, model_axes
 from jfsdp.train.state import trainable
 from jfsdp.train.step.choice import Asked, Choice, choose, make_engine
+from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.loss import Loss, as_loss, merge
 from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
 
@@ -55,12 +56,12 @@ class Gradients:
     Attributes:
       apply: the sharded model.
       loss_fn: `f(model, microbatch)`.
+      config: how the step is taken.
       asked: the program that was asked for.
-      accumulate: into how many microbatches a batch is cut.
-      once: whether they share one reduction, where the program can.
-      held: the units that are gathered before the first microbatch and kept to the last.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
-      schedule, pipe_repeats: of a pipeline; see `StepConfig`.
+      once: whether the microbatches share one reduction, where the program can.
+      held: the units that are gathered before the first microbatch and kept to the last.
+      schedule: of a pipeline; None: there is none.
       choice: which program this is, as far as that is known; see `decide`.
       is_decided: whether that is its last word.
       own_axes: the mesh axes over which the model states shardings of its own.
@@ -69,21 +70,22 @@ class Gradients:
 
     apply: ShardedApply
     loss_fn: LossFn
+    config: StepConfig
     asked: Asked
-    accumulate: int
-    once: bool
-    held: tuple[str, ...]
-    is_scaled: bool = False
-    schedule: Schedule | None = None
-    pipe_repeats: int = 1
+    is_scaled: bool
 
     def __post_init__(self) -> None:
+        config, layout = self.config, self.apply.layout
+        if config.reduce == "once" and config.accumulate > 1:
+            self.asked = dataclasses.replace(self.asked, needs=(*self.asked.needs, "reduce='once'"))
+        self.held, self.once = config.held_units(layout), config.reduces_once(layout)
+        self.schedule = schedule_of(layout, config.schedule, config.accumulate, config.pipe_repeats)
         self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
         self._repeats = False
         self.stage_calls: StageCalls | None = None
 
     def _choose(self, found: Survey | None) -> Choice:
-        return choose(self.apply.layout, self.asked, accumulate=self.accumulate, once=self.once, found=found)
+        return choose(self.apply.layout, self.asked, accumulate=self.config.accumulate, once=self.once, found=found)
 
     def decide(self, source: Arrays, model_state: Arrays, batch: Any) -> Choice:
         """Choose the program, once, by what the loss and the model do.
@@ -121,7 +123,7 @@ class Gradients:
             )
 
     def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
-        rows = first_rows(batch, self.accumulate)
+        rows = first_rows(batch, self.config.accumulate)
         with _naming_axes(self.apply.engine.mesh):
             return survey(self.apply, self.loss_fn, source, model_state, rows, self.held)
 
@@ -161,7 +163,7 @@ class Gradients:
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
-        how = {"accumulate": self.accumulate, "once": self.once, "repeats": self._repeats}
+        how = {"accumulate": self.config.accumulate, "once": self.once, "repeats": self._repeats}
         later = deferred_axes(self.apply.layout, **how)
         name = program or self.choice.program
         made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
@@ -190,9 +192,9 @@ class Gradients:
 
         if self.schedule is not None:
             return self._sum_stages(apply, loss_fn, source, model_state, batch, scale)
-        if self.accumulate == 1:
+        if self.config.accumulate == 1:
             return gradients(model_state, batch, None)
-        micro = engine.split_rows(batch, self.accumulate)
+        micro = engine.split_rows(batch, self.config.accumulate)
         first = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)  # keeps weak types
         grads = self._sum_shapes(apply, source)
         closed, shapes = jax.make_jaxpr(gradients, return_shape=True)(model_state, first, grads)
@@ -220,10 +222,10 @@ class Gradients:
             loss_fn,
             source,
             model_state,
-            engine.split_rows(batch, self.accumulate),
+            engine.split_rows(batch, self.config.accumulate),
             zeros,
             schedule=self.schedule,
-            repeats=self.pipe_repeats,
+            repeats=self.config.pipe_repeats,
             weight=(lambda loss: loss.weight) if self.is_scaled else None,
             prefetch=as_prefetch(self.asked.prefetch),
             cotangent=jnp.asarray(scale, jnp.float32),

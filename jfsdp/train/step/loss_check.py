@@ -76,7 +76,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
     _check_weight(gradients, *arrays)
-    if not gradients.choice.by_device:
+    if gradients.choice.program != MANUAL:
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
     parts, _ = _run(gradients, _parts, arrays, options)
@@ -91,7 +91,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
 
 def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> None:
     """Refuse a weight that counts the rows of a whole batch in each of its microbatches."""
-    num = gradients.accumulate
+    num = gradients.config.accumulate
     if num == 1:
         return
     found: list[float | None] = []
@@ -146,7 +146,7 @@ def _parts(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any
 
 
 def _loss(gradients: Gradients, apply: Any, source: Any, model_state: Any, batch: Any) -> Loss:
-    rows = jax.tree.map(lambda x: x[0], apply.engine.split_rows(batch, gradients.accumulate))
+    rows = jax.tree.map(lambda x: x[0], apply.engine.split_rows(batch, gradients.config.accumulate))
     state = {name: same_bits(value) if is_key(value) else value for name, value in model_state.items()}
     return apply(lambda model, rows: as_loss(gradients.loss_fn(model, rows)), source, state, rows)[0]
 

@@ -20,7 +20,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.movements import MANUAL, Passes
 from jfsdp.engine.options import compiler_options, naming_options
-from jfsdp.engine.pipeline.schedule import schedule_of, turns_stay
+from jfsdp.engine.pipeline.schedule import turns_stay
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.train.checks import (
@@ -87,29 +87,15 @@ class BatchStep:
         apply: ShardedApply,
         loss_fn: LossFn,
         config: StepConfig,
-        loss_scale: LossScale | None = None,
-        asked: Asked | None = None,
+        loss_scale: LossScale | None,
+        asked: Asked,
     ):
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         if not any(leaf.trainable for leaf in self.layout.leaves):
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
-        asked = asked or Asked()
-        if config.reduce == "once" and config.accumulate > 1:
-            asked = dataclasses.replace(asked, needs=(*asked.needs, "reduce='once'"))
-        held, once = config.held_units(self.layout), config.reduces_once(self.layout)
-        self.schedule = schedule_of(self.layout, config.schedule, config.accumulate, config.pipe_repeats)
-        self._gradients = Gradients(
-            apply,
-            loss_fn,
-            asked,
-            config.accumulate,
-            once,
-            held,
-            is_scaled=loss_scale is not None,
-            schedule=self.schedule,
-            pipe_repeats=config.pipe_repeats,
-        )
+        self._gradients = Gradients(apply, loss_fn, config, asked, is_scaled=loss_scale is not None)
+        self.schedule = self._gradients.schedule
         self._batch_shape: Any = None
         self._num_own_rows: int | None = None
         self._is_checked = False
@@ -279,8 +265,8 @@ class TrainStep(BatchStep):
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
         config: StepConfig,
-        loss_scale: LossScale | None = None,
-        asked: Asked | None = None,
+        loss_scale: LossScale | None,
+        asked: Asked,
     ):
         super().__init__(apply, loss_fn, config, loss_scale, asked)
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)

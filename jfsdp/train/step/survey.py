@@ -68,7 +68,7 @@ def survey(
     source: Arrays,
     model_state: Arrays,
     rows: Any,
-    held: Collection[str] = (),
+    held: Collection[str],
 ) -> Survey:
     """Read what a loss does on the rows of a microbatch; `held` units are whole.
 
@@ -248,7 +248,7 @@ def _state_problem(
 
 
 def _is_whole(eqn: Any) -> bool:
-    """Tell whether an operation states of some dim that it is split over nothing, and names no axis of the batch."""
+    """Tell whether an operation states that its first dim is split over nothing, and names no axis of the batch."""
     if eqn.primitive.name != "sharding_constraint" or f"{SCOPE}." in str(eqn.source_info.name_stack):
         return False
     spec, free = getattr(eqn.params["sharding"], "spec", None), eqn.params["unconstrained_dims"]
@@ -258,7 +258,7 @@ def _is_whole(eqn: Any) -> bool:
     names = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
     if any(isinstance(axis, str) and is_data_axis(axis) for axis in names):
         return False
-    return any(entry in (None, ()) and dim not in free for dim, entry in enumerate(entries[:1]))
+    return bool(entries) and entries[0] in (None, ()) and 0 not in free
 
 
 def first_rows(batch: Any, parts: int) -> Any:

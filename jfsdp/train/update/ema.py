@@ -83,39 +83,24 @@ def with_ema(state: TrainState) -> TrainState:
     """
     check_live("with_ema", state)
     is_ema = lambda x: isinstance(x, TrackEmaState)  # noqa: E731
-    owned = state.roles.map(lambda role, x: _Owned(role.leaf or "", x), state.opt_state)
-    found = [x for x in jax.tree.leaves(owned, is_leaf=is_ema) if is_ema(x)]
+    trees = (state.roles.map(lambda role, _: role.leaf or "", state.opt_state), state.opt_state)
+    names, found = ([x for x in jax.tree.leaves(tree, is_leaf=is_ema) if is_ema(x)] for tree in trees)
     if len(found) != 1:
         raise ValueError(
             f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.track_ema(decay) last in its "
             "optax.chain"
         )
-    averages = {owned.leaf: owned.average for owned in jax.tree.leaves(found[0].ema)}
-    shardings = (
-        tuple((p, x.sharding) for p, x in state.params.items()),
-        tuple((p, x.sharding) for p, x in state.work.items()),
-    )
-    mesh = state.step.sharding.mesh  # type: ignore[attr-defined]
-    params, work = _placer(state.layout, mesh, *shardings)(state.params, averages)
+    averages = dict(zip(jax.tree.leaves(names[0]), jax.tree.leaves(found[0]), strict=True))
+    params, work = _placer(state.layout, state.mesh)(state.params, averages)
     return dataclasses.replace(state, params=params, work=work)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Owned:
-    """An array of the optimizer's state, and the parameter that it belongs to."""
-
-    leaf: str
-    average: jax.Array
-
-
-_Shardings = tuple[tuple[str, Any], ...]
-
-
 @functools.lru_cache(maxsize=8)
-def _placer(layout: Layout, mesh: Any, params: _Shardings, work: _Shardings) -> Any:
+def _placer(layout: Layout, mesh: Any) -> Any:
     """Return the compiled placing for one layout: evaluations come again and again."""
-    place = functools.partial(_place, XlaEngine(layout, mesh))
-    return jax.jit(place, out_shardings=(dict(params), dict(work)))
+    params = {leaf.path: layout.sharding(mesh, leaf, "param") for leaf in layout.stored}
+    work = {leaf.path: layout.sharding(mesh, leaf, "work") for leaf in layout.stored if leaf.has_work}
+    return jax.jit(functools.partial(_place, XlaEngine(layout, mesh)), out_shardings=(params, work))
 
 
 def _place(

@@ -7,11 +7,12 @@ same for every mesh and strategy; the second (dim, axes, padding) is what a layo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -90,10 +91,6 @@ class Roles:
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
-    def by_name(self) -> Mapping[str, Role]:
-        return {role.name: role for role in self.arrays}
-
     def map(self, fn: Callable[[Role, Any], Any], opt_state: Any) -> Any:
         """Return `fn(role, array)` for every array of a state, as a state."""
         arrays, tree = jax.tree.flatten(opt_state)
@@ -124,10 +121,9 @@ def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransf
     roles = Roles(
         tuple(_place(layout, array_name(tree, path), _owner(layout, tree, path), tuple(x.shape)) for path, x in arrays)
     )
-    if len(roles.by_name) < len(arrays):
-        names = [role.name for role in roles.arrays]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice}: two arrays of the optimizer's state have this name; take the '.' out of a key")
+    names = collections.Counter(role.name for role in roles.arrays)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"{twice[0]}: two arrays of the optimizer's state have this name; take the '.' out of a key")
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
 
 
