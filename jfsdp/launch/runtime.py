@@ -116,7 +116,7 @@ def plain_warnings() -> Iterator[None]:
 
 def merge_flags(text: str, flags: dict[str, str]) -> str:
     """Set flags in an XLA_FLAGS text, replacing those of the same name."""
-    kept = [part for part in text.split() if re.split("=", part.lstrip("-"))[0] not in flags]
+    kept = [part for part in text.split() if part.lstrip("-").partition("=")[0] not in flags]
     return " ".join([*kept, *(f"--{name}={value}" for name, value in flags.items())])
 
 
@@ -139,7 +139,7 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)  # whatever JAX_COMPILATION_CACHE_DIR says
         return None
-    path = (Path(directory).expanduser() if directory else default_cache_dir()) / _machine()
+    path = Path(directory or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jfsdp").expanduser() / _machine()
     if directory:  # into one that cannot be written JAX writes nothing, and goes on
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -149,12 +149,6 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-def default_cache_dir() -> Path:
-    """Return where compiled programs go when nobody says."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jfsdp"
 
 
 def _machine() -> str:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jfsdp.launch.environment import RESTART, Place
 
@@ -95,7 +96,7 @@ class Watch:
         while not self._done.wait(_PERIOD_S):
             told = None
             with contextlib.suppress(Exception):  # nobody has told anything
-                told = _Told.read(self.store.key_value_try_get(_KEY))
+                told = _Told(*json.loads(self.store.key_value_try_get(_KEY)))
             if told:
                 if self._done.wait(_OWN_WORD_S + _LINGER_S * told.text.startswith(self._name)):
                     return  # this process has come to its end meanwhile
@@ -145,20 +146,11 @@ class _Place:
         return True
 
 
-@dataclasses.dataclass(frozen=True)
-class _Told:
-    """What the first process to fail leaves for the others: its exit status, and its error with its name."""
+class _Told(NamedTuple):
+    """What the first process to fail leaves for the others, as JSON: its exit status, and its error with its name."""
 
     status: int
     text: str
-
-    @classmethod
-    def read(cls, value: str) -> _Told:
-        status, _, text = value.partition(" ")
-        return cls(int(status), text)
-
-    def __str__(self) -> str:
-        return f"{self.status} {self.text}"
 
     @property
     def status_of_others(self) -> int:
@@ -182,9 +174,9 @@ def tell_and_end(message: str, status: int) -> None:
 
     def tell() -> None:
         with contextlib.suppress(Exception):  # another was first, or the store has gone: then nobody reads it
-            store.key_value_set(_KEY, str(own))
+            store.key_value_set(_KEY, json.dumps(own))
         with contextlib.suppress(Exception):
-            first.append(_Told.read(store.key_value_try_get(_KEY)))
+            first.append(_Told(*json.loads(store.key_value_try_get(_KEY))))
 
     if count > 1:
         teller = threading.Thread(target=tell, daemon=True)  # the store may not answer

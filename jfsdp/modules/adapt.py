@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jfsdp.modules.linen import LinenModel, is_linen, is_linen_class
+from flax import linen
+
+from jfsdp.modules.linen import LinenModel
 from jfsdp.modules.model import FlaxModel
 from jfsdp.modules.nnx import NNXModel
 
@@ -19,18 +21,15 @@ def as_model(source: Any) -> FlaxModel:
     Raises:
       ValueError: for anything else.
     """
-    if is_linen(source):
+    is_class = isinstance(source, type) and issubclass(source, linen.Module)
+    if isinstance(source, linen.Module) or is_class:
+        name, kind = (source.__name__, "class") if is_class else (type(source).__name__, "module")
         raise ValueError(
-            f"model {type(source).__name__} is a flax.linen module, which does not know its shapes; pass "
-            "(module, example_inputs), where the inputs may be arrays or jax.ShapeDtypeStruct"
-        )
-    if isinstance(source, type) and is_linen_class(source):
-        raise ValueError(
-            f"model {source.__name__} is a flax.linen class; pass (module, example_inputs): an instance of it, and "
-            "arrays or jax.ShapeDtypeStruct"
+            f"model {name} is a flax.linen {kind}, which does not know its shapes; pass (module, example_inputs): an "
+            "instance, and what it is called with, arrays or jax.ShapeDtypeStruct"
         )
     if isinstance(source, (tuple, list)):
-        if len(source) not in (2, 3) or not is_linen(source[0]):
+        if len(source) not in (2, 3) or not isinstance(source[0], linen.Module):
             raise ValueError(
                 f"model: a {type(source).__name__} of {len(source)} is taken for a Linen model, which is "
                 "(linen_module, example_inputs) or (linen_module, example_inputs, variables)"

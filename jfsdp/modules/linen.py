@@ -28,16 +28,6 @@ from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, l
 PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
 
-def is_linen(value: Any) -> bool:
-    """Tell whether a value is a Linen module."""
-    return isinstance(value, linen.Module)
-
-
-def is_linen_class(cls: type) -> bool:
-    """Tell whether a class is one of Linen modules."""
-    return issubclass(cls, linen.Module)
-
-
 @checked
 class LinenModel:
     """A Linen model seen from outside; see `jfsdp.modules.model.FlaxModel`.

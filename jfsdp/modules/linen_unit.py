@@ -32,7 +32,23 @@ class NotGatheredError(ValueError):
     """A parameter was used while its unit is not open."""
 
 
-class Unread:
+class _Refused:
+    """What stands for a parameter, by its path and unit, that is not gathered: to compute with it raises."""
+
+    path: str
+    unit: str
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise NotGatheredError(str(not_gathered(self.path, self.unit)))
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
+for _name in ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for operator in _OPERATORS)):
+    setattr(_Refused, f"__{_name}__", _Refused._refuse)
+
+
+class Unread(_Refused):
     """What a model reads of a parameter that is not gathered: its shape and dtype. Any use raises."""
 
     def __init__(self, path: str, unit: str, shape: tuple[int, ...], dtype: Any):
@@ -46,21 +62,16 @@ class Unread:
             raise AttributeError(name)
         self._refuse()
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise NotGatheredError(str(not_gathered(self.path, self.unit)))
 
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
-_READS = ("array", "iter", "len", "bool", "float", "int", "pos", "abs", "lt", "le", "gt", "ge")
-_USES = ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for operator in _OPERATORS))
-for _name in (*_USES, *_READS):
+for _name in ("array", "iter", "len", "bool", "float", "int", "pos", "abs", "lt", "le", "gt", "ge"):
     setattr(Unread, f"__{_name}__", Unread._refuse)
 
 
 @jax.tree_util.register_pytree_node_class
-class NotGathered(meta.AxisMetadata):
+class NotGathered(_Refused, meta.AxisMetadata):
     """A parameter at rest on its way to its unit, through scans, remats and jits: a pytree node around the array.
+
+    It refuses to be computed with, since a transform that maps variables (nn.map_variables) sees the boxes themselves.
 
     Args:
       shape: the logical shape.
@@ -95,15 +106,6 @@ class NotGathered(meta.AxisMetadata):
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> NotGathered:
         return self.remove_axis(index, params)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise NotGatheredError(str(not_gathered(self.path, self.unit)))
-
-
-# A transform that maps variables (nn.map_variables) sees the boxes themselves.
-for _name in _USES:
-    setattr(NotGathered, f"__{_name}__", NotGathered._refuse)
 
 
 class Labelled(NotGathered):
