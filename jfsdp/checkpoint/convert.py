@@ -25,6 +25,7 @@ from jfsdp.checkpoint.source import (
     Progress,
     Recast,
     Source,
+    Watched,
     cell_of,
     contiguous,
     grid,
@@ -102,7 +103,7 @@ def convert(
         raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
     names = choose(source.arrays, only, skip)
     source.check(names)
-    view: Source = subset(source, names)
+    view: Source = Watched(subset(source, names), progress)
     if stack is not None:
         view = _under(view, stack_names(view.arrays, stack))
     if unstack is not None:
@@ -111,7 +112,7 @@ def convert(
     manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
-    return write_source(target, view, manifest, documents, key_impls=source.key_impls, progress=progress)
+    return write_source(target, view, manifest, documents, key_impls=source.key_impls)
 
 
 def _under(source: Source, names: Sequence[str]) -> Source:
@@ -127,7 +128,6 @@ def write_source(
     *,
     key_impls: Mapping[str, str | None] | None = None,
     allow_nonfinite: bool = True,
-    progress: Progress = no_progress,
 ) -> tuple[str, ...]:
     """Write the arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
 
@@ -153,7 +153,7 @@ def write_source(
     check_space(target, needed)
     partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
     counted = Counted(source)
-    pieces = {name: _lazy(counted, name, progress) for name in arrays}
+    pieces = {name: _lazy(counted, name) for name in arrays}
     impls = key_impls or {}
     described = {name: Logical(x.shape, x.dtype, impls.get(name)).to_dict() for name, x in arrays.items()}
     whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
@@ -178,16 +178,14 @@ def write_source(
             lock.release()
 
 
-def _lazy(source: Source, name: str, progress: Progress) -> Any:
+def _lazy(source: Source, name: str) -> Any:
     """Return the pieces of an array, each read when it is written."""
     from jfsdp.checkpoint.disk.pieces import Pieces
 
     array = source.arrays[name]
 
     def read(index: Index) -> np.ndarray:
-        piece = contiguous(source.read(name, index))
-        progress(name, piece.nbytes)
-        return piece
+        return contiguous(source.read(name, index))
 
     cell = cell_of(array.shape, array.dtype.itemsize)
     parts = [(index, functools.partial(read, index)) for index in grid(array.shape, cell)]

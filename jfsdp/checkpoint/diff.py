@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.layers import OtherLayers
-from jfsdp.checkpoint.source import Progress, Source, no_progress, pieces_of
+from jfsdp.checkpoint.source import Source, pieces_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Differences:
         return not (self.only_first or self.only_second or self.kinds or self.values)
 
 
-def diff(first: Source, second: Source, *, progress: Progress = no_progress) -> Differences:
+def diff(first: Source, second: Source) -> Differences:
     """Compare two sources. Layers that one has stacked and the other in a list are compared all the same.
 
     Arrays of different dtype are compared in value too, in float64 or in integers.
@@ -61,7 +61,7 @@ def diff(first: Source, second: Source, *, progress: Progress = no_progress) -> 
             kinds.append((name, _show(one), _show(two)))
         if one.shape != two.shape:
             continue
-        found = _compare(first, other, name, progress)
+        found = _compare(first, other, name)
         num_equal += found is None and one.dtype == two.dtype
         values += [] if found is None else [found]
     values.sort(key=lambda found: (-found.max_rel, found.name))
@@ -78,12 +78,11 @@ def _show(array: Any) -> str:
     return f"{jnp.dtype(array.dtype).name}{list(array.shape)}"
 
 
-def _compare(first: Source, second: Source, name: str, progress: Progress) -> Difference | None:
+def _compare(first: Source, second: Source, name: str) -> Difference | None:
     """Compare two arrays of one shape, piece by piece; None where no value differs (0 and -0 do not)."""
     largest, scale, count, at = -1.0, 0.0, 0, ()
     for index in pieces_of(first.arrays[name]):
         one, two = first.read(name, index), second.read(name, index)
-        progress(name, one.nbytes + two.nbytes)
         differs = _differs(one, two)
         scale = max(scale, _largest(one))
         if not differs.any():

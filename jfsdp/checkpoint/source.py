@@ -161,6 +161,18 @@ def subset(source: Source, names: Iterable[str]) -> Renamed:
     return Renamed(source, {name: name for name in names})
 
 
+class Watched:
+    """A source that tells what is read of it."""
+
+    def __init__(self, source: Source, progress: Progress):
+        self._source, self._progress, self.arrays = source, progress, source.arrays
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        block = self._source.read(name, index)
+        self._progress(name, block.nbytes)
+        return block
+
+
 class Recast:
     """A source some of whose arrays come in other dtypes."""
 

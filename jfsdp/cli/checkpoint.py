@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.options import Number, optional
@@ -61,7 +62,6 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.files import bytes_below
         from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 
@@ -98,7 +98,7 @@ class Diff:
     def run(self) -> int:
         from jfsdp.checkpoint.diff import diff
         from jfsdp.checkpoint.disk.reader import STREAM_BYTES
-        from jfsdp.checkpoint.source import PIECE_BYTES, subset
+        from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset
         from jfsdp.layout.select import select_leaves
 
         sources: list[Any] = [_open(path) for path in (self.first, self.second)]
@@ -106,7 +106,7 @@ class Diff:
             sources = [subset(source, select_leaves("only", self.only, source.arrays, {})) for source in sources]
         total = sum(array.size * array.dtype.itemsize for source in sources for array in source.arrays.values())
         with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
-            found = diff(*sources, progress=progress)
+            found = diff(*(Watched(source, progress) for source in sources))
         if self.json:
             print(json.dumps(_with_words(dataclasses.asdict(found)), indent=1))
         else:
@@ -136,7 +136,6 @@ class Prune:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.files import bytes_below
         from jfsdp.checkpoint.disk.places import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
         from jfsdp.trainer.run.directory import read_config
@@ -213,22 +212,12 @@ def _open(path: str) -> Any:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    from jfsdp.checkpoint.disk.digest import check_documents
-    from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
-
     try:
-        check_documents(path)
-        manifest = read_manifest(path)
+        found = _describe(path) | {"problem": None}
     except ValueError as error:
-        return {"step": int(path.name), "path": str(path), "bytes": bytes_below(path), "problem": str(error)}
-    return {
-        "step": int(path.name),
-        "path": str(path),
-        "bytes": bytes_below(path),
-        "created": manifest.get("created"),
-        "metrics": manifest["metrics"],
-        "problem": None,
-    }
+        found = {"path": str(path), "bytes": bytes_below(path), "problem": str(error)}
+    names = ("path", "bytes", "created", "metrics", "problem")
+    return {"step": int(path.name)} | {name: found[name] for name in names if name in found}
 
 
 def _print_steps(rows: list[dict[str, Any]]) -> None:
@@ -244,7 +233,6 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 def _describe(path: Path) -> dict[str, Any]:
     from jfsdp.checkpoint.disk.digest import check_documents
-    from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 
     check_documents(path)
     manifest = read_manifest(path)

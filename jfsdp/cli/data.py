@@ -10,6 +10,7 @@ import tyro
 
 from jfsdp.trainer.options import Count, Dtype, Location, Name, Number
 from jfsdp.trainer.run.display import harmless
+from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,10 @@ class Show:
         from jfsdp.trainer.data import DataConfig, open_data
 
         need("train")
+        check_numbers(self, num=0, start=0)
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]
         data = open_data(DataConfig(eval_fraction=0, **{name: getattr(self, name) for name in names}))
         data.check_used()
-        if self.num < 0 or self.start < 0:
-            raise ValueError(f"--num {self.num} and --start {self.start} must be at least 0")
         shown = range(min(self.start, len(data.train)), min(self.start + self.num, len(data.train)))
         answers = (" (chosen)", " (rejected)") if data.form == "pairs" else ("",)
         examples = [

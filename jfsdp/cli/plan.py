@@ -20,7 +20,6 @@ from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
-    from jfsdp.plan.plan import Plan
 
 FITS_NOT = 3
 
@@ -76,6 +75,7 @@ class PlanJob(StepOptions):
     def run(self) -> int:
         from jfsdp.plan.cluster.hardware import Cluster, find_gpu
         from jfsdp.plan.cluster.target import PlanUnavailable
+        from jfsdp.plan.search.jobs import plan_job
         from jfsdp.plan.time.chart import plot_timeline
 
         check_numbers(self, network=0, reserve=0, budget=0, documents_per_row=1)
@@ -97,17 +97,18 @@ class PlanJob(StepOptions):
             return self._inference(cluster)
         if self.search:
             return self._search(cluster)
-        with failing_factory(self.factory):
-            plan = self._plan(cluster)
+        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+            plan = plan_job(self, cluster, **self._machine(), on_progress=tell)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
             plot_timeline(plan, Path(self.timeline).expanduser())
-        if self.json:
-            print(json.dumps(plan.to_dict(), indent=2))
-        else:
-            print_plan(plan)
-        return 0 if plan.fits else FITS_NOT
+        return self._tell(plan.to_dict(), lambda: print_plan(plan), fits=plan.fits)
+
+    def _tell(self, found: dict[str, Any], show: Callable[[], None], *, fits: bool) -> int:
+        """Print what was found, as JSON or in words; return the exit status."""
+        print(json.dumps(found, indent=2)) if self.json else show()
+        return 0 if fits else FITS_NOT
 
     def _check_files(self) -> None:
         """Refuse what would be written nowhere, before anything takes time."""
@@ -140,12 +141,6 @@ class PlanJob(StepOptions):
             if name and not Path(name).expanduser().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 
-    def _plan(self, cluster: Cluster) -> Plan:
-        from jfsdp.plan.search.jobs import plan_job
-
-        with progress(quiet=self.json) as tell:
-            return plan_job(self, cluster, **self._machine(), on_progress=tell)
-
     def _inference(self, cluster: Cluster) -> int:
         from jfsdp.plan.inference import plan_inference
 
@@ -153,11 +148,7 @@ class PlanJob(StepOptions):
         machine = {name: value for name, value in self._machine().items() if name != "documents_per_row"}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, **machine, on_progress=tell)
-        if self.json:
-            print(json.dumps(plan.to_dict(), indent=2))
-        else:
-            print_inference(plan)
-        return 0 if plan.fits else FITS_NOT
+        return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
     def _search(self, cluster: Cluster) -> int:
         from jfsdp.plan.published.trust import trust_in
@@ -176,11 +167,8 @@ class PlanJob(StepOptions):
             search.write_recipe(Path(self.write_recipe).expanduser())
         if self.plot and any(one.is_planned for one in search.tried):
             plot_front(search, Path(self.plot).expanduser())
-        if self.json:
-            print(json.dumps(search.to_dict() | {"trust": trust_in(cluster.gpu).to_dict()}, indent=2))
-        else:
-            print_search(search, cluster.gpu)
-        return 0 if search.best else FITS_NOT
+        found = search.to_dict() | {"trust": trust_in(cluster.gpu).to_dict()}
+        return self._tell(found, lambda: print_search(search, cluster.gpu), fits=search.best is not None)
 
     def _machine(self) -> dict[str, Any]:
         from jfsdp.plan.cluster.target import read_target_config
@@ -197,11 +185,7 @@ class PlanJob(StepOptions):
 
         with failing_factory(self.factory):
             estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
-        if self.json:
-            print(json.dumps(estimate, indent=2))
-        else:
-            print_estimate(estimate, cluster)
-        return 0 if estimate["state_fits"] else FITS_NOT
+        return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
 
 
 def load_compiler(cluster: Cluster) -> None:

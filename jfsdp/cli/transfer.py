@@ -114,6 +114,7 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
+        from jfsdp.checkpoint.source import Watched
 
         check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
@@ -134,7 +135,7 @@ class Export(_ModelOptions):
         bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
         with progress_of(self.json, "exporting", bound, _bytes_of(source)) as progress:
             written = export_safetensors(
-                _Watched(source, progress),
+                Watched(source, progress),
                 Path(self.target).expanduser(),
                 job.pretrained,
                 config=config,
@@ -202,23 +203,22 @@ class Import(_ModelOptions):
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
         from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
-        from jfsdp.checkpoint.source import Recast, Renamed
+        from jfsdp.checkpoint.source import Recast, Renamed, Watched
 
         path = Path(self.path).expanduser()
         if is_ours(path):
             raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
-        job = job_of_weights(_find_job(self, None), path, self.model_config)
+        job = job_of_weights(_find_job(self, {}), path, self.model_config)
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
         with progress_of(self.json, "importing", MEMORY_BYTES, _bytes_of(source)) as progress:
             lines = write_source(
                 self.target,
-                Renamed(source, {f"params.{name}": name for name in source.arrays}),
+                Renamed(Watched(source, progress), {f"params.{name}": name for name in source.arrays}),
                 {"imported": {"from": str(path), "model": job.name}},
                 {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
                 allow_nonfinite=self.allow_nonfinite,
-                progress=progress,
             )
         _say(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
         return 0
@@ -269,7 +269,7 @@ def _merge(options: Merge, sign: int) -> int:
     return 0
 
 
-def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
+def job_of_weights(job: Job, path: Path, changed: tuple[str, ...]) -> Job:
     """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
     from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
     from jfsdp.trainer.job import parse_config
@@ -279,14 +279,14 @@ def job_of_weights(job: Job, path: Path, changed: tuple[str, ...] = ()) -> Job:
     return fit_job(job, path, parse_config(changed))
 
 
-def _find_job(options: _ModelOptions, config: Any) -> Job:
-    """Load the job that the options name, else the one that a run was configured with."""
+def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
+    """Load the job that the options name, else the one that a run was configured with, as its checkpoint says."""
     from jfsdp.checkpoint.foreign.mapping import as_name_map
     from jfsdp.launch.runtime import start_jax
     from jfsdp.trainer.job import load_job, parse_config
 
     start_jax()
-    given, stored = config or {}, (config or {}).get("config", {})
+    stored = given.get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config
     if model is None and factory is None:
         model, factory = stored.get("model"), stored.get("factory")
@@ -308,8 +308,6 @@ def _find_job(options: _ModelOptions, config: Any) -> Job:
 
 
 def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:
-    if max_length < 1:
-        raise ValueError(f"max_length={max_length} must be at least 1")
     if "max_position_embeddings" not in config:
         raise ValueError(
             f"max_length={max_length}: config.json of a {config.get('model_type')} has no max_position_embeddings, its "
@@ -359,15 +357,3 @@ def _say(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None
 
 def _plain(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-class _Watched:
-    """A source that tells what was read of it."""
-
-    def __init__(self, source: Any, progress: Any):
-        self._source, self._progress, self.arrays = source, progress, source.arrays
-
-    def read(self, name: str, index: Any) -> Any:
-        block = self._source.read(name, index)
-        self._progress(name, block.nbytes)
-        return block
