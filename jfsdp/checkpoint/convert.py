@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.disk.contents import Logical
-from jfsdp.checkpoint.disk.errors import check_path, check_space, readable_errors
-from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.errors import readable_errors
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
@@ -31,6 +31,7 @@ from jfsdp.checkpoint.source import (
     grid,
     no_progress,
     subset,
+    total_bytes,
 )
 from jfsdp.layout.select import select_leaves
 
@@ -143,15 +144,13 @@ def write_source(
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.writer import Writer
-    from jfsdp.checkpoint.store import check_free, take
+    from jfsdp.checkpoint.store import check_free, make_room, take, unfinished
 
     target = local_path(target)
     check_free(target)
-    check_path(target)
     arrays = source.arrays
-    needed = sum(array.size * array.dtype.itemsize for array in arrays.values())
-    check_space(target, needed)
-    partial, writer, held = target.with_name(target.name + UNFINISHED), Writer(), list[Lock]()
+    needed = total_bytes(arrays.values())
+    partial, writer, held = unfinished(target), Writer(), list[Lock]()
     counted = Counted(source)
     pieces = {name: _lazy(counted, name) for name in arrays}
     impls = key_impls or {}
@@ -162,11 +161,8 @@ def write_source(
         refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
 
     try:
+        make_room(target, needed, lambda: take(target, held))
         with readable_errors(target, needed):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            take(target, held)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
             writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()
             return counted.lines()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from jfsdp.checkpoint.disk.contents import Part, Stored
 from jfsdp.checkpoint.disk.processes import in_all
 from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
-from jfsdp.checkpoint.source import Index, Source
+from jfsdp.checkpoint.source import Index, Source, read_ahead
 
 IN_FLIGHT_BYTES = 1 << 30
 """Blocks that are being read at once are at most this large together, or one block if that is larger."""
@@ -40,21 +39,10 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
 def _read(arrays: list[Stored], source: Source, one_replica: bool) -> dict[int, list[jax.Array]]:
     """Read the blocks of stored arrays onto their devices; return them by the id of their array."""
     blocks = [block for stored in arrays for block in own_blocks(stored, one_replica)]
-    pool = ThreadPoolExecutor(_THREADS)
-    reading: deque[tuple[_Block, Future[np.ndarray]]] = deque()
+    tasks = ((block.num_bytes, functools.partial(block.read, source)) for block in blocks)
     placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
-    held = 0
-    try:
-        for block in [*blocks, None]:
-            while reading and (block is None or held + block.num_bytes > IN_FLIGHT_BYTES):
-                oldest, future = reading.popleft()
-                placed[id(oldest.stored)] += oldest.put(future.result())
-                held -= oldest.num_bytes
-            if block is not None:
-                reading.append((block, pool.submit(block.read, source)))
-                held += block.num_bytes
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for block, values in zip(blocks, read_ahead(tasks, IN_FLIGHT_BYTES, threads=_THREADS), strict=True):
+        placed[id(block.stored)] += block.put(values)
     return placed
 
 

@@ -46,6 +46,11 @@ class Source(Protocol):
         ...
 
 
+def total_bytes(arrays: Iterable[Any]) -> int:
+    """Return the bytes of arrays, or of what is said of them."""
+    return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
+
+
 def everything(array: Any) -> Index:
     """Return the index that reads a whole array."""
     return tuple(slice(0, size) for size in array.shape)
@@ -116,16 +121,23 @@ def contiguous(block: np.ndarray, dtype: Any = None) -> np.ndarray:
 _TILE = 64
 
 
-def read_ahead(tasks: Iterable[Callable[[], _T]], ahead: int) -> Iterator[_T]:
-    """Run tasks in threads and yield what they return, in order; `ahead` run or wait while one is dealt with."""
-    pool, running = ThreadPoolExecutor(ahead), deque[Future[_T]]()
+def read_ahead(tasks: Iterable[tuple[int, Callable[[], _T]]], most: int, *, threads: int) -> Iterator[_T]:
+    """Run tasks in threads and yield what they return, in order.
+
+    Args:
+      tasks: each with its size.
+      most: the sum of the sizes of what runs, waits and is dealt with; or one task, if that is larger.
+    """
+    pool, running, held = ThreadPoolExecutor(threads), deque[tuple[int, Future[_T]]](), 0
     try:
-        for task in tasks:
-            running.append(pool.submit(task))
-            if len(running) > ahead:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+        for size, task in itertools.chain(tasks, [(most, None)]):  # the last waits for all others
+            while running and held + size > most:
+                done, future = running.popleft()
+                yield future.result()
+                held -= done
+            if task is not None:
+                running.append((size, pool.submit(task)))
+                held += size
     finally:
         pool.shutdown(cancel_futures=True)
 

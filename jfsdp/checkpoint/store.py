@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import PathLike, checked
-from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, num_bytes, rebuild
+from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
@@ -23,7 +23,7 @@ from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
-from jfsdp.checkpoint.source import Source, subset
+from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
@@ -77,6 +77,27 @@ def check_free(path: Path) -> None:
         raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
 
 
+def unfinished(path: Path) -> Path:
+    """Return the directory that a checkpoint is written into, until it is complete."""
+    return path.with_name(path.name + UNFINISHED)
+
+
+def make_room(path: Path, needed: int, claim: Callable[[], None]) -> None:
+    """Make the directory that a checkpoint is written into, in the place of what a killed process left of one.
+
+    Args:
+      needed: bytes.
+      claim: called before that is removed; raises if another one is writing there.
+    """
+    check_path(path)
+    check_space(path, needed)
+    with readable_errors(path, needed):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        claim()
+        shutil.rmtree(unfinished(path), ignore_errors=True)
+        unfinished(path).mkdir()
+
+
 def start_save(
     writer: Any,
     path: Path,
@@ -92,7 +113,7 @@ def start_save(
     """Copy a state to the host and begin to write it. Every process calls this; see `Checkpointer.save`.
 
     Args:
-      claim: called in process 0 before what stands in the way is removed; raises if another one is writing there.
+      claim: see `make_room`; called in process 0.
     """
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
 
@@ -110,18 +131,8 @@ def start_save(
     arrays = logical_arrays(state)
     check_dtypes(arrays)
     documents = _documents(state, arrays, extra, config, metrics, base)
-    partial, needed = path.with_name(path.name + UNFINISHED), sum(map(num_bytes, arrays.values()))
-
-    def prepare() -> None:
-        check_path(path)
-        check_space(path, needed)
-        with readable_errors(path, needed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            claim()
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-
-    only_first(prepare)
+    needed, partial = total_bytes(arrays.values()), unfinished(path)
+    only_first(lambda: make_room(path, needed, claim))
     in_all(lambda: check_open_files(path))
     pieces = in_all(lambda: copy_pieces(state))  # orbax would wait long for a process that cannot hold its copy
     with readable_errors(path, needed):
@@ -144,7 +155,7 @@ def wait_for(writer: Any) -> None:
 
 def bytes_of(state: TrainState) -> int:
     """Return the bytes of a checkpoint of a state, over all processes."""
-    return sum(map(num_bytes, logical_arrays(state).values()))
+    return total_bytes(logical_arrays(state).values())
 
 
 def _documents(

@@ -98,13 +98,13 @@ class Diff:
     def run(self) -> int:
         from jfsdp.checkpoint.diff import diff
         from jfsdp.checkpoint.disk.reader import STREAM_BYTES
-        from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset
+        from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
         from jfsdp.layout.select import select_leaves
 
         sources: list[Any] = [_open(path) for path in (self.first, self.second)]
         if self.only:
             sources = [subset(source, select_leaves("only", self.only, source.arrays, {})) for source in sources]
-        total = sum(array.size * array.dtype.itemsize for source in sources for array in source.arrays.values())
+        total = sum(total_bytes(source.arrays.values()) for source in sources)
         with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
             found = diff(*(Watched(source, progress) for source in sources))
         if self.json:

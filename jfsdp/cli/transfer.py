@@ -52,9 +52,10 @@ class Convert:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
         from jfsdp.checkpoint.disk.places import find_checkpoint
         from jfsdp.checkpoint.disk.reader import CheckpointSource
+        from jfsdp.checkpoint.source import total_bytes
 
         path = find_checkpoint(self.path)
-        total = _bytes_of(CheckpointSource(path))
+        total = total_bytes(CheckpointSource(path).arrays.values())
         with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
             lines = convert(
                 path,
@@ -114,7 +115,7 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
-        from jfsdp.checkpoint.source import Watched
+        from jfsdp.checkpoint.source import Watched, total_bytes
 
         check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
@@ -133,7 +134,7 @@ class Export(_ModelOptions):
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
             source = our_parameters(path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
-        with progress_of(self.json, "exporting", bound, _bytes_of(source)) as progress:
+        with progress_of(self.json, "exporting", bound, total_bytes(source.arrays.values())) as progress:
             written = export_safetensors(
                 Watched(source, progress),
                 Path(self.target).expanduser(),
@@ -203,7 +204,7 @@ class Import(_ModelOptions):
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
         from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
-        from jfsdp.checkpoint.source import Recast, Renamed, Watched
+        from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
 
         path = Path(self.path).expanduser()
         if is_ours(path):
@@ -212,7 +213,7 @@ class Import(_ModelOptions):
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
-        with progress_of(self.json, "importing", MEMORY_BYTES, _bytes_of(source)) as progress:
+        with progress_of(self.json, "importing", MEMORY_BYTES, total_bytes(source.arrays.values())) as progress:
             lines = write_source(
                 self.target,
                 Renamed(Watched(source, progress), {f"params.{name}": name for name in source.arrays}),
@@ -336,10 +337,6 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
     theirs = stated_config(options.path)
     seq_len = theirs.get("max_position_embeddings") or job.seq_len
     return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, theirs)}
-
-
-def _bytes_of(source: Any) -> int:
-    return sum(array.size * array.dtype.itemsize for array in source.arrays.values())
 
 
 def _say_written(is_json: bool, origin: Any, written: Written) -> None:

@@ -197,7 +197,7 @@ def test_tasks_come_back_in_order_no_more_are_begun_than_asked_for_and_errors_en
             raise OSError("five")
         return number
 
-    found = read_ahead((lambda number=number: task(number) for number in range(100)), 2)
+    found = read_ahead(((1, lambda number=number: task(number)) for number in range(100)), 3, threads=2)
     assert next(found) == 0
     assert max(begun) <= 2
     with pytest.raises(OSError, match="five"):

@@ -34,7 +34,7 @@ PLACES: dict[str, Any] = {
     "the digests of a process": (writer, "hash_own", FULL),
     "a document": (commit, "write_json", FULL),
     "the digests": (commit, "write_digests", FULL),
-    "the last sync": (commit, "sync_directory", FULL),
+    "the last sync": (commit, "sync", FULL),
     "the rename": (commit.os, "rename", FULL),
 }
 

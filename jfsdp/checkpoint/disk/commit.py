@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.disk.digest import Digests, hash_files, list_files, write_digests
-from jfsdp.checkpoint.disk.files import ARRAYS, sync_directory, sync_file, write_json
+from jfsdp.checkpoint.disk.files import ARRAYS, sync, write_json
 
 
 class IncompleteError(Exception):
@@ -42,13 +42,13 @@ def commit(partial: Path, path: Path, documents: Mapping[str, Any]) -> None:
     rest = [name for name in list_files(partial) if name not in hashed]
     write_digests(partial, hashed | hash_files(partial, rest))
     for name in list_files(partial):
-        sync_file(partial / name)  # orbax syncs the arrays, and not what it writes beside them
+        sync(partial / name)  # orbax syncs the arrays, and not what it writes beside them
     for directory, _, _ in os.walk(partial):
-        sync_directory(Path(directory))
+        sync(Path(directory))
     if path.exists():
         raise ValueError(f"checkpoint {path}: was made by somebody else meanwhile; nothing is overwritten")
     os.rename(partial, path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def check_all_wrote(arrays: Path) -> None:
@@ -74,11 +74,7 @@ def _take_digests(arrays: Path) -> Digests:
     found: Digests = {}
     for index in range(jax.process_count()):
         file = _digests_of(arrays, index)
-        try:
-            hashed = json.loads(file.read_text())
-        except (FileNotFoundError, ValueError) as error:
-            raise IncompleteError(index) from error
-        for name, (digest, *mark) in hashed.items():
+        for name, (digest, *mark) in json.loads(file.read_text()).items():
             if digest and (arrays / name).exists() and _mark(arrays / name) == mark:
                 found[f"{ARRAYS}/{name}"] = digest
         file.unlink()

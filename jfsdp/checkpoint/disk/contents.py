@@ -10,7 +10,6 @@ holds. The low-precision copy of strategies that keep one is not written: it is 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -200,11 +199,6 @@ def _smaller(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 def _block_shape(data: Any) -> tuple[int, ...]:
     return tuple(data.sharding.shard_shape(tuple(data.shape)))
-
-
-def num_bytes(array: Logical) -> int:
-    """Return the bytes of a logical array."""
-    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
 
 
 def owned_shards(arrays: list[Stored]) -> list[list[Any]]:

@@ -174,22 +174,13 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_file(path: Path) -> None:
-    """Put a file onto the disk, whoever wrote it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Put the names in a directory onto the disk."""
+def sync(path: Path) -> None:
+    """Put a file, or the names in a directory, onto the disk, whoever wrote it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs no directories
-            raise
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # else: a file system that syncs no directories
     finally:
         os.close(descriptor)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.disk.errors import check_space, readable_errors
-from jfsdp.checkpoint.disk.files import sync_directory, write_json
+from jfsdp.checkpoint.disk.files import sync, write_json
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes
 from jfsdp.checkpoint.foreign.safetensors import CODES, CONFIG, DTYPES, INDEX, WEIGHTS
-from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead
+from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead, total_bytes
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 1 << 25
@@ -130,29 +131,25 @@ def write_safetensors(
             _write_texts(temporary, shards, config)
             for name, text in (texts or {}).items():
                 shutil.copy(text, temporary / name) if isinstance(text, Path) else write_json(temporary / name, text)
-            sync_directory(temporary)
+            sync(temporary)
             temporary.rename(directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        sync_directory(directory.parent)
-    num_arrays, total = sum(len(shard.dtypes) for shard in shards), sum(shard.data_bytes for shard in shards)
+        sync(directory.parent)
+    num_arrays, total = sum(len(shard.arrays) for shard in shards), sum(shard.data_bytes for shard in shards)
     return Written(directory, tuple(shard.file for shard in shards), num_arrays, total, counted.lines())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """One file to write: its arrays in the order in which they lie there, with the dtype of each."""
+    """One file to write: its arrays, in the dtype in which and the order in which they lie there."""
 
     file: str
-    dtypes: Mapping[str, np.dtype]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def num_bytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
 
     @property
     def data_bytes(self) -> int:
-        return sum(map(self.num_bytes, self.dtypes))
+        return total_bytes(self.arrays.values())
 
 
 def _target(array: Any, dtype: Any) -> np.dtype:
@@ -170,34 +167,30 @@ def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str)
         raise ValueError(f"dtype={dtype!r} is not floating; choose float32, bfloat16 or float16")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be at least 1; {MAX_SHARD_BYTES} is usual")
-    groups: list[dict[str, np.dtype]] = [{}]
+    groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     filled = 0
     for name, array in arrays.items():
-        target = _target(array, dtype)
-        if target not in CODES:
+        written = jax.ShapeDtypeStruct(array.shape, _target(array, dtype))
+        if written.dtype not in CODES:
             known = ", ".join(map(str, DTYPES.values()))
-            raise ValueError(f"{name}: has dtype {target}, which safetensors lacks; choose one of {known}")
-        size = math.prod(array.shape) * target.itemsize
+            raise ValueError(f"{name}: has dtype {written.dtype}, which safetensors lacks; choose one of {known}")
+        size = total_bytes([written])
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
             filled = 0
-        groups[-1][name] = target
+        groups[-1][name] = written
         filled += size
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     files = [f"model-{place + 1:05d}-of-{len(groups):05d}.safetensors" for place in range(len(groups))]
     files = [weights] if len(groups) == 1 else files
-    return [_Shard(file, _aligned(group), shapes) for file, group in zip(files, groups, strict=True)]
-
-
-def _aligned(group: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
-    """Put wide elements first, so that each array begins at a multiple of its element, as readers expect."""
-    return dict(sorted(group.items(), key=lambda item: -item[1].itemsize))
+    # Wide elements come first, so that each array begins at a multiple of its element, as readers expect.
+    aligned = (sorted(group.items(), key=lambda item: -item[1].dtype.itemsize) for group in groups)
+    return [_Shard(file, dict(group)) for file, group in zip(files, aligned, strict=True)]
 
 
 def _write_shard(source: Source, path: Path, shard: _Shard) -> None:
     with open(path, "wb") as file:
         file.write(_header(shard))
-        for piece in read_ahead(_pieces(source, shard), _AHEAD):
+        for piece in read_ahead(((1, piece) for piece in _pieces(source, shard)), _AHEAD + 1, threads=_AHEAD):
             file.write(piece.data)
         file.flush()
         os.fsync(file.fileno())
@@ -205,10 +198,10 @@ def _write_shard(source: Source, path: Path, shard: _Shard) -> None:
 
 def _pieces(source: Source, shard: _Shard) -> Iterator[Callable[[], np.ndarray]]:
     """Return what reads the pieces of a file, in their order, as the bytes that are written."""
-    for name, target in shard.dtypes.items():
-        most = _piece_elements(source.arrays[name], target)
-        for index in chunks(shard.shapes[name], most):
-            yield functools.partial(_read_piece, source, name, index, target)
+    for name, written in shard.arrays.items():
+        most = _piece_elements(source.arrays[name], written.dtype)
+        for index in chunks(written.shape, most):
+            yield functools.partial(_read_piece, source, name, index, written.dtype)
 
 
 def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
@@ -244,9 +237,9 @@ def _header(shard: _Shard) -> bytes:
     """Return the 8 bytes of length and the JSON behind them, padded as the safetensors library does."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, dtype in shard.dtypes.items():
-        start, end = end, end + shard.num_bytes(name)
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shard.shapes[name]), "data_offsets": [start, end]}
+    for name, array in shard.arrays.items():
+        start, end = end, end + total_bytes([array])
+        entries[name] = {"dtype": CODES[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -254,11 +247,11 @@ def _header(shard: _Shard) -> bytes:
 
 def _write_texts(directory: Path, shards: Sequence[_Shard], config: Mapping[str, Any] | None) -> None:
     if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name in shard.dtypes}
+        weight_map = {name: shard.file for shard in shards for name in shard.arrays}
         total = sum(shard.data_bytes for shard in shards)
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if config is not None:
-        written = {dtype for shard in shards for dtype in shard.dtypes.values()}
+        written = {array.dtype for shard in shards for array in shard.arrays.values()}
         floating = [str(dtype) for dtype in written if jnp.issubdtype(dtype, jnp.floating)]
         stated = {"torch_dtype": floating[0]} if len(floating) == 1 else {}
         write_json(directory / CONFIG, {**config, **stated})
