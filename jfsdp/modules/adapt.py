@@ -7,11 +7,11 @@ from typing import Any
 from flax import linen
 
 from jfsdp.modules.linen import LinenModel
-from jfsdp.modules.model import FlaxModel
+from jfsdp.modules.model import PlainModel
 from jfsdp.modules.nnx import NNXModel
 
 
-def as_model(source: Any) -> FlaxModel:
+def as_model(source: Any) -> PlainModel:
     """Bring what `fully_shard` takes as a model into one form.
 
     Args:

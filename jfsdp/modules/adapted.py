@@ -25,7 +25,7 @@ import numpy as np
 from jfsdp.layout.codec import Codec, coded_shapes, scales_of
 from jfsdp.layout.lora import LAYER, MAGNITUDE, A, Adapter, B, layer_shapes, part_shapes
 from jfsdp.layout.units import ModuleInfo
-from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, PlainModel
 
 DROPOUT_KEY, DROPOUT_COUNT = "lora_dropout.key", "lora_dropout.count"
 
@@ -40,7 +40,7 @@ class AdaptedModel:
       adapters, codecs: by the leaf that they are of.
     """
 
-    def __init__(self, base: FlaxModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
+    def __init__(self, base: PlainModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
         coded = coded_shapes(codecs, base.params)
         beside = (
             part_shapes(adapters)
@@ -84,14 +84,6 @@ class AdaptedModel:
         values = decode_all(self.codecs, params)
         merged = {path: merge(values[path], one, values) for path, one in self.adapters.items()}
         return self.base.plain({**values, **merged}, {name: state[name] for name in self.base.state})
-
-    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
-        """Refuse: a model is adapted once."""
-        raise ValueError(f"the model has adapters already; give all LoRAs at once: {', '.join(list(extra)[:4])}")
-
-    def named(self, values: Mapping[str, Any]) -> Any:
-        """Return the tree of the user's parameters around values by name."""
-        return self.base.named(values)
 
 
 def decode_all(codecs: Mapping[str, Codec], params: Mapping[str, Any]) -> dict[str, Any]:

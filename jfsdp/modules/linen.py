@@ -173,7 +173,7 @@ class LinenModel:
         return jax.tree.unflatten(self._tree, [values[name] for name in self.params])
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> LinenModel:
-        """Return the model with more parameters; see `FlaxModel.with_params`."""
+        """Return the model with more parameters; see `PlainModel.with_params`."""
         tree = jax.tree.map_with_path(lambda path, name: (path, name), self.named({name: name for name in self.params}))
         places = {name: path for path, name in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))}
         params = self.named(self.params)

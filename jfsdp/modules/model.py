@@ -156,11 +156,15 @@ class FlaxModel(Protocol):
         """Return the user's own model around arrays: an `nnx.Module`, or the variables of a Linen module."""
         ...
 
+
+class PlainModel(FlaxModel, Protocol):
+    """A Flax model as the user wrote it, which adapters may be added to."""
+
     def named(self, values: Mapping[str, Any]) -> Any:
         """Return the tree in which users see the parameters, around anything by name."""
         ...
 
-    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> FlaxModel:
+    def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> PlainModel:
         """Return the model with more parameters, which its own code does not read and its transforms carry along.
 
         Args:

@@ -68,7 +68,7 @@ class NNXModel:
         return nnx.from_flat_state(_with_arrays(self._params, values))
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> NNXModel:
-        """Return the model with more parameters; see `FlaxModel.with_params`."""
+        """Return the model with more parameters; see `PlainModel.with_params`."""
         model = self.plain(self.params, self.state)
         nodes = {join_path(path): node for path, node in nnx.iter_graph(model)}
         owners = {name: path for path, _ in self._params for name in [join_path(path)]}

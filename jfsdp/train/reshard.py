@@ -112,11 +112,12 @@ def _move(x: jax.Array, stored: Any, logical: Any, sharding: NamedSharding, *, s
 
 
 def _repad(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    def change(x: jax.Array) -> jax.Array:
-        cut = to_device(x)[tuple(map(slice, logical))]
-        return jnp.pad(cut, [(0, size - inside) for size, inside in zip(stored, logical, strict=True)])
+    return jax.jit(lambda x: _fit(to_device(x), stored, logical, jnp), out_shardings=sharding)(x)
 
-    return jax.jit(change, out_shardings=sharding)(x)
+
+def _fit(x: Any, stored: tuple[int, ...], logical: tuple[int, ...], lib: Any) -> Any:
+    """Cut padding off an array of numpy or of JAX, and put on what the new layout has."""
+    return lib.pad(x[tuple(map(slice, logical))], [(0, n - inside) for n, inside in zip(stored, logical, strict=True)])
 
 
 def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> Any:
@@ -130,10 +131,7 @@ def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...
             "through the host of one; save it and restore it with like=model.abstract_state(tx)"
         )
     host = np.asarray(x)
-    if host.shape != stored:
-        widths = [(0, size - inside) for size, inside in zip(stored, logical, strict=True)]
-        host = np.pad(host[tuple(map(slice, logical))], widths)
-    return jax.device_put(host, sharding)
+    return jax.device_put(host if host.shape == stored else _fit(host, stored, logical, np), sharding)
 
 
 def _reshape(old: Mesh, layout: Layout) -> Mesh:

@@ -47,7 +47,8 @@ def stateful(make_arrays: Any) -> Any:
 
 
 def roles_of(tx: Any, **options: Any) -> dict[str, Any]:
-    return dict(abstract_opt_state(layout(**options), model(**options).model.tree, tx)[1].by_name)
+    roles = abstract_opt_state(layout(**options), model(**options).model.tree, tx)[1]
+    return {role.name: role for role in roles.arrays}
 
 
 # Array made for a leaf -> what is expected of it: kind, spec, and how the reason begins.

@@ -205,16 +205,15 @@ class Imported:
     """
 
     def __init__(self, source: Source, names: Names, leaves: Shapes, *, where: Any = "checkpoint"):
-        self._source = source
-        names = as_name_map(names)
-        pieces = bind(names, leaves)
-        found = _canonical(source.arrays, names, pieces, where)
-        _check_complete(source.arrays, names, pieces, found, where)
-        _check_kinds(source.arrays, pieces, found, leaves, where)
-        _check_tied(source, names, pieces, found, where)
+        self._source, self._names, self._where = source, as_name_map(names), where
+        self._pieces = bind(self._names, leaves)
+        self._found = self._canonical()
+        self._check_complete()
+        self._check_kinds(leaves)
+        self._check_tied()
         self._parts: dict[str, dict[tuple[int, ...], tuple[str, Piece]]] = {}
-        for theirs, piece in pieces.items():
-            self._parts.setdefault(piece.leaf, {})[piece.at] = (found[theirs], piece)
+        for theirs, piece in self._pieces.items():
+            self._parts.setdefault(piece.leaf, {})[piece.at] = (self._found[theirs], piece)
         self.arrays = {leaf: jax.ShapeDtypeStruct(leaves[leaf].shape, self._dtype(leaf)) for leaf in self._parts}
 
     def _dtype(self, leaf: str) -> Any:
@@ -237,6 +236,61 @@ class Imported:
     def _read_part(self, theirs: str, piece: Piece, index: Index) -> np.ndarray:
         block = self._source.read(theirs, piece.dims.their_index(piece.shape, index))
         return piece.dims.to_ours(block, piece.shape, index)
+
+    def _canonical(self) -> dict[str, str]:
+        """Return the name in the source of each name that rules use: with the prefix that may be missing."""
+        names, found = self._names, dict[str, str]()
+        for name in self._source.arrays:
+            is_known = name in self._pieces or name in names.tied or name.startswith(names.prefix)
+            known = name if is_known else names.prefix + name
+            if known in found:
+                raise ValueError(
+                    f"{self._where}: has both {found[known]} and {name}, one array with and without {names.prefix!r}; "
+                    "remove one"
+                )
+            found[known] = name
+        return found
+
+    def _check_complete(self) -> None:
+        there = {
+            self._label(name): str(list(self._source.arrays[theirs].shape))
+            for name, theirs in self._found.items()
+            if name in self._pieces or not self._is_ignored(name)
+        }
+        wanted = {self._label(name): str(list(piece.their_shape)) for name, piece in self._pieces.items()}
+        kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape")
+        lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
+        if lines:
+            raise ValueError(
+                f"{self._where}: does not fit the model:\n{lines}\n  give the model the sizes and options of the "
+                "checkpoint (vocab_size and num_layers, say), or correct the mapping of names (docs/pretrained.md)"
+            )
+
+    def _label(self, name: str) -> str:
+        return f"{name} ({self._pieces[name].leaf})" if name in self._pieces else self._found[name]
+
+    def _is_ignored(self, name: str) -> bool:
+        globs, forms = self._names.ignored, (name, self._found[name])
+        return name in self._names.tied or any(fnmatch.fnmatchcase(form, glob) for glob in globs for form in forms)
+
+    def _check_kinds(self, leaves: Shapes) -> None:
+        for theirs, piece in self._pieces.items():
+            dtype, ours = self._source.arrays[self._found[theirs]].dtype, leaves[piece.leaf].dtype
+            if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(ours, jnp.floating):
+                raise ValueError(
+                    f"{self._where}: {self._found[theirs]} is {dtype}, and {piece.leaf} of the model is {ours}; "
+                    "quantized weights are not read: take a checkpoint in floating point"
+                )
+
+    def _check_tied(self) -> None:
+        found = self._found
+        for copy, original in self._names.tied.items():
+            is_copy = copy in found and copy not in self._pieces and original in found
+            if is_copy and not _are_equal(self._source, found[copy], found[original]):
+                raise ValueError(
+                    f"{self._where}: {found[copy]} differs from {found[original]}, and the model has one array for "
+                    "both; untie them in the model (tied=False)"
+                )
 
 
 class Exported:
@@ -267,71 +321,6 @@ class Exported:
         ours = piece.dims.our_index(piece.shape, index)
         block = self._source.read(piece.leaf, (*(slice(place, place + 1) for place in piece.at), *ours))
         return piece.dims.to_theirs(block.reshape(block.shape[len(piece.at) :]), piece.shape, index)
-
-
-def _canonical(arrays: Shapes, names: NameMap, pieces: Mapping[str, Piece], where: Any) -> dict[str, str]:
-    """Return the name in the source of each name that rules use: with the prefix that may be missing."""
-    found: dict[str, str] = {}
-    for name in arrays:
-        known = name if name in pieces or name in names.tied or name.startswith(names.prefix) else names.prefix + name
-        if known in found:
-            raise ValueError(
-                f"{where}: has both {found[known]} and {name}, one array with and without {names.prefix!r}; remove one"
-            )
-        found[known] = name
-    return found
-
-
-def _check_complete(
-    arrays: Shapes, names: NameMap, pieces: Mapping[str, Piece], found: Mapping[str, str], where: Any
-) -> None:
-    def is_ignored(name: str) -> bool:
-        return name in names.tied or any(
-            fnmatch.fnmatchcase(known, pattern) for pattern in names.ignored for known in (name, found[name])
-        )
-
-    def label(name: str) -> str:
-        return f"{name} ({pieces[name].leaf})" if name in pieces else found[name]
-
-    there = {
-        label(name): str(list(arrays[found[name]].shape)) for name in found if name in pieces or not is_ignored(name)
-    }
-    wanted = {label(name): str(list(piece.their_shape)) for name, piece in pieces.items()}
-    kinds = (
-        "in the checkpoint but not in the model",
-        "missing from the checkpoint",
-        "of another shape",
-    )
-    lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
-    if lines:
-        raise ValueError(
-            f"{where}: does not fit the model:\n{lines}\n  give the model the sizes and options of the checkpoint "
-            "(vocab_size and num_layers, say), or correct the mapping of names (docs/pretrained.md)"
-        )
-
-
-def _check_kinds(
-    arrays: Shapes, pieces: Mapping[str, Piece], found: Mapping[str, str], leaves: Shapes, where: Any
-) -> None:
-    for theirs, piece in pieces.items():
-        dtype, ours = arrays[found[theirs]].dtype, leaves[piece.leaf].dtype
-        if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(ours, jnp.floating):
-            raise ValueError(
-                f"{where}: {found[theirs]} is {dtype}, and {piece.leaf} of the model is {ours}; quantized weights are "
-                "not read: take a checkpoint in floating point"
-            )
-
-
-def _check_tied(
-    source: Source, names: NameMap, pieces: Mapping[str, Piece], found: Mapping[str, str], where: Any
-) -> None:
-    for copy, original in names.tied.items():
-        is_copy = copy in found and copy not in pieces and original in found
-        if is_copy and not _are_equal(source, found[copy], found[original]):
-            raise ValueError(
-                f"{where}: {found[copy]} differs from {found[original]}, and the model has one array for both; untie "
-                "them in the model (tied=False)"
-            )
 
 
 def _are_equal(source: Source, first: str, second: str) -> bool:
