@@ -203,13 +203,14 @@ class Import(_ModelOptions):
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
         from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
-        from jfsdp.checkpoint.foreign.pretrained import is_ours, pretrained_source
+        from jfsdp.checkpoint.foreign.pretrained import fit_job, is_ours, pretrained_source
         from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
+        from jfsdp.trainer.job import parse_config
 
         path = Path(self.path).expanduser()
         if is_ours(path):
             raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
-        job = job_of_weights(_find_job(self, {}), path, self.model_config)
+        job = fit_job(_find_job(self, {}), path, parse_config(self.model_config))
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
@@ -268,16 +269,6 @@ def _merge(options: Merge, sign: int) -> int:
     written = merge_peft(options.base, options.adapter, options.target, sign=sign, max_shard_bytes=most)
     _say_written(options.json, options.base, written)
     return 0
-
-
-def job_of_weights(job: Job, path: Path, changed: tuple[str, ...]) -> Job:
-    """Return the job with the sizes and options that a `config.json` beside weights says, where there is one."""
-    from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config
-    from jfsdp.trainer.job import parse_config
-
-    if not has_config(path) or not job.pretrained:
-        return job
-    return fit_job(job, path, parse_config(changed))
 
 
 def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jfsdp.checkpoint.disk.files import sync, write_json
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes
 from jfsdp.checkpoint.foreign.safetensors import CODES, CONFIG, DTYPES, INDEX, WEIGHTS
-from jfsdp.checkpoint.source import Index, Source, check_range, contiguous, read_ahead, total_bytes
+from jfsdp.checkpoint.source import Index, Recast, Source, contiguous, grid, read_ahead, total_bytes
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 1 << 25
@@ -91,7 +91,7 @@ def export_memory_bytes(source: Source, dtype: Any = None) -> int:
     for array in source.arrays.values():
         target = _target(array, dtype)
         count = min(math.prod(array.shape), _piece_elements(array, target))
-        largest = max(largest, count * (2 * np.dtype(array.dtype).itemsize + target.itemsize))
+        largest = max(largest, count * (2 * array.dtype.itemsize + target.itemsize))
     return (_AHEAD + 1) * largest
 
 
@@ -119,14 +119,16 @@ def write_safetensors(
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
         raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
-    shards, counted = _plan_shards(source.arrays, dtype, max_shard_bytes, weights), Counted(source)
+    counted = Counted(source)
+    cast = Recast(counted, {name: _target(array, dtype) for name, array in source.arrays.items()})
+    shards = _plan_shards(cast.arrays, max_shard_bytes, weights)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     check_space(directory, sum(shard.data_bytes for shard in shards))
     with readable_errors(directory):
         temporary.mkdir(parents=True)
         try:
             for shard in shards:
-                _write_shard(counted, temporary / shard.file, shard)
+                _write_shard(cast, source.arrays, temporary / shard.file, shard)
             refuse_nonfinite(directory, counted.lines(), allow=allow_nonfinite)
             _write_texts(temporary, shards, config)
             for name, text in (texts or {}).items():
@@ -154,31 +156,32 @@ class _Shard:
 
 def _target(array: Any, dtype: Any) -> np.dtype:
     """Return the dtype in which an array is written."""
-    is_cast = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array.dtype
     try:
-        return np.dtype(jnp.dtype(dtype if is_cast else array.dtype))
+        target = jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
-
-
-def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str) -> list[_Shard]:
-    """Fill files in the order of the arrays, each up to the limit."""
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+    if not jnp.issubdtype(target, jnp.floating):
         raise ValueError(f"dtype={dtype!r} is not floating; choose float32, bfloat16 or float16")
+    return target
+
+
+def _plan_shards(arrays: Shapes, max_shard_bytes: int, weights: str) -> list[_Shard]:
+    """Fill files in the order of the arrays, each up to the limit."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be at least 1; {MAX_SHARD_BYTES} is usual")
     groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     filled = 0
     for name, array in arrays.items():
-        written = jax.ShapeDtypeStruct(array.shape, _target(array, dtype))
-        if written.dtype not in CODES:
+        if array.dtype not in CODES:
             known = ", ".join(map(str, DTYPES.values()))
-            raise ValueError(f"{name}: has dtype {written.dtype}, which safetensors lacks; choose one of {known}")
-        size = total_bytes([written])
+            raise ValueError(f"{name}: has dtype {array.dtype}, which safetensors lacks; choose one of {known}")
+        size = total_bytes([array])
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
             filled = 0
-        groups[-1][name] = written
+        groups[-1][name] = array
         filled += size
     files = [f"model-{place + 1:05d}-of-{len(groups):05d}.safetensors" for place in range(len(groups))]
     files = [weights] if len(groups) == 1 else files
@@ -187,50 +190,35 @@ def _plan_shards(arrays: Shapes, dtype: Any, max_shard_bytes: int, weights: str)
     return [_Shard(file, dict(group)) for file, group in zip(files, aligned, strict=True)]
 
 
-def _write_shard(source: Source, path: Path, shard: _Shard) -> None:
+def _write_shard(source: Source, stored: Shapes, path: Path, shard: _Shard) -> None:
+    def read(name: str, index: Index) -> np.ndarray:
+        return contiguous(source.read(name, index)).reshape(-1).view(np.uint8)
+
+    tasks = (
+        (1, functools.partial(read, name, index))
+        for name, array in shard.arrays.items()
+        for index in grid(array.shape, row_cell(array.shape, _piece_elements(stored[name], array.dtype)))
+    )
     with open(path, "wb") as file:
         file.write(_header(shard))
-        for piece in read_ahead(((1, piece) for piece in _pieces(source, shard)), _AHEAD + 1, threads=_AHEAD):
+        for piece in read_ahead(tasks, _AHEAD + 1, threads=_AHEAD):
             file.write(piece.data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _pieces(source: Source, shard: _Shard) -> Iterator[Callable[[], np.ndarray]]:
-    """Return what reads the pieces of a file, in their order, as the bytes that are written."""
-    for name, written in shard.arrays.items():
-        most = _piece_elements(source.arrays[name], written.dtype)
-        for index in chunks(written.shape, most):
-            yield functools.partial(_read_piece, source, name, index, written.dtype)
-
-
-def chunks(shape: Sequence[int], most: int) -> Iterator[Index]:
-    """Cut an array into slices of at most `most` elements that follow one another in memory (row-major)."""
-    whole = tuple(slice(0, size) for size in shape)
-    row = 1
+def row_cell(shape: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return the shape of pieces of at most `most` elements that follow one another in memory (row-major)."""
+    cell = [1] * len(shape)
     for dim in reversed(range(len(shape))):
-        if row * shape[dim] > most:
-            count = max(most // row, 1)
-            for outer in np.ndindex(*shape[:dim]):
-                leading = tuple(slice(place, place + 1) for place in outer)
-                for start in range(0, shape[dim], count):
-                    part = slice(start, min(start + count, shape[dim]))
-                    yield (*leading, part, *whole[dim + 1 :])
-            return
-        row *= shape[dim]
-    yield whole
+        cell[dim] = max(min(shape[dim], most // math.prod(cell)), 1)
+        if cell[dim] < shape[dim]:
+            break
+    return tuple(cell)
 
 
 def _piece_elements(array: Any, target: np.dtype) -> int:
-    return max(PIECE_BYTES // max(np.dtype(array.dtype).itemsize, target.itemsize), 1)
-
-
-def _read_piece(source: Source, name: str, index: Index, target: np.dtype) -> np.ndarray:
-    piece = source.read(name, index)
-    with np.errstate(over="ignore"):
-        cast = contiguous(piece, target)
-    check_range(name, piece, cast)
-    return cast.reshape(-1).view(np.uint8)
+    return max(PIECE_BYTES // max(array.dtype.itemsize, target.itemsize), 1)
 
 
 def _header(shard: _Shard) -> bytes:

@@ -257,11 +257,16 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
 
 
 def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a job with the sizes and options that the `config.json` beside weights says, and with others changed.
+    """Return a job with the sizes and options that the `config.json` beside weights says, if any, and others changed.
+
+    Args:
+      path: of weights; None: there are none.
 
     Raises:
       ValueError: as `pretrained_fields`, and if the job's configuration refuses what it says.
     """
+    if path is None or not job.pretrained or not has_config(path):
+        return job.with_config(**changed)
     fields = pretrained_fields(path, job.pretrained)
     try:
         return job.with_config(**{**fields, **changed})

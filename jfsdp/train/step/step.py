@@ -59,16 +59,12 @@ class MeanGradients(NamedTuple):
 
     Attributes:
       grads: by the names of the state's arrays, on the device in the layout of stage `opt`; not clipped.
-      norm: their global norm.
-      value: the mean loss.
-      is_finite: whether the norm and the loss are.
+      is_finite: whether their norm and the loss are.
       model_state: the model's other state afterwards.
       metrics: what every step reports.
     """
 
     grads: Arrays
-    norm: jax.Array
-    value: jax.Array
     is_finite: jax.Array
     model_state: Arrays
     metrics: Metrics
@@ -247,7 +243,7 @@ class BatchStep:
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
         metrics |= metrics_of(loss.aux or {}, weight, divide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(value)
-        return MeanGradients(grads, norm, value, is_finite, model_state, metrics)
+        return MeanGradients(grads, is_finite, model_state, metrics)
 
 
 @checked
@@ -353,8 +349,9 @@ class TrainStep(BatchStep):
         state = with_lent(state, lent)
         found = self.mean_gradients(state, batch)
         with jax.named_scope(f"{SCOPE}.update"):
-            grads = clip_by_norm(found.grads, found.norm, self.config.max_grad_norm)
-            new = self._update(state, grads, found.is_finite, found.model_state, self._optimizer.given(found.value))
+            grads = clip_by_norm(found.grads, found.metrics["grad_norm"], self.config.max_grad_norm)
+            given = self._optimizer.given(found.metrics["loss"])
+            new = self._update(state, grads, found.is_finite, found.model_state, given)
         more = {"num_skipped": new.num_skipped.astype(jnp.float32)} | learning_rate(new.opt_state)
         return new, more | found.metrics
 

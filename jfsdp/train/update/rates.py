@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jfsdp.layout.select import select_leaves
-from jfsdp.train.update.roles import dotted
+from jfsdp.train.update.roles import param_name
 
 
 def scale_rates(factors: Mapping[str, float]) -> optax.GradientTransformation:
@@ -32,20 +32,15 @@ def scale_rates(factors: Mapping[str, float]) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         found = _factors(updates, factors)
-        scaled = jax.tree_util.tree_map_with_path(lambda path, x: x * found.get(_dotted(path), 1.0), updates)
+        scaled = jax.tree_util.tree_map_with_path(lambda path, x: x * found.get(param_name(path), 1.0), updates)
         return scaled, state
 
     return optax.GradientTransformation(init, update)
 
 
 def _factors(tree: Any, factors: Mapping[str, float]) -> dict[str, float]:
-    leaves = {_dotted(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {param_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     found: dict[str, float] = {}
     for glob, factor in factors.items():
         found |= dict.fromkeys(select_leaves("rate_scale", glob, leaves, {}), factor)
     return found
-
-
-def _dotted(path: Any) -> str:
-    """Name a place in the tree of a model's parameters; the value of an NNX variable has the variable's name."""
-    return dotted(tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)))

@@ -154,6 +154,11 @@ def dotted(path: tuple[Any, ...]) -> str:
     return ".".join(map(_key_name, path))
 
 
+def param_name(path: tuple[Any, ...]) -> str:
+    """Name a place in the tree of a model's parameters; the value of an NNX variable has the variable's name."""
+    return dotted(tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)))
+
+
 def _key_name(key: Any) -> str:
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):

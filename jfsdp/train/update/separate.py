@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jfsdp.layout.select import Selector, select_leaves
-from jfsdp.train.update.roles import dotted
+from jfsdp.train.update.roles import param_name
 
 
 def separate(
@@ -57,13 +57,8 @@ def _of(name: str, selectors: Any, tx: optax.GradientTransformation) -> optax.Gr
     """Return an optimizer of the chosen parameters alone."""
 
     def labels(tree: Any) -> Any:
-        leaves = {_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in tree_leaves_with_path(tree)}
+        leaves = {param_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in tree_leaves_with_path(tree)}
         chosen = select_leaves(f"separate: {name}=", selectors, leaves, {})
-        return tree_map_with_path(lambda path, _: "trained" if _name(path) in chosen else "left", tree)
+        return tree_map_with_path(lambda path, _: "trained" if param_name(path) in chosen else "left", tree)
 
     return optax.partition({"trained": tx, "left": optax.set_to_zero()}, labels)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """Name a parameter; its array inside an NNX variable is one key further down."""
-    return dotted(path[:-1] if isinstance(path[-1], GetAttrKey) else path)

@@ -9,7 +9,6 @@ from typing import Any
 from jfsdp.checkpoint.foreign.pretrained import (
     config_json,
     fit_job,
-    has_config,
     load_pretrained,
     stated_config,
 )
@@ -52,9 +51,7 @@ def leaves_out_base(config: TrainConfig) -> bool:
 def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
     job, path, changed = load_job(config.model, config.factory), weights_path(config), parse_config(config.model_config)
-    fits = path and job.pretrained and has_config(path)
-    job = fit_job(job, path, changed) if fits else job.with_config(**changed)
-    return with_preference(job, config.preference, config.beta)
+    return with_preference(fit_job(job, path, changed), config.preference, config.beta)
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:

@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 
 from jfsdp.checkpoint.foreign import export
-from jfsdp.checkpoint.foreign.export import chunks, export_memory_bytes, write_safetensors
+from jfsdp.checkpoint.foreign.export import export_memory_bytes, row_cell, write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import read_whole
+from jfsdp.checkpoint.source import grid, read_whole
 
 SHAPES = {
     "scalar": (),
@@ -281,17 +281,18 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
 def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match="w: has dtype complex64, which safetensors lacks"):
         write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
-    with pytest.raises(ValueError, match="dtype='int8' is not floating"):
-        write_safetensors(Arrays(make_arrays()), tmp_path / "out", dtype="int8")
+    for dtype, words in (("int8", "dtype='int8' is not floating"), ("int4096", "dtype 'int4096' is unknown")):
+        with pytest.raises(ValueError, match=words):
+            write_safetensors(Arrays(make_arrays()), tmp_path / "out", dtype=dtype)
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be at least 1"):
         write_safetensors(Arrays(make_arrays()), tmp_path / "out", max_shard_bytes=0)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 9), (3, 4, 5), (1, 1, 30), (0, 4), (4, 0)])
 @pytest.mark.parametrize("most", [1, 2, 7, 20, 1000])
-def test_chunks_follow_one_another_and_cover_an_array(shape, most):
+def test_pieces_of_rows_follow_one_another_and_cover_an_array(shape, most):
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    parts = [array[index].reshape(-1) for index in chunks(shape, most)]
+    parts = [array[index].reshape(-1) for index in grid(shape, row_cell(shape, most))]
     assert all(part.size <= most for part in parts)
     assert np.array_equal(np.concatenate([*parts, np.zeros(0)]), array.reshape(-1))
 
