@@ -135,16 +135,12 @@ def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> Tr
     def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {path: layout.sharding(mesh, layout.by_path[path], name) for path in values}
 
-    return TrainState(
-        step=whole,  # type: ignore[arg-type]
+    return dataclasses.replace(
+        jax.tree.map(lambda _: whole, abstract_state),
         params=stage(abstract_state.params, "param"),
         work=stage(abstract_state.work, "work"),
         opt_state=abstract_state.roles.shardings(layout, mesh, abstract_state.opt_state),
-        model_state=dict.fromkeys(abstract_state.model_state, whole),  # type: ignore[misc]
-        num_skipped=whole,  # type: ignore[arg-type]
-        loss_scale=dict.fromkeys(abstract_state.loss_scale, whole),  # type: ignore[arg-type]
         layout=layout,
-        roles=abstract_state.roles,
     )
 
 
@@ -174,23 +170,9 @@ def abstract_state(
 ) -> TrainState:
     """Return shapes, dtypes and shardings of a state."""
     layout = optimizer.engine.layout
-    opt_state, roles = optimizer.abstract
-    stored = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.stored}
-    shapes = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
-        params=stored,  # type: ignore[arg-type]
-        work={  # type: ignore[arg-type]
-            leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("work").dtype)
-            for leaf in layout.stored
-            if leaf.has_work
-        },
-        opt_state=opt_state,
-        model_state=dict(model_state),
-        num_skipped=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
-        loss_scale=jax.eval_shape(loss_scale.init) if loss_scale else {},
-        layout=layout,
-        roles=roles,
-    )
+    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves}
+    make = functools.partial(make_state, optimizer, loss_scale=loss_scale)
+    shapes = jax.eval_shape(make, leaves, dict(model_state))
     return with_shardings(shapes, state_shardings(layout, optimizer.engine.mesh, shapes))
 
 
