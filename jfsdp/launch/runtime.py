@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jfsdp.arguments import checked
 
@@ -21,7 +21,7 @@ MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
 
 @checked
-def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> None:
+def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0, deterministic: bool = False) -> None:
     """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
 
     Args:
@@ -32,8 +32,6 @@ def configure_xla(*, simulate_devices: int = 0, deterministic: bool = False) -> 
       ValueError: for a count below 0 or above `MOST_SIMULATED`.
       RuntimeError: if JAX was imported already.
     """
-    if not 0 <= simulate_devices <= MOST_SIMULATED:
-        raise ValueError(f"simulate_devices={simulate_devices} must be 0 (the real ones) to {MOST_SIMULATED}")
     if "jax" in sys.modules:
         raise RuntimeError("configure_xla comes too late: jax is imported already, and its flags are read once")
     flags: dict[str, str] = {}

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.arguments import Seed, Size, check_call, checked
+from jfsdp.arguments import Count, Seed, check_call, checked
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
@@ -225,7 +225,7 @@ class ShardedModel:
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
         *,
-        accumulate: int = 1,
+        accumulate: Count = 1,
         reduce: str | None = None,
         reshard_after_backward: bool | Mapping[str, bool] = True,
         max_grad_norm: float | None = None,
@@ -233,7 +233,7 @@ class ShardedModel:
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
         schedule: str | Schedule = "1f1b",
-        pipe_repeats: Size = 1,
+        pipe_repeats: Count = 1,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
@@ -302,14 +302,14 @@ class ShardedModel:
         self,
         loss_fn: LossFn,
         *,
-        accumulate: int = 1,
+        accumulate: Count = 1,
         reduce: str | None = None,
         reshard_after_backward: bool | Mapping[str, bool] = True,
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
         schedule: str | Schedule = "1f1b",
-        pipe_repeats: Size = 1,
+        pipe_repeats: Count = 1,
     ) -> GradStep:
         """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
 

@@ -539,7 +539,7 @@ def test_a_layout_that_is_no_pipeline_is_refused_by_name(given, message):
     [
         ({"pipe_repeats": 3}, "4 layers do not fall into pipe_repeats=3 parts for each of 2 stages .*6 has to divide"),
         ({"pipe_repeats": 2, "accumulate": 3}, "accumulate=3 .*take 4, or pipe_repeats=1"),
-        ({"pipe_repeats": 0}, "pipe_repeats=0 must be at least 1"),
+        ({"pipe_repeats": 0}, "pipe_repeats=0 must be a whole number, at least 1"),
         ({"schedule": "zb"}, "schedule 'zb' is unknown; the schedules are 1f1b, gpipe"),
         ({"schedule": None}, "schedule=None must be text or a Schedule"),
     ],

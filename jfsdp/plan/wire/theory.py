@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from jfsdp.arguments import Size, checked
+from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine import movements
 from jfsdp.engine.movements import REDUCE, Passes
 from jfsdp.layout.leaf import Leaf
@@ -126,7 +126,7 @@ def expected_wire(layout: Layout, **step: Any) -> tuple[Expected, ...]:
 def find_moves(
     layout: Layout,
     *,
-    accumulate: int = 1,
+    accumulate: Count = 1,
     reduce: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
     program: str = movements.MANUAL,

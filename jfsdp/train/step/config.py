@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,10 +51,6 @@ class StepConfig:
     pipe_repeats: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.accumulate, numbers.Integral) or self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate!r} must be a whole number, at least 1")
-        if self.pipe_repeats < 1:
-            raise ValueError(f"pipe_repeats={self.pipe_repeats} must be at least 1")
         if self.reduce not in (None, "every", "once"):
             raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
         norm = self.max_grad_norm
