@@ -176,7 +176,7 @@ REFUSED = {
     "train_step: accumulate=True must be a whole number": lambda: MODEL.train_step(max, ADAM, accumulate=True),
     "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
     "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
-    "init_from: params['bias'] is nothing, and model.leaf_shapes() has float32[16]": lambda: MODEL.init_from(ADAM, {}),
+    "init_from: params are not the leaves of this model:\n  missing: bias": lambda: MODEL.init_from(ADAM, {}),
     "init_from: params['bias']=3 must be an Array": lambda: MODEL.init_from(ADAM, {"bias": 3}),  # type: ignore
     "Snapshots: directory=3 must be text or a path": lambda: jfsdp.Snapshots(3, "run"),  # type: ignore[arg-type]
     "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.Snapshots("a", "run").take(

@@ -59,5 +59,4 @@ def _sum(mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
 def _as_bits(block: jax.Array) -> jax.Array:
     if not jnp.issubdtype(block.dtype, jnp.floating):
         return block
-    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[block.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(block, bits)
+    return jax.lax.bitcast_convert_type(block, jnp.dtype(f"uint{8 * block.dtype.itemsize}"))

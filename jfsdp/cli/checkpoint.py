@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
-from jfsdp.cli.console import BROKEN, make_console, progress_of
+from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.options import Number, optional
 from jfsdp.trainer.spelling import check_numbers
@@ -221,9 +221,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _print_steps(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table("step", "bytes", "written", "metrics", box=None, pad_edge=False)
+    table = make_table("step", "bytes", "written", "metrics")
     for row in rows:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("metrics") or {}).items())
         shown = row["problem"] or metrics
@@ -240,8 +238,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _print_checkpoint(found: dict[str, Any]) -> None:
-    import numpy as np
-    from rich.table import Table
+    from jax.numpy import dtype
 
     from jfsdp.layout.lora import Adapter
 
@@ -260,13 +257,10 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
     kinds = collections.Counter(Adapter.from_dict(one).kind for one in layout.get("adapters", ()))
     for kind, num in kinds.items():
         console.print(f"adapters: {kind}, of {num} arrays")
-    table = Table("array", "shape", "dtype", box=None, pad_edge=False)
-    table.add_column("bytes", justify="right")
+    table = make_table("array", "shape", "dtype", "bytes", right=["bytes"])
     total = 0
     for name, entry in arrays.items():
-        from jax.numpy import dtype
-
-        size = int(np.prod(entry["shape"], dtype=np.int64)) * dtype(entry["dtype"]).itemsize
+        size = math.prod(entry["shape"]) * dtype(entry["dtype"]).itemsize
         total += size
         kind = f"{entry['dtype']} ({entry['key_impl']} key)" if entry["key_impl"] else entry["dtype"]
         table.add_row(name, " ".join(map(str, entry["shape"])) or "scalar", kind, f"{size:,}")
@@ -293,8 +287,6 @@ def _print_verified(results: dict[str, Any]) -> None:
 
 
 def _print_differences(found: Differences) -> None:
-    from rich.table import Table
-
     console = make_console()
     for owner, names in (("A", found.only_first), ("B", found.only_second)):
         for name in names:
@@ -302,7 +294,7 @@ def _print_differences(found: Differences) -> None:
     for name, one, two in found.kinds:
         console.print(f"{name}: A has {one}, B {two}")
     if found.values:
-        table = Table("array", "max |a-b|", "over max |a|", "elements", "at", box=None, pad_edge=False)
+        table = make_table("array", "max |a-b|", "over max |a|", "elements", "at")
         for row in found.values:
             at = " ".join(map(str, row.at))
             table.add_row(row.name, f"{row.max_abs:.4g}", f"{row.max_rel:.4g}", f"{row.num_elements:,}", at)

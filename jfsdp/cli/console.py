@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
@@ -17,6 +17,20 @@ def make_console() -> Any:
 
     console = Console(highlight=False, markup=False, soft_wrap=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+
+
+def make_table(*columns: str, right: Collection[str] = ()) -> Any:
+    """Make a table without lines.
+
+    Args:
+      right: the columns of numbers, which end at the right.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfsdp.cli.console import GIB, make_console
+from jfsdp.cli.console import GIB, make_console, make_table
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.trainer.options import Decimal, Location, Name
@@ -108,11 +108,9 @@ def _others_on_stderr() -> Iterator[None]:
 
 
 def _print_processes(found: Processes, directory: Path) -> None:
-    from rich.table import Table
-
     console = make_console()
     names = ("host", "processes", "devices of each", "memory of each", f"free in {directory}", "free in /dev/shm")
-    table = Table(*names, box=None)
+    table = make_table(*names)
     by_host: dict[int, list[int]] = {}
     for process, one in enumerate(found.facts):
         by_host.setdefault(one["host"], []).append(process)
@@ -126,7 +124,7 @@ def _print_processes(found: Processes, directory: Path) -> None:
         )
     console.print(table)
     console.print(f"clocks differ by at most {found.skew_s * 1e3:.1f} ms\n")
-    table = Table("axis", "size", "crosses", "all-gather", "GB/s per device", box=None)
+    table = make_table("axis", "size", "crosses", "all-gather", "GB/s per device")
     for link in found.links:
         table.add_row(link.axis, str(link.size), link.crosses, f"{link.seconds * 1e3:.2f} ms", f"{link.gb_per_s:.2f}")
     console.print(table)
@@ -142,9 +140,7 @@ def _gib(size: int | None) -> str:
 
 
 def _table_of(findings: list[Finding]) -> Any:
-    from rich.table import Table
-
-    table = Table("", "about", "what was found", "what to do", box=None, pad_edge=False)
+    table = make_table("", "about", "what was found", "what to do")
     for finding in findings:
         table.add_row(finding.severity.value, finding.topic, finding.text, finding.remedy)
     return table if findings else "nothing is wrong"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.console import make_console, make_table
 from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
@@ -89,15 +89,11 @@ def _print(state: TrainState, program: dict[str, Any]) -> None:
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:
-    from rich.table import Table
-
     from jfsdp.layout.report import reason
 
-    table = Table("path", "shape", "unit", "param at rest", "in use", "optimizer", box=None, pad_edge=False)
-    table.add_column("bytes/device", justify="right")
-    if count.host_total:
-        table.add_column("on the host", justify="right")
-    table.add_column("reason")
+    numbers = ("bytes/device", "on the host") if count.host_total else ("bytes/device",)
+    columns = ("path", "shape", "unit", "param at rest", "in use", "optimizer", *numbers, "reason")
+    table = make_table(*columns, right=numbers)
     for leaf in layout.leaves:
         host = [f"{count.host_by_leaf[leaf.path]:,}"] if count.host_total else []
         table.add_row(*_row(leaf), f"{count.by_leaf[leaf.path]:,}", *host, reason(layout, leaf))
@@ -113,9 +109,7 @@ def _row(leaf: Leaf) -> list[str]:
 
 
 def _units(layout: Layout) -> Any:
-    from rich.table import Table
-
-    table = Table("unit", "class", "layers", "leaves", "after forward", "remat", box=None, pad_edge=False)
+    table = make_table("unit", "class", "layers", "leaves", "after forward", "remat")
     for unit, policy in zip(layout.units, layout.policies, strict=True):
         stacked = [layout.by_path[path].shape[0] for path in unit.leaves[:1]] if unit.stacked else []
         layers = (str(stacked[0]) if stacked else "1") + (" (guessed)" if unit.is_guessed else "")

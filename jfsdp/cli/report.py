@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.console import make_console, make_table
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.gpus import Gpu
@@ -106,12 +106,7 @@ _NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/
 
 
 def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
-    return table
+    return make_table(*columns, right=_NUMBERS)
 
 
 def _memory(plan: Plan) -> Any:

@@ -21,6 +21,7 @@ from flax.errors import ScopeParamNotFoundError
 from jfsdp.arguments import checked
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import Adapter
+from jfsdp.layout.report import list_differences
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, local_rules, struct_of
@@ -126,18 +127,14 @@ class LinenModel:
     def _check_given(self, variables: dict[str, Any], wanted: Arrays) -> dict[str, Any]:
         params, state = self._split(variables, wanted[RNG_KEY])
         given = {**params, **state}
-        missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-        if missing or extra:
+        there, here = ({name: str(list(x.shape)) for name, x in of.items()} for of in (given, wanted))
+        kinds = ("extra", "missing", "of another shape")
+        lines = list_differences(there, here, owners=("the variables have", "init makes"), kinds=kinds)
+        if lines:
             raise ValueError(
-                f"the variables given are not those of {type(self.module).__name__}: missing {missing[:4]}, extra "
-                f"{extra[:4]} ({len(missing)} and {len(extra)} in all); pass all collections that module.init returns"
+                f"the variables given are not those of {type(self.module).__name__}:\n{lines}\n  pass all collections "
+                "that module.init returns"
             )
-        for name, value in given.items():
-            if tuple(value.shape) != tuple(wanted[name].shape):
-                raise ValueError(
-                    f"{name}: the variables given have shape {tuple(value.shape)}, and init of "
-                    f"{type(self.module).__name__} makes {tuple(wanted[name].shape)}"
-                )
         return variables
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:

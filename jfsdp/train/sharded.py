@@ -22,6 +22,7 @@ from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import layer_shapes, part_shapes
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
+from jfsdp.layout.report import list_differences
 from jfsdp.layout.table import Layout
 from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
@@ -102,15 +103,11 @@ class ShardedModel:
           seed: of the rest of the model's state (rng keys).
 
         Raises:
-          ValueError: naming the first parameter that is missing, unknown, or of another shape or dtype.
+          ValueError: listing the parameters that are missing, unknown, or of another shape or dtype.
         """
         params = {**self._first_adapters(params, seed), **params}
-        arrays = params, self.leaf_shapes()
-        there, wanted = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in arrays)
-        for path in sorted({**there, **wanted}):
-            if there.get(path) != wanted.get(path):
-                given, right = (x.get(path, "nothing") for x in (there, wanted))
-                raise ValueError(f"init_from: params[{path!r}] is {given}, and model.leaf_shapes() has {right}")
+        if lines := _differences(params, self.leaf_shapes(), ("params have", "model.leaf_shapes() has")):
+            raise ValueError(f"init_from: params are not the leaves of this model:\n{lines}")
         with model_mesh(self.mesh):
             keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
             model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
@@ -132,20 +129,17 @@ class ShardedModel:
         Memory:  the state, and for a moment the old optimizer's state.
 
         Raises:
-          ValueError: naming the first parameter that is stored in another shape or dtype.
+          ValueError: listing the parameters that are stored in another shape or dtype.
         """
         states.check_live("adopt", state)
         leaves, wanted = by_leaf(state).params, self.leaf_shapes()
         added = {*part_shapes(self.model.adapters), *layer_shapes(self.model.adapters)}
         wanted = {path: x for path, x in wanted.items() if path in leaves or path not in added}
-        for path in sorted({**leaves, **wanted}):
-            kinds = [f"{x[path].dtype}{list(x[path].shape)}" if path in x else "nothing" for x in (leaves, wanted)]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"{path}: the state stores {kinds[0]}, and this model {kinds[1]}; adopt takes a state of the same "
-                    "model on the same mesh, and adds adapters; first move it, by jfsdp.reshard, to one that stores "
-                    "as this model does"
-                )
+        if lines := _differences(leaves, wanted, ("the state stores", "this model")):
+            raise ValueError(
+                f"adopt takes a state of the same model on the same mesh, and adds adapters; of this state leaves are\n"
+                f"{lines}\n  first move it, by jfsdp.reshard, to one that stores as this model does"
+            )
         fresh = self.init_from(tx, {path: jax.device_put(leaves[path], x.sharding) for path, x in wanted.items()})
         kept = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state)))
 
@@ -386,3 +380,10 @@ class ShardedModel:
     def _whole_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         whole = jax.device_put(value, self._whole(), may_alias=False).addressable_data(0)
         return whole[tuple(map(slice, shape))]
+
+
+def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], owners: tuple[str, str]) -> str:
+    """List how leaves differ from those that a model stores: in names, dtypes and shapes; "": not at all."""
+    there, here = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in (given, wanted))
+    kinds = ("unknown to the model", "missing", "of another shape or dtype")
+    return list_differences(there, here, owners=owners, kinds=kinds)

@@ -225,7 +225,7 @@ def test_a_state_goes_on_with_leaves_that_were_frozen():
     trained = logical(free.train_step(token_loss, tx, check_loss=False)(state, batches[2])[0])
     assert int(trained["step"]) == 3 and int(trained["opt_state.0.count"]) == 3
     assert (trained["params.embed.embedding"] != after["params.embed.embedding"]).any()
-    with pytest.raises(ValueError, match=r"the state stores float32\[.*by jfsdp.reshard"):
+    with pytest.raises(ValueError, match=r"(?s)the state stores float32\[.*by jfsdp.reshard"):
         shard(num_devices=4).adopt(frozen.init(tx), tx)
 
 
@@ -243,7 +243,7 @@ def test_a_state_goes_on_with_adapters_beside_its_weights():
     }
     state, _ = adapted.train_step(token_loss, tx, check_loss=False)(state, batches[1])
     assert int(state.step) == 2 and int(state.model_state["lora_dropout.count"]) == 1
-    with pytest.raises(ValueError, match=r"lora_a: the state stores float32\[.*, and this model nothing"):
+    with pytest.raises(ValueError, match=r"unknown to the model: .*lora_a"):
         plain.adopt(adapted.init(tx), tx)
 
 
