@@ -280,19 +280,20 @@ def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
     Raises:
       ValueError: if a pattern matches nothing, or nothing is left.
     """
-    chosen = list(arrays) if only is None else _matching("only", only, arrays)
-    skipped = set() if skip is None else set(_matching("skip", skip, arrays))
-    left = [name for name in arrays if name in set(chosen) and name not in skipped]
+    chosen = set(arrays) if only is None else _matching("only", only, arrays)
+    skipped = set() if skip is None else _matching("skip", skip, arrays)
+    left = [name for name in arrays if name in chosen - skipped]
     if not left:
         raise ValueError(f"only={only!r} and skip={skip!r} leave nothing to read; widen one of them")
     return left
 
 
-def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any]) -> list[str]:
+def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any]) -> set[str]:
     """Return the names that patterns choose; one that chooses nothing is an error that tells close names."""
+    chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
-            select_leaves(what, pattern, arrays, {})
+            chosen.update(select_leaves(what, pattern, arrays, {}))
         except ValueError:
             near = [name for name in arrays if f".{pattern}" in f".{name}"][:6]
             tops = sorted({name.partition(".")[0] for name in arrays})
@@ -300,7 +301,7 @@ def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any
             raise ValueError(
                 f"{what}={pattern!r} matches no array; names begin with {', '.join(tops)}; {told}"
             ) from None
-    return list(select_leaves(what, patterns, arrays, {}))
+    return chosen
 
 
 def check_matches(

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -238,6 +238,7 @@ class Merge:
     0; 2 for a wrong path, an adapter of another base, or values that are not finite.
     """
 
+    SIGN: ClassVar = 1
     base: tyro.conf.Positional[_Base]
     adapter: tyro.conf.Positional[_Adapter]
     target: tyro.conf.Positional[_Target]
@@ -247,7 +248,13 @@ class Merge:
     """Print JSON."""
 
     def run(self) -> int:
-        return _merge(self, 1)
+        from jfsdp.checkpoint.foreign.merged import merge_peft
+
+        check_numbers(self, max_shard_gb=1e-6)
+        most = int(self.max_shard_gb * 1e9)
+        written = merge_peft(self.base, self.adapter, self.target, sign=self.SIGN, max_shard_bytes=most)
+        _say_written(self.json, self.base, written)
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,18 +264,7 @@ class Unmerge(Merge):
     Exit status: as merge.
     """
 
-    def run(self) -> int:
-        return _merge(self, -1)
-
-
-def _merge(options: Merge, sign: int) -> int:
-    from jfsdp.checkpoint.foreign.merged import merge_peft
-
-    check_numbers(options, max_shard_gb=1e-6)
-    most = int(options.max_shard_gb * 1e9)
-    written = merge_peft(options.base, options.adapter, options.target, sign=sign, max_shard_bytes=most)
-    _say_written(options.json, options.base, written)
-    return 0
+    SIGN: ClassVar = -1
 
 
 def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:

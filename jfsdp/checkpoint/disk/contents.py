@@ -126,7 +126,9 @@ def _one(name: str, data: Any, logical: Logical) -> Stored:
         sizes = tuple(slice(0, part.stop - part.start) for part in inside)
         return [Part(name, inside, lambda block: block[(*sizes, ...)])]
 
-    return Stored(data, {name: logical}, {name: _smaller(_block_shape(data), logical.shape)}, parts)
+    return Stored(
+        data, {name: logical}, {name: _smaller(data.sharding.shard_shape(tuple(data.shape)), logical.shape)}, parts
+    )
 
 
 def one_array(name: str, logical: Any, stored: Any) -> Stored:
@@ -195,10 +197,6 @@ def _cut(index: Index, shape: tuple[int, ...]) -> Index:
 
 def _smaller(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(min, one, other))
-
-
-def _block_shape(data: Any) -> tuple[int, ...]:
-    return tuple(data.sharding.shard_shape(tuple(data.shape)))
 
 
 def owned_shards(arrays: list[Stored]) -> list[list[Any]]:

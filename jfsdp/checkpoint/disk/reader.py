@@ -91,11 +91,8 @@ class CheckpointSource:
             ) from error
 
     def _open(self, name: str) -> Any:
-        if name not in self._stores:
-            self._stores[name] = self._open_anew(name)
-        return self._stores[name]
-
-    def _open_anew(self, name: str) -> Any:
+        if name in self._stores:
+            return self._stores[name]
         import tensorstore as ts
 
         # Not a URL: in one, the characters % # ? of a path mean something else.
@@ -105,7 +102,8 @@ class CheckpointSource:
             "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
             "fill_missing_data_reads": False,  # a chunk that is gone is an error, and not zeros
         }
-        return ts.open(spec, open=True, read=True, context=self._context).result()
+        self._stores[name] = ts.open(spec, open=True, read=True, context=self._context).result()
+        return self._stores[name]
 
     def chunk_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the pieces in which an array is stored: to read whole ones is cheapest.
