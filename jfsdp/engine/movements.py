@@ -202,8 +202,8 @@ def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool 
 
 
 def group_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the data axes over which parameters and accumulators are all repeated while another axis splits some."""
-    used = {axis for leaf in layout.leaves for name in ("param", "grad") for axis in _axes(leaf, name)}
+    """Return the data axes over which what is gathered and accumulators are repeated while another axis splits some."""
+    used = {axis for leaf in layout.leaves for name in (leaf.source, "grad") for axis in _axes(leaf, name)}
     return tuple(axis for axis in layout.data_axes if axis not in used) if used else ()
 
 

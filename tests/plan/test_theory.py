@@ -264,12 +264,13 @@ def test_one_device_sends_nothing():
     assert expected_wire(layout(mesh=(("fsdp", 1),))) == ()
 
 
-def test_between_groups_only_the_shard_of_the_group_is_summed():
-    """A strategy by hand: the master over all devices, so that every microbatch is reduced over groups too."""
+@pytest.mark.parametrize(("param_dtype", "size"), [("bfloat16", 2), (None, 4)])
+def test_between_groups_only_the_shard_of_the_group_is_summed_and_once_in_every_precision(param_dtype, size):
+    """A strategy by hand: accumulators of the group, optimizer states over all devices."""
     own = jfsdp.Strategy("own", jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.ALL)
-    found = by_what(layout(own, mesh=GROUPS))
-    assert found["reduce"] == pytest.approx(2 * P * GROUP_SHARE)
-    assert found["reduce over groups"] == pytest.approx(2 * GROUP_SHARE * 2 * P / GROUP)
+    found = wire(layout(own, mesh=GROUPS, param_dtype=param_dtype), accumulate=4)
+    assert found["reduce-scatter", GROUP] == pytest.approx(4 * size * P * GROUP_SHARE + size * P / GROUP * GROUP_SHARE)
+    assert "all-reduce" not in {kind for kind, _ in found}
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "uint8", "bool", "complex64"])

@@ -93,14 +93,15 @@ def test_several_microbatches_are_summed_once_after_the_last():
     assert {eqn.primitive.name for eqn in equations[-3:]} == {"psum"}
 
 
-def make_layout(strategy, **sizes):
+def make_layout(strategy, mp_policy=None, **sizes):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:4])
-    return jfsdp.fully_shard(Each, mesh=mesh, units=[Block], strategy=strategy).layout
+    return jfsdp.fully_shard(Each, mesh=mesh, units=[Block], strategy=strategy, mp_policy=mp_policy).layout
 
 
-def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end():
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])  # in bfloat16 a copy of the parameters is at rest
+def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end(param_dtype):
     further = jfsdp.Strategy("further", jfsdp.Split.GROUP, jfsdp.Split.GROUP, jfsdp.Split.ALL)
-    layout = make_layout(further, replica=2, fsdp=2)
+    layout = make_layout(further, jfsdp.MixedPrecisionPolicy(param_dtype), replica=2, fsdp=2)
     assert deferred_axes(layout, accumulate=1, once=False) == ("replica",)
 
 
