@@ -4,7 +4,7 @@
 
     JAX         JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
     torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK, LOCAL_WORLD_SIZE    (and `jfsdp launch`)
-    Kubernetes  JOB_COMPLETION_INDEX of an indexed Job, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT of its manifest
+    Kubernetes  JOB_COMPLETION_INDEX of an indexed Job, with WORLD_SIZE (pods), MASTER_ADDR, MASTER_PORT of its manifest
     Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, with MASTER_ADDR and MASTER_PORT; without, JAX
                 finds the address itself
     Slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID,
@@ -154,7 +154,8 @@ def _torchrun(told: _Told) -> Place | None:
 
 
 def _kubernetes(told: _Told) -> Place | None:
-    if not told.has("JOB_COMPLETION_INDEX") or not told.has("WORLD_SIZE"):
+    # With RANK the number of processes is that of a launcher in the pod, and not of pods.
+    if told.has("RANK") or not told.has("JOB_COMPLETION_INDEX") or not told.has("WORLD_SIZE"):
         return None
     process, count = told.below("JOB_COMPLETION_INDEX", "WORLD_SIZE")
     return Place("JOB_COMPLETION_INDEX and WORLD_SIZE", told.address("JOB_COMPLETION_INDEX"), count, process)

@@ -10,6 +10,7 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 NCCL_DEBUG=WARN NCCL_LAUNCH_ORDER_IMP
 
 # One task that fails ends the step; each task takes the GPU of its number on the node, so all must see all of them.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-  python scripts/train.py --recipe llama-8b --run-dir "$RUN" --resume auto --fall-back --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
+  python scripts/train.py --recipe llama-8b --global-batch 256 --run-dir "$RUN" --resume auto --fall-back \
+  --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
 [ $code = 0 ] || [ $code = 143 ] || exit $code # 143: SIGTERM before training began
 [ $code = 0 ] && grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"

@@ -57,6 +57,7 @@ ONE_TASK_PER_NODE = SRUN | {
         (MPIRUN | {"MASTER_ADDR": "h", "MASTER_PORT": "1"}, Place("Open MPI", "h:1", 4, 3, 2, 1)),
         (INDEXED_JOB, Place("JOB_COMPLETION_INDEX and WORLD_SIZE", "run-0.run:1234", 4, 2)),
         ({"JOB_COMPLETION_INDEX": "0"}, None),
+        (INDEXED_JOB | TORCHRUN, BY_TORCHRUN),  # a launcher of four in each of two pods
         (JAX, Place("JAX_NUM_PROCESSES and JAX_PROCESS_ID", "node0:99", 2, 1)),
     ],
 )
