@@ -27,7 +27,8 @@ class Launch:
 
     The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. Give that --run-dir and
     --resume auto: then a restart goes on from the last checkpoint. On several hosts start one on each, by srun (one
-    task per host), or with --nnodes, --node-rank and --rendezvous. Exit status: that of the process that failed first.
+    task per host), or with --nnodes, --node-rank and --rendezvous. Exit status: that of the process of this host that
+    failed first.
     """
 
     nproc: Count = 1
