@@ -94,6 +94,6 @@ class LinenTower(linen.Module):
         return linen.Dense(VOCAB, name="head")(x)
 
 
-def linen_tower(stacked=True):
+def linen_tower(stacked=True, num_layers=3):
     """The Linen tower as `fully_shard` and the reference take it."""
-    return LinenTower(stacked), (jax.ShapeDtypeStruct((1, 6), jnp.int32),)
+    return LinenTower(stacked, num_layers=num_layers), (jax.ShapeDtypeStruct((1, 6), jnp.int32),)

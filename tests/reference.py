@@ -72,7 +72,7 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
         mask = jax.tree_util.tree_map_with_path(is_frozen, model.params)
         tx = optax.chain(optax.masked(tx, jax.tree.map(lambda x: not x, mask)), optax.masked(optax.set_to_zero(), mask))
     tx = optax.with_extra_args_support(tx)
-    opt_state = tx.init(model.params)
+    opt_state = jax.jit(tx.init)(model.params)  # operation by operation, each is a program
 
     @jax.jit
     def step(params, state, opt_state, batch):

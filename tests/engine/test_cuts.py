@@ -49,7 +49,7 @@ ROWS = cover(COLUMNS)
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), thin(ROWS, 4))
+@pytest.mark.parametrize(tuple(COLUMNS), thin(ROWS, 5))
 def test_steps_equal_one_device(strategy, engine, mesh, model, accumulate):
     options: dict[str, Any] = {"strategy": strategy}
     if strategy == "hpz":

@@ -87,15 +87,19 @@ def train(params, state, loss, batches, *, devices, accumulate):
 
     @jax.jit
     def step(params, state, opt_state, batch):
-        grads, sums, after = jax.tree.map(jnp.zeros_like, params), np.zeros(2), state
-        for place in range(devices):
-            own = jax.tree.map(lambda x, place=place: jnp.split(x, devices)[place], batch)
-            here = jax.tree.map(lambda x, place=place: fold(x, place), state)
+        def one(sums, place):
+            own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:])[place], batch)
+            here = jax.tree.map(lambda x: fold(x, place), state)
             for part in range(accumulate):
                 rows = jax.tree.map(lambda x, part=part: x[part::accumulate], own)
                 (value, (weight, here)), new = jax.value_and_grad(total, has_aux=True)(params, here, rows)
-                grads, sums = jax.tree.map(jnp.add, grads, new), sums + jnp.stack([value, weight])
-            after = jax.tree.map(lambda old, new: old if reference.is_key(old) else new, state, here)
+                sums = jax.tree.map(jnp.add, sums, (new, jnp.stack([value, weight])))
+            return sums, jax.tree.map(lambda old, new: jnp.zeros(()) if reference.is_key(old) else new, state, here)
+
+        (grads, sums), after = jax.lax.scan(
+            one, (jax.tree.map(jnp.zeros_like, params), jnp.zeros(2)), jnp.arange(devices)
+        )
+        after = jax.tree.map(lambda old, new: old if reference.is_key(old) else new[-1], state, after)
         updates, opt_state = TX.update(jax.tree.map(lambda g: g / sums[1], grads), opt_state, params)
         return optax.apply_updates(params, updates), after, opt_state, sums[0] / sums[1]
 

@@ -25,13 +25,13 @@ from tests.pairwise import cover
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
-STEPS, LAYERS, RATE = 5, 3, 0.4
+STEPS, LAYERS, RATE = 5, 2, 0.4
 UP, DOWN = "up.kernel", "down.kernel"
 SOURCES: dict[str, Any] = {
-    "stacked": (Tower, [Block], "blocks"),
-    "listed": (lambda rngs: Tower(rngs, stacked=False), [Block], "blocks.{}"),
-    "linen": (linen_tower(True), [LinenBlock], "blocks"),
-    "linen, listed": (linen_tower(False), [LinenBlock], "blocks_{}"),
+    "stacked": (lambda rngs: Tower(rngs, num_layers=LAYERS), [Block], "blocks"),
+    "listed": (lambda rngs: Tower(rngs, stacked=False, num_layers=LAYERS), [Block], "blocks.{}"),
+    "linen": (linen_tower(True, LAYERS), [LinenBlock], "blocks"),
+    "linen, listed": (linen_tower(False, LAYERS), [LinenBlock], "blocks_{}"),
 }
 MESHES = {"8": {"fsdp": 8}, "2x2": {"replica": 2, "fsdp": 2}, "1": {"fsdp": 1}}
 
@@ -157,7 +157,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), thin(cover(COLUMNS), 2))
+@pytest.mark.parametrize(tuple(COLUMNS), thin(cover(COLUMNS), 3))
 def test_steps_equal_one_device_that_drops_by_hand(engine, mesh, name, accumulate, dora, remat):
     check(name, MESHES[mesh], engine=engine, accumulate=accumulate, dora=dora, remat=remat)
 
@@ -171,7 +171,8 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
-@pytest.mark.parametrize("case", CASES)
+# What is cut is cut under program manual, where it cuts the masks' keys too.
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.proof] * (x in ("cut", "zero2"))) for x in CASES])
 def test_every_setting_drops_alike(case):
     name, mesh, options = CASES[case]
     check(name, mesh, **options)
@@ -199,7 +200,8 @@ def test_below_jit_of_linen_a_step_drops_anew_and_evaluation_does_not():
         model = jfsdp.fully_shard((JitTower(), tokens), units=[LinenBlock], lora=lora(dropout=rate))
         state, batch = model.init(optax.sgd(0.0)), make_batches(1)[0]
         state = with_parts(state)
-        evaluate, step = model.forward(token_loss), model.train_step(token_loss, optax.sgd(0.0))
+        evaluate = model.forward(token_loss)
+        step = model.train_step(token_loss, optax.sgd(0.0), check_loss=False)
         found = [float((one := evaluate(state, batch)).total / one.weight)]
         for _ in range(2):
             state, metrics = step(state, batch)

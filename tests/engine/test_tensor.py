@@ -165,7 +165,7 @@ def test_every_setting_equals_one_device(case):
 
 WEIGHTS_CUT = list(itertools.product((*CUT, "llama-list", "gpt2"), MESHES, ("manual", "xla")))
 WEIGHTS_CUT += [("vit", mesh, "xla") for mesh in MESHES]  # its norms are of the whole batch
-CUT_HERE = [("llama-cut", "2x2x2", "manual"), ("vit-odd", "4x2", "manual")]
+CUT_HERE = [("llama-cut", "2x2x2", "manual")]  # an odd number of tokens is that of the test below
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,8 @@ def test_devices_along_the_models_axis_draw_the_same_masks(engine):
     assert is_same == (engine == "xla")
 
 
-@pytest.mark.parametrize(("model", "engine"), thin(itertools.product(DROPPING, ("manual", "xla")), 6))
+@pytest.mark.proof
+@pytest.mark.parametrize(("model", "engine"), list(itertools.product(DROPPING, ("manual", "xla"))))
 def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model, engine):
     monkeypatch.setitem(models_published.MODELS, model, DROPPING[model])
     found = []
@@ -284,8 +285,8 @@ def test_evaluation_runs_on_the_models_axes_too():
     model = jfsdp.fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20)
     state, batch = model.init(TX), make_batches(1)[0]
     found = model.forward(lambda model, rows: token_loss(model, rows).total)(state, batch)
-    plain = token_loss(SplitTower(nnx.Rngs(0)), batch)
-    assert float(found) == pytest.approx(float(plain.total), rel=1e-3)
+    plain = jax.jit(lambda batch: token_loss(SplitTower(nnx.Rngs(0)), batch).total)(batch)
+    assert float(found) == pytest.approx(float(plain), rel=1e-3)
 
 
 def stating(spec):

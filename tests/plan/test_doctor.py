@@ -220,7 +220,7 @@ def test_problems_come_before_notes():
     assert severities == [Severity.PROBLEM, Severity.NOTE]
 
 
-@pytest.mark.parametrize("platforms", ["cpu", ""])
+@pytest.mark.parametrize("platforms", ["", pytest.param("cpu", marks=pytest.mark.proof)])
 def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platforms):
     """Without a platform, the CUDA plugin complains first where there is no driver; that is not what ends JAX."""
     env = os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": platforms}

@@ -103,6 +103,7 @@ def test_no_array_of_a_frozen_weights_shape_is_computed(engine):
     assert not computed(*program(engine))
 
 
+@pytest.mark.proof
 def test_the_derivative_of_a_weight_that_is_trained_is_seen():
     module, _ = program("manual", also=("lm_head",))
     _, layout = program("manual")

@@ -72,8 +72,15 @@ def test_a_chunk_is_what_the_device_holds_of_each_leaf():
             np.testing.assert_array_equal(shard.data, wanted)
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
-@pytest.mark.parametrize("stacked", [True, False])
+# Each form of layers on every second mesh.
+@pytest.mark.parametrize(
+    ("mesh", "stacked"),
+    [
+        pytest.param(mesh, stacked, marks=[pytest.mark.proof] * (place % 2 == stacked))
+        for place, mesh in enumerate(MESHES)
+        for stacked in (True, False)
+    ],
+)
 def test_the_first_state_is_bitwise_that_of_per_parameter_storage(mesh, stacked):
     source = lambda rngs: Tower(rngs, stacked=stacked)  # noqa: E731
     wanted = make(source, mesh, storage="per_parameter", min_size=0).init(TX)
