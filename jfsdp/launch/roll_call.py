@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import platform
 import queue
@@ -18,13 +19,15 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jfsdp.launch.environment import Place
+from jfsdp.launch.environment import JOIN_TIMEOUT, Place
+from jfsdp.launch.watch import say
 
 _MOST_BYTES = 1 << 20  # of what a process tells
 _PATIENCE_S = 5.0  # for one that has connected to say who it is
+_SILENT_S = 10.0  # that process 0 waits without saying for whom
 
 
 class NotAllThere(ValueError):
@@ -32,7 +35,7 @@ class NotAllThere(ValueError):
 
 
 def call_roll(place: Place, told: Mapping[str, Any], timeout_s: float) -> list[int]:
-    """Wait until all processes of a run are there, and compare what they tell.
+    """Wait until all processes of a run are there, and compare what they tell. Process 0 says once for whom it waits.
 
     Cost: one connection of each process to process 0, of a few kB; at most twice `timeout_s` seconds, where process 0
       comes at the end of the time of others.
@@ -78,9 +81,16 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_npro
     acceptor = threading.Thread(target=_accept, args=(server, own, came), daemon=True)
     with server:
         acceptor.start()
-        while not problem and _awaited(present) and (left := deadline - time.monotonic()) > 0:
+        say_at = begin + _SILENT_S
+        while not problem and (awaited := _awaited(present)) and (left := deadline - time.monotonic()) > 0:
+            if time.monotonic() >= say_at:
+                say_at = math.inf
+                say(
+                    f"process {own['process']} waits for {len(awaited)} of {own['count']} processes: {_some(awaited)}; "
+                    f"{left:.0f} s more (jfsdp launch --join-timeout, {JOIN_TIMEOUT})"
+                )
             with contextlib.suppress(queue.Empty):
-                found, connection = came.get(timeout=left)
+                found, connection = came.get(timeout=max(0.0, min(deadline, say_at) - time.monotonic()))
                 others.append(connection)
                 problem = _clash(found, present)
                 present[found["process"]] = found
@@ -198,11 +208,16 @@ def _missing(present: Mapping[int, Any], count: int, waited_s: float) -> str:
     absent = sorted(set(range(count)) - present.keys())
     if not absent:
         return ""
-    some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    some, came = _some(absent), [one["who"] for one in present.values()]
     return (
         f"{len(absent)} of {count} processes did not come within {waited_s:.0f} s: {some}; look at their logs. Those "
-        f"that came: {', '.join(one['who'] for one in list(present.values())[:4])}{', ...' * (len(present) > 4)}"
+        f"that came: {', '.join(came[:4])}{', ...' * (len(came) > 4)}"
     )
+
+
+def _some(processes: Iterable[int]) -> str:
+    shown = sorted(processes)
+    return ", ".join(map(str, shown[:8])) + ", ..." * (len(shown) > 8)
 
 
 def differences(present: Mapping[int, tuple[str, Mapping[str, Any]]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jfsdp.launch import roll_call
 from jfsdp.launch.environment import Place
 from jfsdp.launch.roll_call import NotAllThere, call_roll, differences
 from jfsdp.launch.supervisor import free_port
@@ -43,6 +44,15 @@ def test_fewer_go_on_without_those_that_do_not_come():
     assert call([0, 1, 3], count=4, timeout_s=1.0, min_nproc=3) == [[0, 1, 3]] * 3
     found = call([0, 3], count=4, timeout_s=1.0, min_nproc=3)
     assert all("2 of 4 processes did not come" in text for text in found), found
+
+
+def test_process_0_says_once_for_whom_it_waits(monkeypatch, capsys):
+    monkeypatch.setattr(roll_call, "_SILENT_S", 2.0)
+    call([0, 2], count=4, timeout_s=4.0)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "2 of 4 processes: 1, 3;" in said[0], said
+    call([0, 1])
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("absent", [(2,), (0,), (0, 1)])
