@@ -142,6 +142,15 @@ def shard(**options: Any) -> Any:
     return jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), **{"min_size": 0, **options})
 
 
+def evaluated(donate: Sequence[int]) -> Any:
+    return MODEL.forward(lambda model, x: model(x), donate=donate)(MODEL.init(ADAM, 0), jnp.ones((8, 8)))
+
+
+class RngsByName(nnx.Module):
+    def __init__(self, *, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+
+
 REFUSED = {
     "make_mesh: fsdp='8' must be a whole number": lambda: jfsdp.make_mesh(fsdp="8"),  # type: ignore[arg-type]
     "make_mesh: fsdp=2.0 must be a whole number": lambda: jfsdp.make_mesh(fsdp=2.0),  # type: ignore[arg-type]
@@ -161,6 +170,9 @@ REFUSED = {
     "frozen adam returned GradientTransformationExtraArgs": lambda: shard(frozen=optax.adam),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
     "model is called as f(rngs), and takes something else": lambda: jfsdp.fully_shard(lambda: 3),
+    "class Linear, which is not made of rngs alone": lambda: jfsdp.fully_shard(nnx.Linear),
+    "lambda rngs: Linear(in_features=..., out_features=..., rngs=rngs)": lambda: jfsdp.fully_shard(nnx.Linear),
+    "lambda rngs: RngsByName(rngs=rngs)": lambda: jfsdp.fully_shard(RngsByName),
     "by_size: min_parameters=-1 must be a whole number, at least 1": lambda: jfsdp.by_size(-1),
     "Unit: stacked=-1 must be a whole number, at least 0 or None": lambda: jfsdp.Unit("a", -1),
     "MixedPrecisionPolicy: cast_forward_inputs='no' must be": lambda: jfsdp.MixedPrecisionPolicy(
@@ -176,9 +188,13 @@ REFUSED = {
     "train_step: accumulate=True must be a whole number": lambda: MODEL.train_step(max, ADAM, accumulate=True),
     "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
     "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
+    "forward: donate[0]=-1 must be a whole number, at least 0": lambda: MODEL.forward(max, donate=[-1]),
+    "donate=[0, 5]: [5] is no input": lambda: evaluated(donate=[0, 5]),
+    "donate=[0, 0]: [0] is no input or is named twice": lambda: evaluated(donate=[0, 0]),
     "init_from: params are not the leaves of this model:\n  missing: bias": lambda: MODEL.init_from(ADAM, {}),
     "init_from: params['bias']=3 must be an Array": lambda: MODEL.init_from(ADAM, {"bias": 3}),  # type: ignore
     "Snapshots: directory=3 must be text or a path": lambda: jfsdp.Snapshots(3, "run"),  # type: ignore[arg-type]
+    "Snapshots: directory='' is no path; name one": lambda: jfsdp.Snapshots("", "run"),
     "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.Snapshots("a", "run").take(
         -1, MODEL.abstract_state(ADAM)
     ),

@@ -55,9 +55,14 @@ class Snapshots:
     Args:
       directory: in memory, for this run alone; the processes of a host share it. `snapshot_dir(run_dir)` is one.
       run: what tells the run from another that used the directory; plain JSON, equal in all processes.
+
+    Raises:
+      ValueError: for a directory of no name.
     """
 
     def __init__(self, directory: PathLike, run: Any):
+        if not str(directory):
+            raise ValueError("Snapshots: directory='' is no path; name one in memory, such as '/dev/shm/my-run'")
         self.directory, self.run = Path(directory), run
         self._step: int | None = None  # that is being written
         self._thread: threading.Thread | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,8 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
             f"model {factory!r} is neither an nnx.Module, a factory f(rngs) -> nnx.Module, nor (linen_module, "
             "example_inputs)"
         )
-    check_call("model", factory, "rngs")
+    is_class = isinstance(factory, type) and issubclass(factory, nnx.Module)
+    _check_class(factory) if is_class else check_call("model", factory, "rngs")
     graphdefs = []
 
     def make() -> Any:
@@ -150,6 +152,22 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
 
     params, state = jax.eval_shape(make)
     return graphdefs[0], params, state
+
+
+def _check_class(module: type) -> None:
+    """Refuse a class that is not made of rngs alone. The signature of an NNX class itself takes anything."""
+    signature = inspect.signature(module.__init__)
+    try:
+        signature.bind("self", "rngs")
+    except TypeError as error:
+        own = [x for x in signature.parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)][1:]
+        given = [f"{x.name}=..." for x in own if x.default is x.empty and x.name != "rngs"]
+        given += ["rngs=rngs"] * any(x.name == "rngs" for x in own)
+        call = f"{module.__name__}({', '.join(given)})"
+        raise ValueError(
+            f"model is class {module.__name__}, which is not made of rngs alone ({error}); pass a function of rngs: "
+            f"lambda rngs: {call}"
+        ) from None
 
 
 def _make(factory: Any, seed: Any) -> nnx.Module:

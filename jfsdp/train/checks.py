@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -163,6 +164,20 @@ def check_kept_types(old: TrainState, new: TrainState) -> None:
             raise ValueError(
                 f"state{name}: the {whose} turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}; {remedy}"
             )
+
+
+def check_donated(donate: Sequence[int], num_inputs: int) -> None:
+    """Refuse places that no input of a call has, or that are named twice.
+
+    Raises:
+      ValueError: naming them.
+    """
+    wrong = [place for at, place in enumerate(donate) if place >= num_inputs or place in donate[:at]]
+    if wrong:
+        raise ValueError(
+            f"forward: donate={list(donate)}: {wrong} is no input or is named twice; f(state, *inputs) got "
+            f"{num_inputs} inputs, which are counted from 0 without the state"
+        )
 
 
 def check_lowers(mesh: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.arguments import Count, Seed, check_call, checked
+from jfsdp.arguments import Count, Seed, Size, check_call, checked
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
@@ -27,7 +27,7 @@ from jfsdp.layout.table import Layout
 from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
-from jfsdp.train.checks import check_lowers, check_stands, check_state
+from jfsdp.train.checks import check_donated, check_lowers, check_stands, check_state
 from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.choice import Asked
@@ -257,7 +257,7 @@ class ShardedModel:
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
 
-    def forward(self, fn: Callable[..., Any], *, donate: Sequence[int] = ()) -> Callable[..., Any]:
+    def forward(self, fn: Callable[..., Any], *, donate: Sequence[Size] = ()) -> Callable[..., Any]:
         """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.
 
         Layout:  inputs as they come; outputs as XLA leaves them. With several processes, an input that is not a global
@@ -269,7 +269,8 @@ class ShardedModel:
           donate: which of the inputs, counted from 0, are given up: their memory is that of outputs like them.
 
         Raises:
-          ValueError: in every process, if an input that is to be the same in all differs between them.
+          ValueError: for places in `donate` that no input has; in every process, if an input that is to be the same in
+            all differs between them.
         """
 
         def run(state: TrainState, *inputs: Any) -> Any:
@@ -278,6 +279,7 @@ class ShardedModel:
                     f"the state given is a {type(state).__name__}; an evaluation is called f(state, *inputs)"
                 )
             check_stands(state, self.layout)
+            check_donated(donate, len(inputs))
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
