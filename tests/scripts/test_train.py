@@ -522,12 +522,17 @@ def test_what_the_steps_trace_refuses_leaves_nothing_behind(args, words, options
     assert not (tmp_path / "run").exists(), "the same command, mended, would be refused"
 
 
-def test_what_is_refused_in_the_first_step_cannot_begin(options, tmp_path, serve):
+def test_what_is_refused_in_the_first_step_cannot_begin_and_begins_mended_in_the_same_directory(
+    options, tmp_path, serve
+):
     done = serve(*options, "--run-dir", tmp_path / "run", "--tracker", "json:dumps")
     words = "--tracker json:dumps returned a str; return an object with write(record) and close()"
     assert done.returncode == 2 and words in done.stderr, done.stderr
-    done = serve(*options, "--run-dir", tmp_path / "other", "--param-dtype", "float16")
+    done = serve(*options, "--run-dir", tmp_path / "run", "--param-dtype", "float16")
     assert done.returncode == 2 and "--param-dtype float16: this model computes what CPUs cannot" in done.stderr
+    done = serve(*options, "--run-dir", tmp_path / "run", "--steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
 
 
 def test_help_shows_the_options_in_groups_and_in_order(capsys, monkeypatch):

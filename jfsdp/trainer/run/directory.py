@@ -80,7 +80,7 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_new(run_dir: Path) -> None:
-    """Refuse a directory that holds a run.
+    """Refuse a directory that holds a run. An empty metrics.jsonl is of one that was refused before its first line.
 
     Raises:
       ValueError: if it has checkpoints or metrics.
@@ -91,7 +91,8 @@ def check_new(run_dir: Path) -> None:
             f"run directory {str(run_dir)!r} holds a run with checkpoints up to step {steps[-1]}; continue it with "
             "--resume, or name another directory with --run-dir"
         )
-    if (run_dir / "metrics.jsonl").exists():
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
         raise ValueError(
             f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; begin it again with --resume, "
             "or name another directory with --run-dir"
