@@ -141,8 +141,10 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
             f"model {factory!r} is neither an nnx.Module, a factory f(rngs) -> nnx.Module, nor (linen_module, "
             "example_inputs)"
         )
-    is_class = isinstance(factory, type) and issubclass(factory, nnx.Module)
-    _check_class(factory) if is_class else check_call("model", factory, "rngs")
+    if isinstance(factory, type) and issubclass(factory, nnx.Module):
+        _check_class(factory)
+    else:
+        check_call("model", factory, "rngs")
     graphdefs = []
 
     def make() -> Any:

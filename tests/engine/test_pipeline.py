@@ -164,6 +164,6 @@ def check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
     value, largest, found = gradients(sizes, tied, accumulate, options, **step)
     mean, most, grads = wanted(tied)
     assert found.keys() == grads.keys()
-    np.testing.assert_allclose((value, largest), (mean, most), rtol=1e-6)  # metrics are float32
+    np.testing.assert_allclose((value, largest), (mean, most), rtol=EXACT)
     for path, grad in grads.items():
         assert np.abs(found[path] - grad).max() < EXACT * max(np.abs(grad).max(), 1), path

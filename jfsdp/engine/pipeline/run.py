@@ -181,7 +181,7 @@ class _Pipeline:
         def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, None]:
             flat = self.trace.flat(*rows_of(self.rows, microbatch), {})
             values = [x for x, mark in zip(flat, is_read, strict=False) if mark]
-            return total + core.eval_jaxpr(jaxpr, (), *values)[0], None
+            return total + core.eval_jaxpr(jaxpr, (), *values)[0].astype(total.dtype), None
 
         num = jax.tree.leaves(self.rows)[0].shape[0]
         own, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), jnp.arange(num))
@@ -209,7 +209,7 @@ class _Pipeline:
         forward = Forward(self._outer(trace.parts.leave(trace.num_out), inexact(outputs[: len(hidden)])))
         flat = trace.flat(*rows_of(self.rows, microbatch), self.rest)
         outs = forward.run([*flat, *hidden, *[None] * (len(outputs) - len(hidden))])
-        sums, found = Backward(forward.step, forward.records, sums).run([self.cotangent])
+        sums, found = Backward(forward.step, forward.records, sums).run([self.cotangent.astype(outs[0].dtype)])
         return jax.tree.unflatten(trace.traced.tree, [*outs, *[None] * len(self.state)])[0][1], found, sums
 
     # The ticks.

@@ -140,7 +140,7 @@ class Gradients:
         def on_rows(source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array) -> Summed:
             grads, loss, after = self._sum(apply, source, engine.own_state(model_state), batch, scale)
             loss = merge(engine.sum_rows, engine.max_rows, loss)
-            grads = engine.finish(grads, nonzero(loss.weight) if self.is_scaled else None)
+            grads = engine.finish(grads, _as_divisor(loss.weight) if self.is_scaled else None)
             return Summed(grads, loss, engine.common_state(model_state, after))
 
         grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
@@ -183,10 +183,10 @@ class Gradients:
         def gradients(state: Arrays, rows: Any, sums: Arrays | None) -> Summed:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             if not self.is_scaled:
-                return Summed(engine.put(pull(jnp.asarray(scale, jnp.float32), sums), "grad"), loss, after)
+                return Summed(engine.put(pull(jnp.asarray(scale, loss.total.dtype), sums), "grad"), loss, after)
             # Every device must divide by the same number: what is reduced could not be multiplied back otherwise.
-            weight = nonzero(engine.sum_rows(loss.weight))
-            grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, jnp.float32), None).items()}
+            weight = _as_divisor(engine.sum_rows(loss.weight))
+            grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, loss.total.dtype), None).items()}
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
             return Summed(engine.put(grads, "grad"), loss, after)
 
@@ -254,6 +254,11 @@ def _naming_axes(mesh: Any) -> Iterator[None]:
 def _nothing(shapes: Loss) -> Loss:
     """Return what sums and maxima of losses begin with."""
     return merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes)
+
+
+def _as_divisor(weight: jax.Array) -> jax.Array:
+    """Return what gradients are divided by and multiplied by again, without widening them."""
+    return nonzero(weight).astype(jnp.float32)
 
 
 def nonzero(weight: jax.Array) -> jax.Array:

@@ -59,6 +59,8 @@ def as_loss(value: Any) -> Loss:
     counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts as a `Max`, and one
     with `total` and `weight` as a `Mean`.
 
+    All are cast to the dtype of the total, or to float32 if that is wider.
+
     Raises:
       ValueError: for None; if total, weight or an aux value is not a scalar, the total is not floating, or an aux
         name is taken.
@@ -75,13 +77,15 @@ def as_loss(value: Any) -> Loss:
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
     total, weight = (_scalar(name, getattr(given, name), _LOSS) for name in ("total", "weight"))
+    dtype = jnp.promote_types(total.dtype, jnp.float32)
     if isinstance(given.weight, (int, float)) and not 0 < given.weight < math.inf:
         raise ValueError(
             f"loss_fn: the weight is {given.weight} whatever the rows; count those at hand, or return the scalar mean"
         )
-    if not jnp.issubdtype(jnp.result_type(given.total), jnp.floating):
-        raise ValueError(f"loss_fn: total has dtype {jnp.result_type(given.total)}; a gradient needs a floating loss")
-    return Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
+    loss = Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})
+    return jax.tree.map(lambda x: x.astype(dtype), loss)
 
 
 def _metric(name: str, value: Any) -> Any:
@@ -100,7 +104,7 @@ def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
         raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
     if array.shape or jnp.iscomplexobj(array):
         raise ValueError(f"loss_fn: {name} has shape {array.shape} and dtype {array.dtype}; return {remedy}")
-    return array.astype(jnp.float32)
+    return array
 
 
 def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -> Loss:

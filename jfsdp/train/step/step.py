@@ -236,7 +236,7 @@ class BatchStep:
         with jax.named_scope(f"{SCOPE}.update"):
             # Nothing counted is no loss, and a gradient of zeros; a total of nothing counted is infinite, as divided.
             weight = jnp.where(loss.total == 0, nonzero(loss.weight), loss.weight)
-            here = {path: to_device(grad) / (weight * scale) for path, grad in sums.items()}
+            here = {path: (to_device(grad) / (weight * scale)).astype(grad.dtype) for path, grad in sums.items()}
             grads = self.apply.engine.constrain(here, "opt")
             norm, value = optax.tree.norm(grads), loss.total / weight
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
@@ -250,9 +250,9 @@ class BatchStep:
 class TrainStep(BatchStep):
     """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
 
-    Metrics (float32 scalars): `loss`, `grad_norm` (before clipping), `weight`, `num_skipped`, `loss_scale` where there
-    is one, `learning_rate` where the optimizer's state holds one (`optax.inject_hyperparams`), and what the loss
-    returns as `aux`.
+    Metrics (scalars in float32; in float64 what is summed of a loss or of gradients in float64): `loss`, `grad_norm`
+    (before clipping), `weight`, `num_skipped`, `loss_scale` where there is one, `learning_rate` where the optimizer's
+    state holds one (`optax.inject_hyperparams`), and what the loss returns as `aux`.
     """
 
     def __init__(
