@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jfsdp.engine.engine import Engine, Pairs, T, is_key, pad_all, to_device
+from jfsdp.engine.engine import Engine, Pairs, T, pad_all, to_device
 from jfsdp.engine.movements import (
     BACKWARD,
     CALL,
@@ -38,6 +38,7 @@ from jfsdp.engine.movements import (
 )
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.precision import is_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -284,11 +284,6 @@ def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Host) if leaf.stage(stage).memory == HOST else value
 
 
-def is_key(value: Any) -> bool:
-    """Tell whether an array holds rng keys."""
-    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
-
-
 def cast_floating(values: Any, dtype: str | None) -> Any:
     """Cast the floating arrays of a pytree; None casts nothing. Moves no data between devices."""
     if dtype is None:

@@ -21,6 +21,7 @@ from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.leaf import DEVICE, HOST
 from jfsdp.layout.policy import Remat, SaveNames
+from jfsdp.layout.precision import is_key
 
 Arrays = dict[str, jax.Array]
 
@@ -296,6 +297,6 @@ def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Ca
 
 
 def _zeros_like(aval: Any) -> Any:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return jnp.broadcast_to(jax.random.key(0), aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)

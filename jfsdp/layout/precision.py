@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -56,6 +57,11 @@ def float_dtype_name(field: str, dtype: object) -> str | None:
     if name not in FLOAT_DTYPES:
         raise ValueError(f"{field} {dtype!r} is not one of {', '.join(FLOAT_DTYPES)}")
     return name
+
+
+def is_key(value: Any) -> bool:
+    """Tell whether an array, or a shape with a dtype, holds typed rng keys (`jax.random.key`)."""
+    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def is_float(dtype: object) -> bool:

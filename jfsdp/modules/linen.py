@@ -21,6 +21,7 @@ from flax.errors import ScopeParamNotFoundError
 from jfsdp.arguments import checked
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import Adapter
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import list_differences
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
@@ -310,12 +311,8 @@ def _example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _concrete(value: Any) -> Any:
     if not isinstance(value, jax.ShapeDtypeStruct):
         # Arrays go as constants that belong to no device: init may be compiled for others.
-        return np.asarray(value) if isinstance(value, jax.Array) and not _is_key(value) else value
-    return jnp.broadcast_to(jax.random.key(0), value.shape) if _is_key(value) else jnp.zeros(value.shape, value.dtype)
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return np.asarray(value) if isinstance(value, jax.Array) and not is_key(value) else value
+    return jnp.broadcast_to(jax.random.key(0), value.shape) if is_key(value) else jnp.zeros(value.shape, value.dtype)
 
 
 def _plain(variables: Any) -> dict[str, Any]:

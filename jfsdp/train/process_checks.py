@@ -11,6 +11,7 @@ import numpy as np
 
 from jfsdp.compat import warn
 from jfsdp.launch.hosts import gather_json
+from jfsdp.layout.precision import is_key
 
 
 def is_global(x: Any) -> bool:
@@ -89,5 +90,5 @@ def _kind(x: Any) -> str:
 def _digest(x: Any) -> str:
     if is_global(x):
         return ""
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return hashlib.blake2b(np.asarray(jax.random.key_data(x) if is_key else x).tobytes(), digest_size=8).hexdigest()
+    data = jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
+    return hashlib.blake2b(np.asarray(data).tobytes(), digest_size=8).hexdigest()

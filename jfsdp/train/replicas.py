@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 
 import jax
-import jax.numpy as jnp
 
 from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
 from jfsdp.launch.hosts import gather_json
+from jfsdp.layout.precision import is_key
 from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
 
@@ -40,7 +40,7 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
             continue
         places = array.sharding.devices_indices_map(array.shape)
         copies = collections.Counter(map(str, places.values()))
-        data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        data = jax.random.key_data(array) if is_key(array) else array
         for shard, whole in zip(data.addressable_shards, array.addressable_shards, strict=True):
             index = str(places[whole.device])
             if copies[index] > 1:

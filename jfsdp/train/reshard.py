@@ -16,6 +16,7 @@ from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import AXES, SUB_AXES, make_abstract_mesh, outer_first, place_devices, split_mesh
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import list_differences, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.sharded import ShardedModel
@@ -121,7 +122,7 @@ def _fit(x: Any, stored: tuple[int, ...], logical: tuple[int, ...], lib: Any) ->
 
 
 def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = jax.random.key_data(x)
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.random.wrap_key_data(jax.device_put(np.asarray(data), whole), impl=jax.random.key_impl(x))

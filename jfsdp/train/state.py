@@ -17,6 +17,7 @@ from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.leaf import DEVICE
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.table import Layout
 from jfsdp.train.update.loss_scale import LossScale, ScaleState
 from jfsdp.train.update.optimizer import ShardedOptimizer
@@ -183,7 +184,7 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 def array_bytes(x: Any) -> int:
     """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.eval_shape(jax.random.key_data, x)
         return math.prod(x.shape) * x.dtype.itemsize
     shape = x.sharding.shard_shape(tuple(x.shape)) if x.sharding is not None else x.shape

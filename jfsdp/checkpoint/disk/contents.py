@@ -19,6 +19,7 @@ import numpy as np
 
 from jfsdp.checkpoint.source import Index
 from jfsdp.layout.flat import Buffer, View
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.roles import dotted
@@ -93,7 +94,7 @@ def rebuild(like: TrainState, arrays: list[jax.Array]) -> TrainState:
     """Build a state out of its arrays, in the order of `contents`. The low-precision copy is left empty."""
     values, tree = jax.tree.flatten(_trees(like))
     new = [
-        jax.random.wrap_key_data(array, impl=_key_data(value)[1]) if _is_key(value) else array
+        jax.random.wrap_key_data(array, impl=_key_data(value)[1]) if is_key(value) else array
         for value, array in zip(values, arrays, strict=True)
     ]
     return TrainState(**jax.tree.unflatten(tree, new), work={}, layout=like.layout, roles=like.roles)
@@ -104,12 +105,8 @@ def _trees(state: TrainState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in fields}
 
 
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
 def _key_data(value: Any) -> tuple[Any, str | None]:
-    if not _is_key(value):
+    if not is_key(value):
         return value, None
     if isinstance(value, jax.Array):
         return jax.random.key_data(value), str(jax.random.key_impl(value))

@@ -27,9 +27,9 @@ from jfsdp.engine.dataflow import (
     passes_through,
 )
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
-from jfsdp.engine.engine import is_key
 from jfsdp.engine.unit import Traced
 from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.precision import is_key
 
 _REMEDY = f"give the devices of axis {PIPE!r} to another axis"
 _LEAVE_OUT = "leave all stacks but one out of units= (they are then gathered once per step, and stay whole), or "

@@ -24,12 +24,13 @@ from jfsdp.engine.driver.program import Loop, read
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import at, put_at
-from jfsdp.engine.engine import Engine, is_key
+from jfsdp.engine.engine import Engine
 from jfsdp.engine.movements import StageCalls
 from jfsdp.engine.pipeline.schedule import turns_stay
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.precision import is_key
 
 Row = dict[str, Any]  # of a tick: by table of `Ticks`, what it says of this stage
 

@@ -32,9 +32,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.compat import define_prng_impl, warn
 from jfsdp.engine.dataflow import all_eqns, draws
-from jfsdp.engine.engine import is_key, to_device
+from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.precision import is_key
 from jfsdp.train.step.choice import way_to_xla
 from jfsdp.train.step.gradients import Gradients
 from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge

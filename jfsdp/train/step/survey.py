@@ -24,9 +24,10 @@ from jfsdp.engine.dataflow import (
     stated_axes,
     unread,
 )
-from jfsdp.engine.engine import SCOPE, UNIT_CALL, is_key
+from jfsdp.engine.engine import SCOPE, UNIT_CALL
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
