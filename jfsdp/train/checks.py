@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from jfsdp.arguments import is_traced
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live
@@ -95,12 +96,13 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
-        is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        is_key = is_key or (isinstance(x, np.ndarray) and x.dtype.kind in "OSU")
-        if is_key or not (hasattr(x, "shape") or isinstance(x, (int, float))):
+        is_other = hasattr(x, "dtype") and is_key(x) and not x.shape
+        is_other = is_other or (isinstance(x, np.ndarray) and x.dtype.kind in "OSU")
+        if is_other or not (hasattr(x, "shape") or isinstance(x, (int, float))):
             raise ValueError(
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
-                "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own)"
+                "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own; or "
+                "one for each row: jax.random.split(key, B))"
             )
         shape: tuple[int, ...] = np.shape(x)  # type: ignore[assignment]
         if not shape:

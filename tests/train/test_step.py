@@ -423,6 +423,24 @@ def test_leaves_of_a_batch_that_are_no_rows_or_not_as_many_are_named(model, extr
         step(model.init(TX), make_batches(1)[0] | extra)
 
 
+def noisy(model, batch):
+    noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(batch["key"])
+    errors = ((model(batch["x"]) - noise) ** 2).sum(-1)
+    return jfsdp.Loss(errors.sum(), errors.size)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_rows_may_have_a_key_each(engine, accumulate):
+    """Each row draws what it draws on one device, and no warning says that devices draw the same."""
+    factory = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
+    batch = {"x": np.ones((16, 8), np.float32), "key": jax.random.split(jax.random.key(3), 16)}
+    found = noisy(factory(nnx.Rngs(0)), batch)
+    model = jfsdp.fully_shard(factory, min_size=1, engine=engine)
+    _, metrics = model.train_step(noisy, TX, accumulate=accumulate)(model.init(TX), batch)
+    np.testing.assert_allclose(metrics["loss"], found.total / found.weight, rtol=1e-5)
+
+
 def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
     step = model.train_step(lambda model, batch: None, TX)
     with pytest.raises(ValueError, match=r"loss_fn: returned None .*; return a scalar, or jfsdp\.Loss\("):

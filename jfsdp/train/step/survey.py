@@ -43,7 +43,7 @@ class Survey:
       no_sum: why the loss is no sum over rows by its type; None if it is, or if one data shard has all rows. A weight
         that does not follow the rows, as in `Loss(total, 512.0)`, would count once per device.
       draws: whether it depends on the rng keys of the model's state.
-      draws_alike: whether it draws from other keys, which would be the same on every device.
+      draws_alike: whether it draws from keys that are neither these nor of rows, and the same on every device.
       problem: why the model cannot run on a device's own rows; None if it can.
       shared: trained weights of the root unit that several operations read.
       derived: those whose gradient a derivative of the model's own (`jax.custom_vjp`) forms.
@@ -83,7 +83,7 @@ def survey(
     by_rows = depends_on(jaxpr, trace.is_row, whole.append)
     keyed: list[Any] = []
     by_keys = depends_on(jaxpr, [name in keys for name in trace.states], keyed.append)
-    own_draws = {id(eqn) for eqn in keyed if draws(eqn)}
+    own_draws = {id(eqn) for eqn in (*keyed, *whole) if draws(eqn)}  # rows may be keys, or make them
     stated = stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     num_shards = layout.num_shards(layout.data_axes)
