@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,22 @@ LATEST_PORT = 65_535
 ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
 RESTART = "JFSDP_RESTART"  # how often `jfsdp launch` has started the processes again; not there without it
 SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
+
+
+def join_timeout(environment: Mapping[str, str]) -> float:
+    """Return for how many seconds the processes of a start wait for each other.
+
+    Raises:
+      ValueError: for a variable that is no number of seconds.
+    """
+    text = environment.get(JOIN_TIMEOUT) or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{JOIN_TIMEOUT}={text!r} must be a number of seconds above 0, such as 300")
+    return seconds
 
 
 def memory_dir() -> Path:
@@ -148,9 +165,11 @@ def _torchrun(told: _Told) -> Place | None:
     process, count = told.below("RANK", "WORLD_SIZE")
     address = told.address("RANK") if count > 1 else None
     local = told.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    absent = tuple(map(int, told.environment.get(ABSENT, "").split()))
+    absent = told.environment.get(ABSENT, "").split()
+    if not all(number.isdecimal() for number in absent):
+        raise ValueError(f"{ABSENT}={told.environment[ABSENT]!r} must be numbers of processes, such as '3 7'; unset it")
     min_nproc = told.number(MIN_NPROC) if told.has(MIN_NPROC) else None
-    return Place("RANK and WORLD_SIZE", address, count, process, *local, absent, min_nproc)
+    return Place("RANK and WORLD_SIZE", address, count, process, *local, tuple(map(int, absent)), min_nproc)
 
 
 def _kubernetes(told: _Told) -> Place | None:

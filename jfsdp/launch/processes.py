@@ -12,7 +12,7 @@ from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
 from jfsdp.extras import installed_version
-from jfsdp.launch.environment import JOIN_TIMEOUT, LATEST_PORT, Place, find_place, is_address, own_gpus
+from jfsdp.launch.environment import LATEST_PORT, Place, find_place, is_address, join_timeout, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -61,7 +61,7 @@ def initialize(
     is_said = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = None if is_said else own_gpus(place, num_gpus())
     if timeout_s is None:
-        timeout_s = float(os.environ.get(JOIN_TIMEOUT) or 300)
+        timeout_s = join_timeout(os.environ)
     if place.address is not None:
         came = call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
         if len(came) < place.num_processes:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jfsdp.launch.environment import Place, expand_counts, find_place, first_host, own_gpus
+from jfsdp.launch.environment import Place, expand_counts, find_place, first_host, join_timeout, own_gpus
 
 SRUN = {
     "SLURM_JOB_ID": "4242",
@@ -94,6 +94,23 @@ def test_a_process_knows_its_place(environment, expected):
 def test_variables_that_are_missing_or_contradict_are_named(environment, words):
     with pytest.raises(ValueError, match=words):
         find_place(environment)
+
+
+def test_absent_processes_are_numbers():
+    told = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    place = find_place(told | {"JFSDP_ABSENT": "3 7"})
+    assert place is not None and place.absent == (3, 7)
+    for text in ("3,7", "-1", "none"):
+        with pytest.raises(ValueError, match=f"JFSDP_ABSENT='{text}' must be"):
+            find_place(told | {"JFSDP_ABSENT": text})
+
+
+def test_the_time_to_wait_is_a_number_of_seconds():
+    assert join_timeout({}) == join_timeout({"JFSDP_JOIN_TIMEOUT": ""}) == 300
+    assert join_timeout({"JFSDP_JOIN_TIMEOUT": "0.5"}) == 0.5
+    for text in ("5 min", "nan", "inf", "0", "-1"):
+        with pytest.raises(ValueError, match=f"JFSDP_JOIN_TIMEOUT='{text}' must be"):
+            join_timeout({"JFSDP_JOIN_TIMEOUT": text})
 
 
 @pytest.mark.parametrize(
