@@ -122,8 +122,8 @@ class ShardedApply:
             run = _RootRun(self.model, fn, key_of, self._hooks_with)
             traced, flat = self._trace(ROOT, run, *self._parts(params, state, inputs), key_of)
         except ValueError as error:
-            if "different leading axis sizes" in str(error):
-                self._explain_scan(error)
+            if any(words in str(error) for words in ("different leading axis sizes", "inconsistent sizes for array")):
+                self._explain_stack(error)
             raise
         if any(eqn.primitive.name == "custom_lin" for eqn in all_eqns(traced.jaxpr)):
             raise ValueError(
@@ -133,15 +133,15 @@ class ShardedApply:
         self._check_padded(traced)
         return traced, flat
 
-    def _explain_scan(self, error: ValueError) -> None:
-        """Name a leaf whose padded dim a scan of the model takes for its layers."""
+    def _explain_stack(self, error: ValueError) -> None:
+        """Name a leaf whose padded dim a scan or a vmap of the model takes for its layers."""
         for leaf in self.layout.leaves:
             if leaf.dim == 0 and leaf.padding and not leaf.stacked and leaf.unit != ROOT:
                 size = leaf.shape[0]
                 raise ValueError(
-                    f"{leaf.path}: dim 0 (size {size}) is padded to {size + leaf.padding}, and a scan of the model "
-                    f"takes its layers along a dim of another size; if unit {leaf.unit!r} is a stack, declare its "
-                    "layer dim: units=[jfsdp.Unit(..., stacked=1)]"
+                    f"{leaf.path}: dim 0 (size {size}) is padded to {size + leaf.padding}, and a scan or vmap of the "
+                    f"model takes its layers along a dim of another size; if unit {leaf.unit!r} is a stack, declare "
+                    "its layer dim: units=[jfsdp.Unit(..., stacked=1)]"
                 ) from error
 
     def _parts(self, params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any) -> tuple[Arrays, dict[str, Any]]:

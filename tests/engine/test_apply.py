@@ -403,6 +403,30 @@ def test_an_undeclared_stack_whose_layer_dim_is_split_is_named():
     model.train_step(mean_square, TX)(model.init(TX), batch())
 
 
+def test_an_undeclared_ensemble_with_a_padded_leaf_is_named():
+    """Of three members a matrix is padded in a dim of its own, and a scalar along the members."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.scale = nnx.Linear(DIM, DIM, rngs=rngs), nnx.Param(jnp.ones(()))
+
+        def __call__(self, x):
+            return self.linear(x) * self.scale
+
+    class Ensemble(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: Scaled(rngs), in_axes=0, out_axes=0)
+            self.members = nnx.split_rngs(splits=3)(make)(rngs)
+
+        def __call__(self, x):
+            return nnx.vmap(lambda member, x: member(x), in_axes=(0, None), out_axes=0)(self.members, x)
+
+    match = r"members\.scale: dim 0 \(size 3\) is padded to 8.*'members' is a stack, declare .*stacked=1"
+    expect(match, Ensemble, (Scaled,))
+    model = shard(Ensemble, (jfsdp.Unit(Scaled, stacked=1),))
+    model.train_step(mean_square, TX)(model.init(TX), batch())
+
+
 class Named(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
