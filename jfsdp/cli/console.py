@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+SILENT_S = 10.0  # of long work whose progress no terminal shows
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
 GIB = 1 << 30
 
@@ -63,3 +65,28 @@ def progress_of(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, on a terminal, until it is done; elsewhere say once what takes longer than some 10 s.
+
+    Returns:
+      `f(text)`, to be called with what begins.
+    """
+    if quiet:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("starting") as status:
+            yield lambda text: status.update(text)
+    else:
+        told = ["starting"]
+        late = threading.Timer(SILENT_S, lambda: print(f"jfsdp: {told[-1]} takes a while", file=sys.stderr, flush=True))
+        late.daemon = True
+        late.start()
+        try:
+            yield told.append
+        finally:
+            late.cancel()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from jfsdp.cli.console import make_console, make_table
+from jfsdp.cli.console import make_console, make_table, progress
 from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class Explain(ShardingOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        state, program = self._abstract()
+        with progress(quiet=self.json) as tell:
+            tell(f"tracing {self.model or self.factory} and its step")
+            state, program = self._abstract()
         if self.json:
             from jfsdp.train.account import explain_to_dict
 

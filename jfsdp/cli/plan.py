@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
+from jfsdp.cli.console import progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
@@ -183,7 +184,8 @@ class PlanJob(StepOptions):
     def _estimate(self, cluster: Cluster) -> int:
         from jfsdp.plan.search.bounds import estimate_job
 
-        with failing_factory(self.factory):
+        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+            tell("sharding")
             estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
         return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
 
@@ -223,15 +225,3 @@ def failing_factory(factory: str | None) -> Iterator[None]:
         shown = traceback.format_list(frames[own[0] :] if own else frames)
         text = "".join([*shown, *traceback.format_exception_only(error)])
         raise FactoryError(f"factory {factory!r} failed:\n{text}") from error
-
-
-@contextlib.contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, on a terminal, until it is done."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield lambda text: status.update(text)

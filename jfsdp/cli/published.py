@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jfsdp.cli.console import make_console
-from jfsdp.cli.plan import load_compiler, progress
+from jfsdp.cli.console import make_console, progress
+from jfsdp.cli.plan import load_compiler
 
 if TYPE_CHECKING:
     from jfsdp.plan.published.compare import Compared
