@@ -129,7 +129,7 @@ def read_ahead(tasks: Iterable[tuple[int, Callable[[], _T]]], most: int, *, thre
     """
     pool, running, held = ThreadPoolExecutor(threads), deque[tuple[int, Future[_T]]](), 0
     try:
-        for size, task in itertools.chain(tasks, [(most, None)]):  # the last waits for all others
+        for size, task in itertools.chain(tasks, [(most + 1, None)]):  # the last waits for all, empty ones too
             while running and held + size > most:
                 done, future = running.popleft()
                 yield future.result()

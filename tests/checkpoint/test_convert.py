@@ -202,3 +202,8 @@ def test_tasks_come_back_in_order_no_more_are_begun_than_asked_for_and_errors_en
     with pytest.raises(OSError, match="five"):
         list(found)
     assert max(begun) <= 8
+
+
+@pytest.mark.parametrize("sizes", [[0], [4, 0, 0], [0, 12, 0], []])
+def test_what_has_no_bytes_comes_back_too(sizes):
+    assert list(read_ahead(((size, lambda size=size: size) for size in sizes), 10, threads=2)) == sizes
