@@ -85,13 +85,14 @@ def export_memory_bytes(source: Source, dtype: Any = None) -> int:
     """Return the most that an export holds on the host at once, besides what the source itself needs to read.
 
     Three pieces, one that is written and two that are read meanwhile, each as the source puts it together, as it is
-    read, and in the dtype and order that is written; each of at most `PIECE_BYTES`, or of one element.
+    read, and in the dtype and order that is written, or in that dtype twice, if that is more: as it is cast, and in
+    that order; each of at most `PIECE_BYTES`, or of one element.
     """
     largest = 0
     for array in source.arrays.values():
         target = _target(array, dtype)
         count = min(math.prod(array.shape), _piece_elements(array, target))
-        largest = max(largest, count * (2 * array.dtype.itemsize + target.itemsize))
+        largest = max(largest, count * (max(2 * array.dtype.itemsize, target.itemsize) + target.itemsize))
     return (_AHEAD + 1) * largest
 
 

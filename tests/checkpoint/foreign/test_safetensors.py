@@ -297,16 +297,20 @@ def test_pieces_of_rows_follow_one_another_and_cover_an_array(shape, most):
     assert np.array_equal(np.concatenate([*parts, np.zeros(0)]), array.reshape(-1))
 
 
-def test_an_export_holds_no_more_than_it_says(monkeypatch, tmp_path):
-    source, piece_bytes = Arrays({"w": np.zeros((64, 1 << 16), np.float32), "b": np.zeros(10, np.float32)}), 1 << 20
+@pytest.mark.parametrize(
+    ("given", "written", "size"), [("float32", "bfloat16", 2 + 1 / 2), ("float8_e4m3fn", "float32", 1 + 1)]
+)
+def test_an_export_holds_no_more_than_it_says(given, written, size, monkeypatch, tmp_path):
+    values = np.zeros((1 << 16, 64), jax.numpy.dtype(given)).T  # as of a matrix that is stored the other way around
+    source, piece_bytes = Arrays({"w": values, "b": np.zeros(10, np.float32)}), 1 << 20
     assert export.PIECE_BYTES == 1 << 25
     monkeypatch.setattr(export, "PIECE_BYTES", piece_bytes)
-    bound = export_memory_bytes(source, "bfloat16")
-    assert bound == 3 * (2 * piece_bytes + piece_bytes // 2)  # one is written while two are read
+    bound = export_memory_bytes(source, written)
+    assert bound == 3 * size * piece_bytes  # one is written while two are read
     tracemalloc.start()
     try:
-        write_safetensors(source, tmp_path / "out", dtype="bfloat16")
+        write_safetensors(source, tmp_path / "out", dtype=written)
         assert tracemalloc.get_traced_memory()[1] < bound + 200_000
     finally:
         tracemalloc.stop()
-    assert source.most_bytes == piece_bytes
+    assert source.most_bytes <= piece_bytes
