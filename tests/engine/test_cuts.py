@@ -23,7 +23,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS
 from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied, make_mesh
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
-from tests.thin import thin
+from tests.thin import each_value, thin
 
 AXIS = "tensor"
 CUTS = {
@@ -49,7 +49,7 @@ ROWS = cover(COLUMNS)
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), thin(ROWS, 5))
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
 def test_steps_equal_one_device(strategy, engine, mesh, model, accumulate):
     options: dict[str, Any] = {"strategy": strategy}
     if strategy == "hpz":

@@ -21,7 +21,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.engine.test_tensor import SplitBlock, SplitTower
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
-from tests.thin import thin
+from tests.thin import each_value
 
 STEPS = 5
 SOURCES = {
@@ -151,7 +151,7 @@ COLUMNS = {
 ROWS = cover(COLUMNS)
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), thin(ROWS, 5))
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
 def test_steps_equal_one_device_on_merged_weights(strategy, engine, mesh, model, form, accumulate):
     options: dict[str, Any] = {"strategy": strategy}
     if strategy == "hpz":

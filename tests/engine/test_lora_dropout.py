@@ -22,7 +22,7 @@ from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
-from tests.thin import thin
+from tests.thin import each_value
 
 TX = optax.adam(1e-2)
 STEPS, LAYERS, RATE = 5, 2, 0.4
@@ -157,7 +157,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), thin(cover(COLUMNS), 3))
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(cover(COLUMNS)))
 def test_steps_equal_one_device_that_drops_by_hand(engine, mesh, name, accumulate, dora, remat):
     check(name, MESHES[mesh], engine=engine, accumulate=accumulate, dora=dora, remat=remat)
 
