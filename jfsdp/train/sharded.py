@@ -242,7 +242,7 @@ class ShardedModel:
         """
         check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
-            accumulate,
+            int(accumulate),
             reduce,
             reshard_after_backward,
             max_grad_norm,
@@ -250,7 +250,7 @@ class ShardedModel:
             compiler_options,
             check_loss,
             schedule,
-            pipe_repeats,
+            int(pipe_repeats),
         )
         return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self._asked)
 
@@ -316,7 +316,7 @@ class ShardedModel:
         """
         check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
-            accumulate,
+            int(accumulate),
             reduce,
             reshard_after_backward,
             None,
@@ -324,7 +324,7 @@ class ShardedModel:
             compiler_options,
             check_loss,
             schedule,
-            pipe_repeats,
+            int(pipe_repeats),
         )
         return GradStep(self.apply, loss_fn, config, self.loss_scale, self._asked)
 

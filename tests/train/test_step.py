@@ -109,8 +109,9 @@ def test_bad_options_are_named(model, options, match):
 
 
 def test_numbers_of_numpy_and_jax_are_numbers(model):
-    batch, numpys = make_batches(1)[0], {"accumulate": np.int64(2), "max_grad_norm": jnp.float32(0.25)}
-    step, same = (model.train_step(token_loss, TX, **how) for how in (numpys, {"accumulate": 2, "max_grad_norm": 0.25}))
+    given = {"accumulate": jnp.int32(2), "pipe_repeats": np.int64(1), "max_grad_norm": jnp.float32(0.25)}
+    batch, plain = make_batches(1)[0], {"accumulate": 2, "max_grad_norm": 0.25}
+    step, same = (model.train_step(token_loss, TX, **how) for how in (given, plain))
     _, metrics = step(model.init(TX, seed=np.int32(3)), batch)
     assert metrics["loss"] == same(model.init(TX, seed=3), batch)[1]["loss"]
 
