@@ -107,7 +107,10 @@ class ShardedModel:
         """
         params = {**self._first_adapters(params, seed), **params}
         if lines := _differences(params, self.leaf_shapes(), ("params have", "model.leaf_shapes() has")):
-            raise ValueError(f"init_from: params are not the leaves of this model:\n{lines}")
+            raise ValueError(
+                f"init_from: params are not the leaves of this model:\n{lines}\n  give one array for each of "
+                "model.leaf_shapes(), of its shape and dtype"
+            )
         with model_mesh(self.mesh):
             keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
             model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
