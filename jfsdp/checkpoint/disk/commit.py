@@ -74,7 +74,11 @@ def _take_digests(arrays: Path) -> Digests:
     found: Digests = {}
     for index in range(jax.process_count()):
         file = _digests_of(arrays, index)
-        for name, (digest, *mark) in json.loads(file.read_text()).items():
+        try:
+            hashed = json.loads(file.read_text())
+        except (FileNotFoundError, ValueError) as error:
+            raise IncompleteError(index) from error
+        for name, (digest, *mark) in hashed.items():
             if digest and (arrays / name).exists() and _mark(arrays / name) == mark:
                 found[f"{ARRAYS}/{name}"] = digest
         file.unlink()

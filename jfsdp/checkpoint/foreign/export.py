@@ -157,7 +157,7 @@ class _Shard:
 
 def _target(array: Any, dtype: Any) -> np.dtype:
     """Return the dtype in which an array is written."""
-    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+    if dtype is None:
         return array.dtype
     try:
         target = jnp.dtype(dtype)
@@ -165,7 +165,7 @@ def _target(array: Any, dtype: Any) -> np.dtype:
         raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
     if not jnp.issubdtype(target, jnp.floating):
         raise ValueError(f"dtype={dtype!r} is not floating; choose float32, bfloat16 or float16")
-    return target
+    return target if jnp.issubdtype(array.dtype, jnp.floating) else array.dtype
 
 
 def _plan_shards(arrays: Shapes, max_shard_bytes: int, weights: str) -> list[_Shard]:

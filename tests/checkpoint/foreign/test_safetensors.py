@@ -282,8 +282,9 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match="w: has dtype complex64, which safetensors lacks"):
         write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
     for dtype, words in (("int8", "dtype='int8' is not floating"), ("int4096", "dtype 'int4096' is unknown")):
-        with pytest.raises(ValueError, match=words):
-            write_safetensors(Arrays(make_arrays()), tmp_path / "out", dtype=dtype)
+        for arrays in (make_arrays(), {"counts": np.zeros(2, np.int32)}):
+            with pytest.raises(ValueError, match=words):
+                write_safetensors(Arrays(arrays), tmp_path / "out", dtype=dtype)
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be at least 1"):
         write_safetensors(Arrays(make_arrays()), tmp_path / "out", max_shard_bytes=0)
 
