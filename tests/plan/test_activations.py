@@ -1,4 +1,4 @@
-"""What must cross axis `tensor`, read from traces: small functions, each beside what one would count by hand."""
+"""What must cross `tensor` and `pipe`, read from traces: small functions, each beside what one would count by hand."""
 
 import types
 from typing import Any
@@ -13,7 +13,8 @@ from jfsdp.plan.wire.activations import find_activations
 from jfsdp.train.step.step import Trace
 
 FREE = P.UNCONSTRAINED
-MESH = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))
+AUTO = (jax.sharding.AxisType.Auto,) * 2  # from JAX 0.12 on a mesh is Explicit unless told
+MESH = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=AUTO)
 LAYOUT: Any = types.SimpleNamespace(
     data_axes=("fsdp",),
     mesh_sizes=(("fsdp", 2), ("tensor", 4)),
@@ -185,7 +186,7 @@ def test_without_a_trace_nothing_is_known():
     assert find_activations(None, LAYOUT).sent == ()
 
 
-STAGES = jax.sharding.AbstractMesh((2, 4), ("pipe", "tensor"))
+STAGES = jax.sharding.AbstractMesh((2, 4), ("pipe", "tensor"), axis_types=AUTO)
 STAGED: Any = types.SimpleNamespace(
     data_axes=(),
     mesh_sizes=(("pipe", 2), ("tensor", 4)),
