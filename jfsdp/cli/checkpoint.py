@@ -81,7 +81,8 @@ class Verify:
 class Diff:
     """Compare two checkpoints: names, shapes, dtypes, and the largest differences. Stacked and listed layers match.
 
-    Two directories of safetensors will do, or two adapters of PEFT's.
+    Two directories of safetensors will do, or two adapters of PEFT's. What is read is compared; digests are not: that
+    is `jfsdp checkpoint verify`.
 
     Of a run the newest step is taken. Exit status: 0 nothing differs, 4 something does, 2 there is no checkpoint.
     """
