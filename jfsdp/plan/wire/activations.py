@@ -69,8 +69,7 @@ class Activations:
     unread: tuple[str, ...]
 
 
-_SUMS = ("psum", "psum_invariant")
-_WRITTEN = {**dict.fromkeys(_SUMS, ALL_REDUCE), "ppermute": PERMUTE}
+_WRITTEN = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
 
 
 class _Walk:
