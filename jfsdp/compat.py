@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import sys
 import warnings
 from typing import Any
@@ -18,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.random import define_prng_impl
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jfsdp.extras import load
+from jfsdp.extras import installed_version, load
 
 __all__ = ["ClosedJaxpr", "Literal", "core", "dce_jaxpr", "define_prng_impl"]
 
@@ -59,6 +60,14 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
 def effort(level: int) -> dict[str, Any]:
     """Return the option for XLA's own optimization level, as this JAX spells it."""
     return {"optimization_level": level if jax.__version_info__ < (0, 11) else f"O{level}"}
+
+
+def misorders_offloads() -> bool:
+    """Return whether this XLA:GPU reads values that a loop offloads in the wrong order (openxla/xla#46231).
+
+    Layer i of the backward gets what layer n-1-i saved. Seen in the programs of jaxlib 0.10.2, and mended in 0.11.1.
+    """
+    return tuple(map(int, re.findall(r"\d+", installed_version("jaxlib") or "")[:3])) < (0, 11, 1)
 
 
 _UNDER_WAY: collections.deque[jax.Array] = collections.deque()

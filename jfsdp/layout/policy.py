@@ -49,6 +49,14 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     return remat if isinstance(remat, tuple) else ()
 
 
+def offloads(remat: Remat) -> str:
+    """Return the values that a remat offloads: names, or the policy of `jax.checkpoint_policies`; "" if it does not."""
+    if isinstance(remat, SaveNames):
+        return ", ".join(remat.offload)
+    policy = getattr(remat, "__qualname__", "").partition(".")[0] if callable(remat) else ""
+    return policy if "offload" in policy else ""
+
+
 @checked
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:

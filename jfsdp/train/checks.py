@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,11 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jfsdp.arguments import is_traced
+from jfsdp.compat import misorders_offloads
+from jfsdp.engine.options import is_gpu
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.policy import UnitPolicy, offloads
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
@@ -21,6 +24,23 @@ from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.update.loss_scale import LossScale
 
 _REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
+
+
+def check_offloads(policies: Mapping[str, UnitPolicy], mesh: Any) -> None:
+    """Refuse offloaded activations where the compiler mixes up the layers that they belong to.
+
+    Raises:
+      ValueError: on a mesh of GPUs, with a jaxlib below 0.11.1; names the unit and what it offloads.
+    """
+    offloading = {name: offloaded for name, policy in policies.items() if (offloaded := offloads(policy.remat))}
+    if offloading and is_gpu(mesh) and misorders_offloads():
+        name, offloaded = next(iter(offloading.items()))
+        raise ValueError(
+            f"unit {name!r}: remat offloads {offloaded}, and jaxlib below 0.11.1 compiles a loop of n layers for "
+            "GPUs so that the backward of layer i reads the values of layer n-1-i: wrong gradients, without an error "
+            "(openxla/xla#46231); install jax 0.11.1 or newer (Python 3.12 or newer), or recompute these values "
+            "(remat='full') or keep them on the device"
+        )
 
 
 def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:

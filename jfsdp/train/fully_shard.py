@@ -38,6 +38,7 @@ from jfsdp.layout.strategy import Strategy, get_strategy
 from jfsdp.layout.units import resolve_units, with_leaves_beside
 from jfsdp.modules.adapt import as_model
 from jfsdp.modules.adapted import AdaptedModel
+from jfsdp.train.checks import check_offloads
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale
@@ -148,6 +149,7 @@ def fully_shard(
         per_unit=per_unit,
         node_size=functools.cache(functools.partial(node_size, mesh)),
     )
+    check_offloads(policies, mesh)
     check_aliases(cuts, flax_model.params, flax_model.types, flax_model.aliases)
     layout = build_layout(
         flax_model.params,

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.engine.options import COMBINE_BYTES, check_options, compiler_options, unit_bytes
+from jfsdp.engine.options import COMBINE_BYTES, SLICE_COPIES, check_options, compiler_options, unit_bytes
 from jfsdp.trainer.job import find_job
 from tests import hlo
 
@@ -40,6 +40,13 @@ def test_other_platforms_get_no_options():
     model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(), units=job.units)
     assert compiler_options(model.mesh, model.layout) == {}
     assert model.train_step(job.loss, optax.sgd(0.1)).compiler_options == {}
+
+
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_slices_of_stacks_are_copied_asynchronously_where_xla_orders_the_gathers_only(is_scheduled):
+    _, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2)
+    options = compiler_options(model.mesh, model.layout, is_scheduled=is_scheduled)
+    assert (SLICE_COPIES in options["xla_disable_hlo_passes"].split(",")) == is_scheduled
 
 
 def test_options_are_overridden_and_taken_away_by_name():

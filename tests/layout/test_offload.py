@@ -5,11 +5,15 @@ from typing import Any
 import jax
 import pytest
 
+import jfsdp
 from jfsdp.layout.leaf import HOST
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.layout.policy import OffloadPolicy
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.layout.units import UnitInfo, matches_glob
+from jfsdp.train import checks
+from jfsdp.trainer.job import find_job
+from tests import hlo
 from tests.layout.tables import make_table
 
 LEAVES: dict[str, Any] = {
@@ -107,6 +111,33 @@ def test_shardings_name_the_memory_and_on_device_does_not():
 def test_an_offload_policy_of_another_kind_is_refused(offload):
     with pytest.raises(ValueError, match=r"offload.* must be an OffloadPolicy or None"):
         make_table({"w": (64, 64)}, offload=offload)
+
+
+OFFLOADING = {
+    "names": jfsdp.SaveNames(offload=("mlp_hidden",)),
+    "names and saved": jfsdp.SaveNames(save=("qkv",), offload=("mlp_hidden",)),
+    "save_and_offload_only_these_names": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["mlp_hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_activations_are_offloaded_on_gpus_only_by_a_compiler_that_keeps_their_order(name, monkeypatch):
+    job, on_gpus = find_job("llama-tiny"), {"mesh": jfsdp.make_mesh(devices=hlo.h100s(1)), "remat": OFFLOADING[name]}
+    monkeypatch.setattr(checks, "misorders_offloads", lambda: True)
+    with pytest.raises(ValueError, match=r"'layers'.*46231.*0\.11\.1") as refused:
+        jfsdp.fully_shard(job.model, units=job.units, **on_gpus)
+    assert ("mlp_hidden" if "names" in name.split() else name) in str(refused.value)
+    jfsdp.fully_shard(job.model, units=job.units, **(on_gpus | {"remat": "full"}))  # the remedies
+    jfsdp.fully_shard(job.model, units=job.units, **(on_gpus | {"remat": jfsdp.SaveNames(save=("mlp_hidden",))}))
+    jfsdp.fully_shard(job.model, units=job.units, remat=OFFLOADING[name])  # on CPUs
+    monkeypatch.setattr(checks, "misorders_offloads", lambda: False)
+    jfsdp.fully_shard(job.model, units=job.units, **on_gpus)
 
 
 # Pattern -> what it matches of the paths below.

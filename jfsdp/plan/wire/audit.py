@@ -106,6 +106,7 @@ def audit(
     arguments = list(_arguments(module, layout))
     share = overlapped_share(module, [item for item in collectives if not is_own(layout, item)])
     findings = [
+        *check.slices(),
         *check.wire_dtypes(),
         *check.arguments(arguments),
         *check.all_reduces(),

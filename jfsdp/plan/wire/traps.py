@@ -1,6 +1,7 @@
 """The traps: each way in which a program may go against its layout has a name, and a check.
 
 [Note: traps]
+    wrong-slice      a loop that takes other slices of a stack than the program asks for: a fault of XLA, wrong numbers
     wire-dtype       arrays on the wire in a wider dtype than the precision policy's, or in a narrower one
     replicated       parameters that arrive at the step in larger shards than the layout's
     optimizer-state  the same of optimizer states
@@ -31,6 +32,7 @@ from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.program.held import find_held
 from jfsdp.plan.program.hlo import Instruction, Module, Shape
 from jfsdp.plan.program.rounds import walk
+from jfsdp.plan.program.slices import find_wrong_slices
 from jfsdp.plan.wire.attribution import Part
 from jfsdp.plan.wire.ledger import OWN, Ledger
 from jfsdp.plan.wire.theory import Move, hlo_dtype
@@ -75,6 +77,19 @@ class Check:
 
     def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
         self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
+
+    def slices(self) -> Iterator[Finding]:
+        """Slices of stacks that the GPU takes from other places than the program asks for."""
+        for wrong in find_wrong_slices(self.module):
+            stack, inst = wrong.stack, wrong.instruction
+            message = (
+                f"{inst.name}: the first iterations of a loop ask for slices {wrong.asked[0]} and {wrong.asked[1]} of "
+                f"{stack.dtype}{list(stack.dims)} in {stack.memory} memory, and XLA compiled them to byte offsets "
+                f"{wrong.bytes_taken[0]} and {wrong.bytes_taken[1]}: wrong values on a GPU, without an error; use "
+                "jaxlib 0.11.1 or newer, which fixes this for offloaded activations (openxla/xla#46231), or keep them "
+                "on the device"
+            )
+            yield Finding("wrong-slice", message, 0.0, "", inst.source or inst.op_name)
 
     def wire_dtypes(self) -> Iterator[Finding]:
         """Arrays of leaves in a wider or a narrower dtype than every movement of that kind of that leaf has."""

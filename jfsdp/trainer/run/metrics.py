@@ -42,13 +42,18 @@ from typing import Any
 from jfsdp.extras import load
 from jfsdp.trainer.step import causal_flops, causal_keys
 
-# Dense bfloat16 FLOP/s of one device by part of its `device_kind`, from the vendors' datasheets; first match counts.
-PEAK_FLOPS = {
+# Dense bfloat16 FLOP/s of one device, from the vendors' datasheets, by consecutive words of its `device_kind`; the
+# first match counts. None: a variant with another peak, which is not known.
+PEAK_FLOPS: dict[str, float | None] = {
+    "MIG": None,
+    "Laptop": None,
+    "RTX 4090 D": None,
     "GB300": 2500e12,
     "B300": 2250e12,
     "GB200": 2500e12,
     "B200": 2250e12,
     "B100": 1750e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "H100 PCIe": 756e12,
@@ -59,6 +64,7 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "RTX 4090": 165e12,
@@ -75,7 +81,8 @@ Record = dict[str, Any]
 
 def peak_flops(device_kind: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of a device, or None if it is not in the table (every CPU)."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name.lower() in device_kind.lower()), None)
+    words = f" {device_kind.replace('-', ' ')} ".lower()
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name.lower()} " in words), None)
 
 
 def memory_bytes() -> int:

@@ -22,14 +22,31 @@ from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops, read_js
         ("NVIDIA GB200", 2500),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GeForce RTX 4090", 165),
     ],
 )
 def test_peak_flops_knows_the_usual_gpus(kind, tera):
     assert peak_flops(kind) == tera * 1e12
 
 
-def test_peak_flops_of_a_cpu_is_not_known():
-    assert peak_flops("cpu") is None
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        "NVIDIA A10G",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L400",
+    ],
+)
+def test_no_device_gets_the_peak_of_one_whose_name_its_own_contains(kind):
+    assert peak_flops(kind) is None
 
 
 def test_mfu_counts_every_row_of_the_batch_once_and_every_device(monkeypatch):
