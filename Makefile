@@ -1,6 +1,11 @@
 # On a machine with only Python (3.11 or newer) and make, `make train` and `make test` do all the set-up they need.
 
-PYTHON ?= python3
+# The newest supported Python that runs here, by its name or among pyenv's versions: newer ones get a newer JAX.
+ifndef PYTHON
+PYTHON := $(shell for v in 3.13 3.12 3.11; do \
+    for p in python$$v "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python$$v; do \
+      "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done; done; echo python3)
+endif
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
@@ -34,7 +39,7 @@ install: $(STAMP) ## Make .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "jfsdp needs Python 3.11 or newer, and $(PYTHON) is older; use make PYTHON=python3.12"; exit 1; }
+	  { echo "jfsdp needs Python 3.11 or newer, and $(PYTHON) is older; use make PYTHON=python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
 	@touch $@

@@ -4,7 +4,9 @@ import ast
 import functools
 import graphlib
 import importlib
+import importlib.resources
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -243,3 +245,13 @@ def test_public_names_are_those_that_type_checkers_see():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'jfsdp' has no attribute 'fully_shart'"):
         _ = jfsdp.fully_shart  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_type_checker_resolves_the_package_outside_of_the_clone(tmp_path):
+    """What an editor sees after `make install`: an import hook would hide the package from it, and py.typed marks it."""
+    (tmp_path / "user.py").write_text("import jfsdp\nreveal_type(jfsdp.fully_shard)\n")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "user.py"]
+    found = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout)
+    assert found["summary"]["errorCount"] == 0, found
+    assert "-> ShardedModel" in found["generalDiagnostics"][0]["message"]
+    assert importlib.resources.files("jfsdp").joinpath("py.typed").is_file()
