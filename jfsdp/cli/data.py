@@ -38,6 +38,8 @@ class Show:
     """A file with the jinja template of conversations. none: the tokenizer's own."""
     answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
     """Which of the assistant's messages in a conversation are trained."""
+    eod_token: Name = None
+    """The token of a tokenizer.json that ends a document. none: a known one, or eos_token of its configuration."""
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
     extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = ()

@@ -62,6 +62,7 @@ class Evaluate(OpenOptions):
             seq_len=self.seq_len or theirs.seq_len or min(job.seq_len, _SEQ_LEN),
             tokenizer=theirs.tokenizer,
             chat_template=theirs.chat_template,
+            eod_token=theirs.eod_token,
             answers=self.answers or theirs.answers,
             text_field=self.text_field or theirs.text_field,
             token_dtype=self.token_dtype,

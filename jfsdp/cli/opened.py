@@ -34,6 +34,8 @@ class OpenOptions:
     """The checkpoint of a run. auto: the newest."""
     tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
     """none: that of the run, or of the directory."""
+    eod_token: Name = None
+    """The token of a tokenizer.json that ends a document. none: as the run had it, or found."""
     chat_template: Location = None
     """A file with the jinja template of conversations. none: the tokenizer's own."""
 
@@ -55,4 +57,5 @@ class OpenOptions:
             init_adapter=self.adapter,
             check_loss=False,
         )
-        return open_model(self.path, given, step=self.step, tokenizer=self.tokenizer, chat_template=self.chat_template)
+        named = {name: getattr(self, name) for name in ("tokenizer", "chat_template", "eod_token")}
+        return open_model(self.path, given, step=self.step, **named)

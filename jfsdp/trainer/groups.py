@@ -19,8 +19,8 @@ GROUPS = {
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema rate_scale",
     "preferences": "preference beta reference",
     "frozen weights and adapters": "lora init_adapter frozen frozen_dtype quantized",
-    "data": "text_field chat_template answers extensions token_dtype eod_id eval_fraction cross_documents shuffle_rows"
-    " seed",
+    "data": "text_field chat_template answers eod_token extensions token_dtype eod_id eval_fraction cross_documents"
+    " shuffle_rows seed",
     "checkpoint": "checkpoint_every checkpoint_minutes snapshot_every keep keep_every keep_best fall_back restart_data",
     "evaluation and logging": "log_every eval_every eval_batches sample_tokens prompt temperature tracker profile",
     "process and device": "coordinator num_processes process_id timeout simulate_devices",

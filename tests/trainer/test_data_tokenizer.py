@@ -1,11 +1,14 @@
 """Tokens: bytes, tokenizer.json, and ids that a model has no row for."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jfsdp.cli.commands import main
 from jfsdp.trainer.data import ByteTokenizer, DataConfig, load_tokenizer, make_train_iterator, open_data
 
 
@@ -59,10 +62,33 @@ def test_eod_token_option_wins(tokenizer_json):
 
 
 def test_tokenizer_without_end_of_document_raises_with_what_was_tried(tokenizer_json):
-    with pytest.raises(ValueError, match=r"<\|endoftext\|>.*name its end-of-document token"):
+    with pytest.raises(ValueError, match=r"<\|endoftext\|>.*name the token that ends a document"):
         load_tokenizer(tokenizer_json([]))
     with pytest.raises(ValueError, match="none of <nope> is in its vocabulary"):
         load_tokenizer(tokenizer_json([]), eod_token="<nope>")
+
+
+def test_the_end_of_a_document_is_the_configuration_s_where_no_known_token_is(tokenizer_json):
+    path = tokenizer_json(["<fin>", "<eos>"])
+    config = pathlib.Path(path).with_name("tokenizer_config.json")
+    config.write_text('{"eos_token": {"content": "<fin>"}}')
+    assert load_tokenizer(path).eod_id == 1
+    path = tokenizer_json(["<pad>", "<fin>"])
+    with pytest.raises(ValueError, match="eod_token="):
+        load_tokenizer(path)
+    config = pathlib.Path(path).with_name("tokenizer_config.json")
+    config.write_text('{"eos_token": "<fin>"}')
+    assert load_tokenizer(path).eod_id == 1
+    config.write_text('{"eos_token": "<fin"')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: is not JSON"):
+        load_tokenizer(path)
+
+
+def test_the_option_for_the_end_of_a_document_is_on_every_command(tokenizer_json, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello there\n")
+    show = ["data", "show", str(tmp_path / "a.txt"), "--tokenizer", tokenizer_json(["<fin>"])]
+    assert main(show) == 2 and "--eod-token" in capsys.readouterr().err
+    assert main([*show, "--eod-token", "<fin>"]) == 0 and "<fin>" in capsys.readouterr().out
 
 
 def test_missing_or_broken_tokenizer_file_is_named(tmp_path):

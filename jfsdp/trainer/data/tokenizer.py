@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# The end-of-document token of a tokenizer.json is the first of these that it holds, unless `eod_token` names another.
 from jfsdp.extras import load
 
+# The end-of-document token of a tokenizer.json is the first of these that it holds, else `eos_token` of its
+# configuration, unless `eod_token` names another.
 END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer(Protocol):
@@ -125,7 +128,8 @@ def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> 
 
     Args:
       tokenizer: "byte", or the path of a `tokenizer.json` of the Hugging Face `tokenizers` library (or its directory).
-      eod_token: the token of the file that ends a document; default: the first of `END_OF_DOCUMENT_TOKENS` it holds.
+      eod_token: the token of the file that ends a document; default: the first of `END_OF_DOCUMENT_TOKENS` it holds,
+        or the `eos_token` in the `tokenizer_config.json` next to it.
 
     Raises:
       ValueError: if the file is missing or not a tokenizer, or has no end-of-document token.
@@ -140,6 +144,26 @@ def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> 
     eod_id = _find_eod(loaded, path, eod_token)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return _HuggingFaceTokenizer(loaded, eod_id, f"{path.name}:{digest}:eod={eod_id}")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the `tokenizer_config.json` of a directory; empty if it has none.
+
+    Raises:
+      ValueError: if it is not JSON.
+    """
+    path = directory / "tokenizer_config.json"
+    try:
+        stated = json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON ({error}); take it anew from where the tokenizer is from") from error
+    return stated if isinstance(stated, dict) else {}
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """Return the special tokens that the configuration names, by the names that chat templates use."""
+    stated = {name: token for name, token in read_config(directory).items() if name in _SPECIAL and token}
+    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in stated.items()}
 
 
 def _load_file(path: Path) -> tuple[Any, bytes]:
@@ -162,12 +186,13 @@ def _load_file(path: Path) -> tuple[Any, bytes]:
 
 
 def _find_eod(loaded: Any, path: Path, eod_token: str | None) -> int:
-    candidates = END_OF_DOCUMENT_TOKENS if eod_token is None else (eod_token,)
+    stated = read_special_tokens(path.parent).get("eos_token")
+    candidates = (*END_OF_DOCUMENT_TOKENS, *filter(None, [stated])) if eod_token is None else (eod_token,)
     for token in candidates:
         eod_id = loaded.token_to_id(token)
         if eod_id is not None:
             return eod_id
     raise ValueError(
         f"tokenizer {str(path)!r}: none of {', '.join(candidates)} is in its vocabulary of {loaded.get_vocab_size()} "
-        "tokens; name its end-of-document token with eod_token="
+        "tokens; name the token that ends a document with eod_token="
     )

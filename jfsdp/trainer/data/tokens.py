@@ -136,6 +136,7 @@ class TokenData:
             "answers": conversations,
             "token_dtype": token_files,
             "eod_id": token_files,
+            "eod_token": ("text", self.tokenizer is not None),
             "text_field": ("JSONL", self.has_records),
         }
         for name in uses if names is None else names:

@@ -30,6 +30,8 @@ class TrainConfig(StepOptions):
     """A file with the jinja template of conversations. none: the tokenizer's own."""
     answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
     """Which of the assistant's messages in a conversation are trained."""
+    eod_token: Name = None
+    """The token of a tokenizer.json that ends a document. none: a known one, or eos_token of its configuration."""
     extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = ()
     """Keep only these files of a directory or glob: --extensions .py .md"""
     token_dtype: Dtype = None

@@ -58,6 +58,7 @@ def open_model(
     step: str = "auto",
     tokenizer: str | None = None,
     chat_template: str | None = None,
+    eod_token: str | None = None,
 ) -> Opened:
     """Open the model of a run or of a directory of Hugging Face.
 
@@ -70,6 +71,7 @@ def open_model(
       step: of the run's checkpoints; "auto": the newest.
       tokenizer: None: that of the run, or of the directory.
       chat_template: a file in place of the tokenizer's own template.
+      eod_token: the tokenizer's token that ends a document; None: as the run had it, or found.
 
     Raises:
       ValueError: if there is no such model, weights do not fit it, or the tokenizer has ids that it does not know.
@@ -92,10 +94,8 @@ def open_model(
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
     if tokenizer is None and not stored and not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{path!r} has no tokenizer.json; name the model's by --tokenizer PATH, or byte")
-    if chat_template is not None:
-        config = dataclasses.replace(config, chat_template=chat_template)
-    if tokenizer is not None:
-        config = dataclasses.replace(config, tokenizer=tokenizer)
+    named = {"tokenizer": tokenizer, "chat_template": chat_template, "eod_token": eod_token}
+    config = dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     is_restored = bool(stored) and _is_restored(
         dataclasses.replace(config, init_adapter=stored["config"].get("init_adapter"))
     )
@@ -108,7 +108,7 @@ def open_model(
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
         model, state, said = load_frozen(config, job, weights)
-    loaded = load_tokenizer(config.tokenizer, eod_token=None)
+    loaded = load_tokenizer(config.tokenizer, eod_token=config.eod_token)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
             f"--tokenizer {config.tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "

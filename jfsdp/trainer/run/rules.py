@@ -19,7 +19,7 @@ RULES: dict[str, tuple[str, ...]] = {
         *("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "ema", "rate_scale"),
         *("frozen", "frozen_dtype", "lora", "quantized", "preference", "beta", "reference"),
         *("data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"),
-        *("eval_fraction", "shuffle_rows", "cross_documents"),
+        *("eod_token", "eval_fraction", "shuffle_rows", "cross_documents"),
     ),
     # Losses depend on it: goes on, says so and writes it down; kept. No optimizer has these in its state, and a
     # schedule goes by the count of updates, which goes on.

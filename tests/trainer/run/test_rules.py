@@ -103,7 +103,7 @@ def test_the_rest_of_the_rules_is_of_the_same_options():
     """Those of the tables above that decide alone are all that do; the rest of "refused" are data, names, pairs."""
     rest = set(rules.options_of("refused")) - DECIDE.keys()
     rest -= {"data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"}
-    rest -= {"eval_fraction", "shuffle_rows", "cross_documents", "model", "factory"}
+    rest -= {"eod_token", "eval_fraction", "shuffle_rows", "cross_documents", "model", "factory"}
     assert rest == {"preference", "beta", "reference"}
     assert CHANGE.keys() == set(rules.options_of("said, kept", "said"))
 
