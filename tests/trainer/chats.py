@@ -42,9 +42,55 @@ THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+# Thoughts are in `reasoning_content` or at the front of the content, are written before the last answer, and dropped
+# from those before.
+QWEN3 = """{% for m in messages %}{% set content = m.content %}{% set thoughts = m.reasoning_content or '' %}
+{%- if m.role == 'assistant' and not thoughts and '</think>' in content %}
+{%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}
+{%- endif %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>
+{{ thoughts }}
+</think>
+
+{% endif %}{{ content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Thoughts are cut off each answer, as DeepSeek's R1 distilled into Qwen and Llama does.
+R1_DISTILL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}
+{%- else %}[INST]{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[INST]{% endif %}"""
+
+LLAMA3_TOOLS = """{{ bos_token }}{% if tools is not none %}<|start_header_id|>system<|end_header_id|>
+
+{% for t in tools %}{{ t | tojson }}{% endfor %}<|eot_id|>{% endif %}{% for m in messages %}
+{%- if 'tool_calls' in m %}{% set call = m.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>
+
+{{ '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ '}<|eot_id|>' }}
+{%- else %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+GEMMA = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ m.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+# Of several templates by name, that of conversations with tools.
+TOOL_USE = "tools: {% for t in tools or [] %}{{ t.function.name }}{% endfor %}\n" + CHATML
+
 
 def save_tokenizer(
-    directory: Path, template: str | None = CHATML, merges: Sequence[tuple[str, str]] = (), trim_offsets: bool = False
+    directory: Path,
+    template: str | list | None = CHATML,
+    merges: Sequence[tuple[str, str]] = (),
+    trim_offsets: bool = False,
 ) -> str:
     """Write a tokenizer as Hugging Face has them; return the directory. It puts <s> before every text."""
     directory.mkdir(exist_ok=True)

@@ -279,7 +279,7 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b", "c", "d")], THINKING, {}, ["line 1", "rewrites history", "--answers last"]),
         ([chat("a", "b")], CHATML.replace("<|im_end|>", "</turn>"), {}, ["without a special token"]),
         ([chat("a", f"b{END}")], CHATML, {}, ["message 2", "<|im_end|>", "take it out"]),
-        ([chat("a", "\n\nb")], CHATML, {"merges": [("Ċ", "Ċ")]}, ["message 2", "joins"]),
+        ([chat("a", "\n\nb")], CHATML, {"merges": [("Ċ", "Ċ")]}, ["message 2", "joins", "white space"]),
         ([chat("a", "b")], "{% generation %}" + CHATML + "{% endgeneration %}", {}, ["every token", "generation"]),
         ([chat("a" * 99, "b")], CHATML, {"seq_len": 50}, ["none is left", "cut off whole", "line 1"]),
         ([{"messages": "hello"}], CHATML, {}, ["line 1", "role"]),

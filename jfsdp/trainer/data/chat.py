@@ -5,7 +5,7 @@ up to the special token that ends it, and nothing of what follows (a newline bef
 Where they stand is known in one of two ways:
 
 - The template marks them, by `{% generation %}` as transformers does. A template that leaves its stop token out of the
-  mark is read as if it stood inside: a model that never learns to stop is of no use.
+  mark is read as if it was inside: a model that never learns to stop is of no use.
 - Else by prefixes: the conversation rendered up to an answer, with the prompt for it, must be a prefix of the whole
   rendering, as text and as tokens; and so must the conversation with it. What lies between is the answer. A template
   that rewrites history (drops the thoughts of earlier turns) breaks this, and is refused but for the last answer.
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.extras import load
+from jfsdp.trainer.data.messages import Message
+from jfsdp.trainer.data.tokenizer import read_config, read_special_tokens
 
-Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 # Noncharacters of Unicode, which no text holds: they stand around what a template marks, and are taken out again.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MOST_CHARACTERS = 1 << 26
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -43,6 +43,7 @@ class ChatTemplate:
       source: the template.
       name: where it is from, for messages.
       tokens: special tokens by the names that templates use, such as `bos_token`.
+      for_tools: the template of conversations with tools; None: this one.
 
     Attributes:
       marks: whether it marks the assistant's words by `{% generation %}`.
@@ -52,14 +53,23 @@ class ChatTemplate:
       ValueError: if it is no jinja.
     """
 
-    def __init__(self, source: str, name: str, tokens: Mapping[str, str]):
-        self.name, self._tokens = name, dict(tokens)
+    def __init__(self, source: str, name: str, tokens: Mapping[str, str], for_tools: ChatTemplate | None = None):
+        self.name, self._tokens, self._source, self._for_tools = name, dict(tokens), source, for_tools
         self.marks = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
-        self.digest = hashlib.blake2b(json.dumps([source, self._tokens]).encode(), digest_size=6).hexdigest()
+        content = [source, self._tokens, *([for_tools.digest] if for_tools else [])]
+        self.digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=6).hexdigest()
         try:
             self._template = _environment().from_string(source)
         except load("jinja2").TemplateError as error:
             raise ValueError(f"chat template {name}: is no jinja ({error}); repair it, or name another") from error
+
+    def given(self, tools: Any) -> ChatTemplate:
+        """Return the template of a conversation with these tools, or without (None), as transformers chooses it."""
+        return self if tools is None or self._for_tools is None else self._for_tools
+
+    def names(self, field: str) -> bool:
+        """Tell whether the template has the name of a field anywhere: one that it does not name, it does not write."""
+        return re.search(rf"\b{re.escape(field)}\b", self._source) is not None
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Any = None) -> tuple[str, list[Span]]:
         """Return a conversation as text, and which characters of it are marked as the assistant's.
@@ -96,8 +106,9 @@ def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
     Args:
       tokenizer: directory, or file in it, where `tokenizer_config.json` lies; its special tokens are given to the
         template.
-      chat_template: a file with the template; None: that of the tokenizer, in `chat_template.jinja` or
-        `tokenizer_config.json`.
+      chat_template: a file with the template, or the name of one of the tokenizer's; None: the tokenizer's, in
+        `chat_template.jinja` or `tokenizer_config.json`. Of several by name these are "tool_use" for conversations with
+        tools, if there is one, and "default".
 
     Raises:
       ValueError: if there is none, it cannot be read, or is no jinja.
@@ -125,32 +136,39 @@ def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | N
         return None
     path = Path(tokenizer).expanduser()
     directory = path if path.is_dir() else path.parent
-    stated = _read_config(directory / "tokenizer_config.json")
-    tokens = {name: _token(stated[name]) for name in _SPECIAL if stated.get(name)}
-    file = Path(chat_template).expanduser() if chat_template else directory / "chat_template.jinja"
-    if chat_template or file.exists():
-        try:
-            return ChatTemplate(file.read_text(encoding="utf-8"), str(file), tokens)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"chat template {str(file)!r}: cannot be read ({error}); name a file of jinja") from error
-    source = stated.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {one.get("name"): one.get("template") for one in source}.get("default")
-    if not isinstance(source, str):
+    tokens, origin = read_special_tokens(directory), f"of {directory}"
+    named = _read_templates(directory)
+    if chat_template in named:
+        named = {"default": named[chat_template]}
+    elif chat_template:
+        named, origin = {"default": _read_source(Path(chat_template).expanduser())}, chat_template
+    if not named:
         return None
-    return ChatTemplate(source, f"of {directory}", tokens)
+    if "default" not in named:
+        raise ValueError(
+            f"tokenizer {tokenizer!r} has the chat templates {', '.join(sorted(named))}, and none is its default; name "
+            "one of them with --chat-template"
+        )
+    for_tools = ChatTemplate(named["tool_use"], f"tool_use {origin}", tokens) if "tool_use" in named else None
+    return ChatTemplate(named["default"], origin, tokens, for_tools)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_templates(directory: Path) -> dict[str, str]:
+    """Return the templates of a tokenizer by name: those in files, or else those in its configuration."""
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if any(file.exists() for file in files.values()):
+        return {name: _read_source(file) for name, file in files.items() if file.exists()}
+    source = read_config(directory).get("chat_template")
+    named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _read_source(file: Path) -> str:
     try:
-        stated = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON ({error}); take it anew from where the tokenizer is from") from error
-    return stated if isinstance(stated, dict) else {}
-
-
-def _token(stated: Any) -> str:
-    return stated["content"] if isinstance(stated, dict) else str(stated)
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat template {str(file)!r}: cannot be read ({error}); name a file of jinja") from error
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
@@ -163,7 +181,7 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
         else:
             parts.append(part)
             length += len(part)
-    return "".join(parts), [span for span in spans if span[0] < span[1]]
+    return "".join(parts), spans
 
 
 @functools.cache

@@ -17,6 +17,8 @@ FORMS = {
     "prompt": ("prompt", "completion"),
     "text": ("text",),
 }
+# Form -> the fields that are read.
+READ = {form: {*fields, "tools", *(["prompt"] if form == "pairs" else [])} for form, fields in FORMS.items()}
 Record = Mapping[str, Any]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Survey:
       num_cut, num_cut_tokens: examples longer than that, and the trained tokens that they lost by it.
       num_left_out: records that lost an answer whole, and are not trained on.
       left_out: where the first of these stands.
+      unread: fields that nothing is made of; see `Examples`.
     """
 
     form: str
@@ -38,6 +39,7 @@ class Survey:
     num_cut_tokens: int = 0
     num_left_out: int = 0
     left_out: str = ""
+    unread: Sequence[str] = ()
 
     def __str__(self) -> str:
         line = (
@@ -48,7 +50,8 @@ class Survey:
             line += f"; {self.num_cut:,} are cut at {self.seq_len:,}, with {self.num_cut_tokens:,} tokens of answers"
         if self.num_left_out:
             line += f"; {self.num_left_out:,} left out, whose answer was cut off whole (first: {self.left_out})"
-        return line + ("; raise --seq-len to cut none" if self.num_cut else "")
+        line += "; raise --seq-len to cut none" if self.num_cut else ""
+        return line + (f"; fields not read: {', '.join(self.unread)}" if self.unread else "")
 
 
 def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
@@ -74,6 +77,7 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
             kept[index] = False
             survey.num_left_out += 1
             survey.left_out = survey.left_out or documents.place(index)
+    survey.unread = sorted(documents.examples.unread)
     return kept, survey
 
 

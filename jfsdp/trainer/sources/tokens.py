@@ -34,7 +34,7 @@ class TokenSource:
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
-        names += ("chat_template", "answers", "cross_documents", "shuffle_rows", "seed")
+        names += ("chat_template", "answers", "eod_token", "cross_documents", "shuffle_rows", "seed")
         options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
@@ -48,7 +48,8 @@ class TokenSource:
         if form != "pairs" and self.form == "pairs":
             raise ValueError(
                 f"data {config.data!r}: are {'texts' if form == 'text' else 'conversations or completions'}, and "
-                f"--preference {config.preference} takes records with chosen and rejected; give such, or leave it out"
+                f"--preference {config.preference} takes records with chosen and rejected, and no messages next to "
+                "them: these make a record a conversation; take messages out of it, or leave --preference out"
             )
         self.config, self.seq_len = config, seq_len
         self.levels: dict[str, float] = {}
@@ -134,6 +135,6 @@ class TokenSource:
 def token_options(config: TrainConfig) -> list[str]:
     """List the options given that mean something for tokens only."""
     names = ("tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "cross_documents", "seq_len", "prompt")
-    names += ("chat_template", "answers")
+    names += ("chat_template", "answers", "eod_token")
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != defaults[name]]

@@ -1,0 +1,164 @@
+"""Messages and tools as records have them: checked, and in the form that chat templates take.
+
+[Note: whole] Nothing of a conversation is dropped silently. Two checks of each record find what a template leaves out:
+
+- Each content and each name of a tool, or of a call of one, is rendered once more with a mark at its end, in characters
+  that no text has. Each mark must be in the result. This finds messages of an unknown role, and tools that a template
+  ignores.
+- Each text of a trained answer (content, thoughts, calls and their arguments) must be whole in the characters that are
+  trained. This finds contents of which a template cuts a part. White space is not compared: templates strip it.
+
+A template may cut the thoughts of answers that are not trained: it writes the history so for the model too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+# Names for the thoughts before an answer. Templates read the first, that of gpt-oss the second, as in transformers.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Fields that need not be named in a template.
+OWN = frozenset(("role", "content", "weight", "train", *_THOUGHTS))
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """Return messages whose contents are texts: text in parts is joined, and none next to calls of tools is empty.
+
+    A field that is null is left out: Arrow writes one for each field that another record has.
+
+    Raises:
+      ValueError: if they are not messages.
+    """
+    is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
+    if not is_list or not all(isinstance(one.get("role"), str) for one in messages):
+        raise ValueError(
+            'its messages are not a list of objects with "role" and "content"; write them as OpenAI does: '
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        )
+    return [_read_message(one, number) for number, one in enumerate(messages, 1)]
+
+
+def _read_message(message: Message, number: int) -> Message:
+    message = {name: value for name, value in message.items() if value is not None}
+    if thoughts := next((message[name] for name in _THOUGHTS if name in message), None):
+        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    content = message.get("content", "" if calls_of(message) else None)
+    texts = texts_of(content)
+    if len(texts) < (len(content) if isinstance(content, list) else 1) or not isinstance(thoughts, str | None):
+        raise ValueError(
+            f"the content of message {number} is neither text nor a list of parts with text, or its thoughts are not "
+            "text; write text there, or take the record out"
+        )
+    return {**message, "content": "".join(texts)}
+
+
+def read_tools(tools: Any) -> list[Any] | None:
+    """Return the tools of a record, which may be JSON text; None: it has none.
+
+    Raises:
+      ValueError: if they are not a list of objects.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise ValueError(f"its field tools is text that is not JSON ({error}); write a list of objects") from error
+    if tools is None or (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
+        return tools
+    raise ValueError(
+        "its field tools is not a list of objects; write each tool as OpenAI does, "
+        '[{"type": "function", "function": {"name": "...", "parameters": {...}}}], or this as JSON text'
+    )
+
+
+def is_trained(message: Message, number: int) -> bool:
+    """Tell whether a message is an answer to train on.
+
+    Raises:
+      ValueError: if its weight is neither 0 nor 1.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"message {number} has weight {weight!r}; it may be 0 (not trained) or 1")
+    return message["role"] == "assistant" and bool(weight)
+
+
+def calls_of(message: Message) -> list[Any]:
+    """Return the calls of tools in a message.
+
+    Raises:
+      ValueError: if they are not objects with a function.
+    """
+    calls = message.get("tool_calls") or []
+    if not all(isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) for one in calls) or not all(
+        isinstance(one["function"].get("name"), str) for one in calls
+    ):
+        raise ValueError(
+            'its tool_calls are not a list of {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
+        )
+    return list(calls)
+
+
+def texts_of(content: Any) -> list[str]:
+    """Return the texts of a content: itself, or those of its parts."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield all texts inside of JSON, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for one in pair for text in strings_of(one))
+    elif isinstance(value, list):
+        yield from (text for one in value for text in strings_of(one))
+
+
+def find_cut(message: Message, written: str, before: str) -> str | None:
+    """Return the field of an answer that is not in the text as a whole; None: all are. See [Note: whole].
+
+    Args:
+      written: the answer as it is trained.
+      before: what the prompt for it ends with: thoughts may begin there.
+    """
+    calls = [[call["function"]["name"], call["function"].get("arguments")] for call in calls_of(message)]
+    parts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
+    for name, text in [*parts, *(("tool_calls", text) for text in strings_of(calls))]:
+        ahead = _squeeze(before[max(0, len(before) - len(text)) :])
+        forms = [_squeeze(form) for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
+        found = ((ahead + _squeeze(written)).find(form, max(0, len(ahead) - len(form) + 1)) for form in forms)
+        if text.strip() and max(found) < 0:
+            return name
+    return None
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def marked(messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any, dict[str, str]]:
+    """Return the same with marks, and what each mark is at the end of; see [Note: whole]."""
+    marks: dict[str, str] = {}
+
+    def mark(text: str, what: str) -> str:
+        found = f"\ue0f0{len(marks)}\ue0f1" if text.strip() else ""
+        marks[found] = what
+        return text + found
+
+    def mark_name(one: Any, what: str) -> Any:
+        if isinstance(one.get("function"), Mapping):
+            return {**one, "function": mark_name(one["function"], what)}
+        return {**one, "name": mark(one["name"], what)} if isinstance(one.get("name"), str) else one
+
+    found = []
+    for number, one in enumerate(messages, 1):
+        role = f"message {number} of role {one['role']!r}"
+        calls = [mark_name(call, f"the tool_calls of {role}") for call in calls_of(one)]
+        found.append({**one, "content": mark(one["content"], role), **({"tool_calls": calls} if calls else {})})
+    return found, tools and [mark_name(one, f"tool {at}") for at, one in enumerate(tools, 1)], marks

@@ -1,0 +1,223 @@
+"""What chat templates make of the fields of a record: nothing is dropped silently, and each remedy helps."""
+
+import contextlib
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jfsdp.trainer.data import DataConfig, open_data
+from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
+from jfsdp.trainer.job import find_job
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.sources.pairs import PairSource
+from tests.trainer.chats import (
+    CHATML,
+    GEMMA,
+    LLAMA3_TOOLS,
+    MARKED,
+    QWEN3,
+    R1_DISTILL,
+    TOOL_USE,
+    chat,
+    save_tokenizer,
+    write_jsonl,
+)
+
+END = "<|im_end|>"
+PLAIN = chat("Hi", "Yo")
+THOUGHTS = chat("Hi", "<think>\nhm\n</think>\n\nYo")
+REASONED = {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], "reasoning_content": "hm"}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+FUNCTION = {"name": "f", "arguments": {"city": "Zürich", "days": 3}}
+CALLED = {
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "Yo"},
+    ],
+    "tools": TOOLS,
+}
+# The front of an answer is before the mark, and a call after it.
+MARKED_IN_PART = MARKED.replace(
+    "{% generation %}{{ m.content }}", "{{ m.content[:1] }}{% generation %}{{ m.content[1:] }}"
+)
+MARKED_WITHOUT_CALLS = MARKED.replace(
+    "{% endgeneration %}", "{% endgeneration %}{{ m.tool_calls | tojson if m.tool_calls }}"
+)
+NAMES_ONLY = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+)
+
+
+def _open(directory, records, template: str | list | None = CHATML, *, merges=(), **options):
+    tokenizer = save_tokenizer(directory / "tokenizer", template, merges)
+    path = write_jsonl(directory / "chat.jsonl", records)
+    return open_data(DataConfig(path, **{"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512} | options))
+
+
+def _shown(data, index=0):
+    """Return a document as text, with the trained tokens between [[ and ]]."""
+    pairs = data.train[index]
+    ids = np.concatenate([pairs[:1, INPUT], pairs[:, TARGET]])
+    trained = np.concatenate([[0], pairs[:, TRAINED]])
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1)
+    texts = [data.tokenizer.decode(ids[run], special=True) for run in runs]
+    return "".join(f"[[{text}]]" if trained[run[0]] else text for run, text in zip(runs, texts))
+
+
+@pytest.mark.parametrize(
+    ("records", "template", "options", "expected"),
+    [
+        ([PLAIN, THOUGHTS], R1_DISTILL, {}, ["line 2", "message 2", "without the whole of its content", "take out"]),
+        ([PLAIN, REASONED], CHATML, {}, ["line 2", "message 2", "reasoning_content"]),
+        ([PLAIN, REASONED], MARKED, {}, ["line 2", "message 2", "reasoning_content"]),
+        ([PLAIN], MARKED_IN_PART, {}, ["line 1", "message 2", "content", "generation"]),
+        ([PLAIN, CALLED], MARKED_WITHOUT_CALLS, {}, ["line 2", "leaves out tool 1"]),
+        ([{**CALLED, "tools": None}], MARKED_WITHOUT_CALLS, {}, ["line 1", "message 2", "tool_calls"]),
+        ([{**PLAIN, "tools": TOOLS}], CHATML, {}, ["line 1", "leaves out tool 1"]),
+        ([{**CALLED, "tools": None}], NAMES_ONLY, {}, ["line 1", "message 2", "tool_calls"]),
+        ([{**PLAIN, "tools": "f"}], LLAMA3_TOOLS, {}, ["line 1", "tools", "not JSON"]),
+        ([{**PLAIN, "tools": '{"name": "f"}'}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
+        ([{**PLAIN, "tools": ["f"]}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
+        ([{"prompt": "a", "completion": "b", "tools": TOOLS}], CHATML, {}, ["line 1", "tools", "text"]),
+        ([chat("a", "b", "c", "d")], QWEN3, {}, ["line 1", "message 2", "rewrites history", "--answers last"]),
+    ],
+)
+def test_a_part_of_a_record_that_a_template_leaves_out_is_refused(tmp_path, records, template, options, expected):
+    with pytest.raises(ValueError) as caught:
+        _open(tmp_path, records, template, **options)
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_thoughts_are_trained_with_the_answer_that_a_template_writes_them_into(tmp_path):
+    begin = f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
+    data = _open(tmp_path, [THOUGHTS, REASONED], QWEN3)
+    shown = f"{begin}[[<think>\nhm\n</think>\n\nYo{END}]]\n"
+    assert (_shown(data, 0), _shown(data, 1)) == (shown, shown)
+    # Those of an earlier answer are history, and written as for the model.
+    earlier = {"messages": [*THOUGHTS["messages"], *REASONED["messages"]]}
+    data = _open(tmp_path, [earlier], QWEN3, answers="last")
+    assert _shown(data) == f"{begin}Yo{END}\n{shown}"
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning"])
+def test_thoughts_have_other_names_too(tmp_path, name):
+    record = {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], name: "hm"}]}
+    assert _shown(_open(tmp_path, [record], QWEN3)) == _shown(_open(tmp_path, [REASONED], QWEN3))
+
+
+def test_tools_and_calls_reach_the_template(tmp_path):
+    data = _open(tmp_path, [CALLED, {**CALLED, "tools": json.dumps(TOOLS)}], LLAMA3_TOOLS)
+    assert _shown(data, 0) == _shown(data, 1)
+    call = '{"name": "f", "parameters": {"city": "Zürich", "days": 3}}'
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert _shown(data, 0) == (
+        f"<s>{head.format('system')}{json.dumps(TOOLS[0])}<|eot_id|>{head.format('user')}Hi<|eot_id|>"
+        f"{head.format('assistant')}[[{call}<|eot_id|>]]{head.format('ipython')}12<|eot_id|>"
+        f"{head.format('assistant')}[[Yo<|eot_id|>]]"
+    )
+
+
+def test_of_several_named_templates_that_for_tools_is_taken_with_tools(tmp_path):
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOL_USE}]
+    records = [PLAIN, {**PLAIN, "tools": TOOLS}]
+    data = _open(tmp_path, records, named)
+    assert "tools:" not in _shown(data, 0) and "tools: f" in _shown(data, 1)
+    assert "tools:" in _shown(_open(tmp_path, [PLAIN], named, chat_template="tool_use"))
+    with pytest.raises(ValueError, match=r"line 1.*rag, tool_use.*--chat-template"):
+        _open(tmp_path, [PLAIN], [{"name": "rag", "template": CHATML}, named[1]])
+    # As files, which go before the configuration.
+    directory = tmp_path / "tokenizer" / "additional_chat_templates"
+    directory.mkdir()
+    (directory / "tool_use.jinja").write_text(TOOL_USE)
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
+    files = _open(tmp_path, records, None)
+    assert [_shown(files, i) for i in (0, 1)] == [_shown(data, i) for i in (0, 1)]
+
+
+def test_fields_that_nothing_is_made_of_are_said(tmp_path):
+    record = chat("Hi", "Yo") | {"source": "web", "tools": None}
+    record["messages"][0]["stamp"] = 7
+    data = _open(tmp_path, [PLAIN, record])
+    assert "fields not read: source, stamp of messages" in data.found
+
+
+def test_the_gemma_template_takes_what_it_says(tmp_path):
+    data = _open(tmp_path, [chat(" Hi", "Yo ")], GEMMA)
+    turn = "<start_of_turn>"
+    assert _shown(data) == f"<s>{turn}user\nHi<end_of_turn>\n{turn}model\n[[Yo<end_of_turn>]]\n"
+    with pytest.raises(ValueError, match=r"line 1.*System role not supported"):
+        _open(tmp_path, [chat("a", "b", "c", roles="sua")], GEMMA)
+
+
+def test_an_empty_answer_is_its_stop_token(tmp_path):
+    for template in (CHATML, MARKED):
+        shown = _shown(_open(tmp_path, [chat("Hi", "", "So?", "Yo")], template))
+        assert shown.count(f"assistant\n[[{END}]]\n") == 1 and shown.count("[[") == 2
+
+
+PROMPTED = QWEN3.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as QwQ and R1 do
+# A prompt that was not asked for ends each conversation, as in some files for Command A.
+ENDLESS = """{% for m in messages %}<|im_start|>
+{{- '[INST]' if m.role == 'user' else '[/INST]' }}{{ m.content }}<|im_end|>
+{%- endfor %}<|im_start|>[/INST]"""
+FIRST = chat("Hi", "Yo", "So?", roles="aua")
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "options", "expected", "rest"),
+    [
+        # What the last answer fails of too, training it only does not help.
+        (chat("a", "b"), R1_DISTILL.replace("%}[INST]{%", "%}[INST]<think>{%"), {}, ["message 2", "<think>"], "last"),
+        (chat("a", "b", "c", "d"), PROMPTED, {}, ["message 2", "rewrites history"], "white space"),
+        # The tokenizer joins a space of the template with the answer.
+        (
+            chat("a", "b"),
+            CHATML.replace("{{ m.content }}", "{{ ' ' + m.content }}").replace(
+                "assistant\n{%", "assistant\n{{ ' ' }}{%"
+            ),
+            {"merges": [("Ġ", "b")]},
+            ["message 2", "joins", "{% generation %}"],
+            "white space",
+        ),
+        (chat("a", "\n\nb"), CHATML, {"merges": [("Ċ", "Ċ")]}, ["message 2", "joins", "white space"], "--answers last"),
+        (FIRST, GEMMA.replace("'System", "'No"), {}, ["message 1", "no prompt", '"weight": 0'], "repair it"),
+        (FIRST, CHATML.replace("if add", "if messages and add"), {}, ["no prompt for message 1", "weight"], "white"),
+        (chat("a", "b"), ENDLESS, {}, ["message 2", "as if another answer were asked for"], "last"),
+    ],
+)
+def test_a_message_recommends_what_helps(tmp_path, record, template, options, expected, rest):
+    with pytest.raises(ValueError) as caught:
+        _open(tmp_path, [record], template, **options)
+    for part in expected:
+        assert part in str(caught.value)
+    assert rest not in str(caught.value)
+    for says, helps in (
+        ("--answers last", {"answers": "last"}),
+        ("white space off", {"records": [chat("a", "b")]}),
+        ('"weight": 0', {"records": [{"messages": [{**record["messages"][0], "weight": 0}, *record["messages"][1:]]}]}),
+    ):
+        if says in str(caught.value):
+            _open(tmp_path, helps.pop("records", [record]), template, **options, **helps)
+
+
+def test_a_field_that_is_null_is_not_there(tmp_path):
+    record = chat("Hi", "Yo")
+    for message in record["messages"]:
+        message.update(weight=None, tool_calls=None, reasoning_content=None, name=None)
+    assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [PLAIN], LLAMA3_TOOLS))
+
+
+def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
+    chosen, rejected = PLAIN["messages"], chat("Hi", "No")["messages"]
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    job = dataclasses.replace(find_job("llama-tiny"), vocab_size=None)
+    for more, says in (({"messages": chosen}, "take messages out"), ({}, None)):
+        path = write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": chosen, "rejected": rejected, **more}] * 3)
+        config = TrainConfig(data=path, tokenizer=tokenizer, preference="dpo", eval_fraction=0)
+        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+            PairSource(config, job, 64)
