@@ -79,7 +79,7 @@ def _shown(data, index=0):
         ([{**CALLED, "tools": None}], MARKED_WITHOUT_CALLS, {}, ["line 1", "message 2", "tool_calls"]),
         ([{**PLAIN, "tools": TOOLS}], CHATML, {}, ["line 1", "leaves out tool 1"]),
         ([{**CALLED, "tools": None}], NAMES_ONLY, {}, ["line 1", "message 2", "tool_calls"]),
-        ([{**PLAIN, "tools": "f"}], LLAMA3_TOOLS, {}, ["line 1", "tools", "not JSON"]),
+        ([{**PLAIN, "tools": "f"}], LLAMA3_TOOLS, {}, ["line 1", "tools", "JSON text"]),
         ([{**PLAIN, "tools": '{"name": "f"}'}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
         ([{**PLAIN, "tools": ["f"]}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
         ([{"prompt": "a", "completion": "b", "tools": TOOLS}], CHATML, {}, ["line 1", "tools", "text"]),
@@ -221,3 +221,90 @@ def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
         config = TrainConfig(data=path, tokenizer=tokenizer, preference="dpo", eval_fraction=0)
         with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
             PairSource(config, job, 64)
+
+
+SHAREGPT = {
+    "system": "Be brief.",
+    "conversations": [
+        {"from": "human", "value": "Hi"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"city": "Zürich", "days": 3}}'},
+        {"from": "observation", "value": "12"},
+        {"from": "gpt", "value": "Yo"},
+    ],
+    "tools": json.dumps(TOOLS),
+}
+ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief.", "history": [["Hi", "Yo"]]}
+
+
+@pytest.mark.parametrize(
+    ("record", "same"),
+    [
+        (SHAREGPT, {**CALLED, "messages": [{"role": "system", "content": "Be brief."}, *CALLED["messages"]]}),
+        ({"conversations": PLAIN["messages"]}, PLAIN),
+        (
+            {"conversations": [{"from": "gpt", "value": "No", "weight": 0}, *PLAIN["messages"]]},
+            {"messages": [{"role": "assistant", "content": "No", "weight": 0}, *PLAIN["messages"]]},
+        ),
+        (ALPACA, chat("Be brief.", "Hi", "Yo", "Add.\n2+2", "4", roles="suaua")),
+        ({"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}, PLAIN),
+    ],
+    ids=["sharegpt", "sharegpt with roles", "sharegpt with weights", "alpaca", "alpaca without input"],
+)
+def test_records_of_others_are_conversations(tmp_path, record, same):
+    assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [same], LLAMA3_TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"conversations": [{"from": "bot", "value": "Hi"}]}, ["line 1", "turn 1", "'bot'", "gpt"]),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, ["line 1", "turn 1", "not JSON"]),
+        ({"conversations": "Hi"}, ["line 1", "conversations", "list"]),
+        ({"conversations": ["Hi"]}, ["line 1", "role"]),
+        ({"instruction": "Hi", "output": "Yo", "history": ["a"]}, ["line 1", "history", "pairs"]),
+        ({"instruction": "Hi", "output": 4}, ["line 1", "content of message 2"]),
+        ({"instruction": ["Hi"], "output": "Yo"}, ["line 1", "instruction"]),
+    ],
+)
+def test_records_of_others_that_are_not_understood_are_refused(tmp_path, record, expected):
+    with pytest.raises(ValueError) as caught:
+        _open(tmp_path, [record])
+    for part in expected:
+        assert part in str(caught.value)
+
+
+# Arguments are joined to text, as in DeepSeek's templates.
+TEXT_ONLY = LLAMA3_TOOLS.replace("{{ call.arguments | tojson }}", "{{ '' + call.arguments }}")
+
+
+def test_arguments_are_objects_or_text_as_the_template_takes_them(tmp_path):
+    def shown(template, arguments):
+        function = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
+        record = json.loads(json.dumps(CALLED))
+        record["messages"][1]["tool_calls"][0]["function"] = function
+        return _shown(_open(tmp_path, [record], template))
+
+    given = FUNCTION["arguments"]
+    expected = shown(LLAMA3_TOOLS, given)
+    assert '"parameters": {"city": "Zürich", "days": 3}}' in expected
+    for template in (LLAMA3_TOOLS, TEXT_ONLY):
+        assert shown(template, given) == shown(template, json.dumps(given, ensure_ascii=False)) == expected
+        assert '"parameters": {}}' in shown(template, {})
+    assert '{"city":"Zürich"}' in shown(TEXT_ONLY, '{"city":"Zürich"}')
+    for wrong in ("f(x)", "[1]", [1]):
+        with pytest.raises(ValueError, match=r"line 1: message 2 .*arguments"):
+            shown(LLAMA3_TOOLS, wrong)
+
+
+def test_a_message_with_train_false_is_not_trained(tmp_path):
+    record = chat("Hi", "No", "Hi", "Yo")
+    for message, train in zip(record["messages"], (False, False, None, True)):
+        message["train"] = train
+    for template in (CHATML, MARKED):
+        shown = _shown(_open(tmp_path, [record], template))
+        assert f"\nNo{END}" in shown and f"[[Yo{END}]]" in shown and shown.count("[[") == 1
+    for message, train, expected in ((0, True, "message 1 has train true"), (1, "no", "message 2 has train 'no'")):
+        wrong = json.loads(json.dumps(record))
+        wrong["messages"][message]["train"] = train
+        with pytest.raises(ValueError, match=f"line 1: {expected}"):
+            _open(tmp_path, [wrong])

@@ -13,6 +13,7 @@ Where they stand is known in one of two ways:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.extras import load
-from jfsdp.trainer.data.messages import Message
+from jfsdp.trainer.data.messages import OWN, Message
 from jfsdp.trainer.data.tokenizer import read_config, read_special_tokens
 
 Span = tuple[int, int]
@@ -67,9 +68,26 @@ class ChatTemplate:
         """Return the template of a conversation with these tools, or without (None), as transformers chooses it."""
         return self if tools is None or self._for_tools is None else self._for_tools
 
-    def names(self, field: str) -> bool:
-        """Tell whether the template has the name of a field anywhere: one that it does not name, it does not write."""
-        return re.search(rf"\b{re.escape(field)}\b", self._source) is not None
+    def unnamed(self, messages: Sequence[Message]) -> set[str]:
+        """Return the fields of messages whose names the template does not have, and so does not write."""
+        fields = {name for one in messages for name in one} - OWN
+        return {name for name in fields if not re.search(rf"\b{re.escape(name)}\b", self._source)}
+
+    @functools.cached_property
+    def takes_text(self) -> bool:
+        """Whether arguments of calls have to be JSON text: the template writes text unchanged, and objects not as JSON.
+
+        DeepSeek's templates and InternLM's are such; most others pass objects to the filter `tojson`.
+        """
+
+        def is_written(arguments: Any) -> bool:
+            call = {"id": "a23456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with contextlib.suppress(ValueError):
+                return '{"a": 1}' in self.render([{"role": "user", "content": "b"}, answer])[0]
+            return False
+
+        return is_written('{"a": 1}') and not is_written({"a": 1})
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Any = None) -> tuple[str, list[Span]]:
         """Return a conversation as text, and which characters of it are marked as the assistant's.

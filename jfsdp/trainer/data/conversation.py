@@ -1,4 +1,4 @@
-"""One conversation as tokens: what is trained of it, and what its chat template leaves out."""
+"""One conversation as tokens: which of them are trained, and which parts its chat template leaves out."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Conversation:
 
         Args:
           ids: the tokens of the conversation.
-          another: its text as far as it is the same with another turn.
+          another: its text up to where it differs with another turn after it.
 
         Raises:
           ValueError: of what keeps them from being told, and, if there is one, a remedy.
@@ -137,10 +137,10 @@ class Conversation:
         return before
 
     def _before_another(self, text: str) -> str:
-        """Return the conversation's text as far as it is the same if another turn follows.
+        """Return the conversation's text up to where it differs if another turn follows.
 
-        Some templates end a conversation, and not its turns, with one more special token. Of one that would rewrite the
-        last answer then, or takes no other turn, the text stays as it is.
+        Some templates end a conversation, and not its turns, with one more special token. All of the text is returned
+        for a template that would rewrite the last answer then, or that takes no other turn.
         """
         try:
             other, _ = self.template.render([*self.messages, {"role": "user", "content": "."}], tools=self.tools)
@@ -194,7 +194,7 @@ class Conversation:
             if not len(stops):
                 raise self._no_stop()
             last = begin + stops[-1]
-            if last == end and len(stops) > 1:  # of the next turn, if the one before ends this one but for white space
+            if last == end and len(stops) > 1:  # the next turn's, if the one before ends this one but for white space
                 before = begin + stops[-2]
                 last = end if self.tokenizer.decode(ids[before + 1 : end]).strip() else before
             mask[begin : last + 1], mask[last + 1 : end] = True, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +12,18 @@ import numpy as np
 
 from jfsdp.trainer.data.chat import ChatTemplate
 from jfsdp.trainer.data.conversation import Conversation
-from jfsdp.trainer.data.messages import OWN, Message, is_trained, read_messages, read_tools, texts_of
+from jfsdp.trainer.data.dialects import read_alpaca, read_sharegpt
+from jfsdp.trainer.data.messages import Message, is_trained, read_messages, read_tools, texts_of, with_arguments
 from jfsdp.trainer.data.records import READ, Record
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
 ANSWERS = ("all", "last")
+# Form -> the messages of a record that is one conversation.
+_CONVERSATIONS: dict[str, Callable[[Record], Any]] = {
+    "messages": operator.itemgetter("messages"),
+    "sharegpt": read_sharegpt,
+    "alpaca": read_alpaca,
+}
 
 
 class Example(NamedTuple):
@@ -90,8 +98,8 @@ class Examples:
 
     def _parts(self, record: Record) -> list[tuple[Any, Any]]:
         """Return the prompt and what answers it, as texts or as messages: of each of the record's examples."""
-        if self.form == "messages":
-            return [([], read_messages(record["messages"]))]
+        if self.form in _CONVERSATIONS:
+            return [([], read_messages(_CONVERSATIONS[self.form](record)))]
         if self.form == "prompt":
             return [(record["prompt"], record["completion"])]
         prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
@@ -139,8 +147,8 @@ class Examples:
 
     def _converse(self, messages: list[Message], tools: Any) -> Conversation:
         template = self._template.given(tools)
-        fields = {name for one in messages for name in one} - OWN
-        self.unread.update(f"{name} of messages" for name in fields if not template.names(name))
+        self.unread.update(f"{name} of messages" for name in template.unnamed(messages))
+        messages = with_arguments(messages, as_text=template.takes_text)
         return Conversation(self._tokenizer, self._special, template, messages, tools)
 
     def _encode_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ A template may cut the thoughts of answers that are not trained: it writes the h
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -63,15 +64,13 @@ def read_tools(tools: Any) -> list[Any] | None:
       ValueError: if they are not a list of objects.
     """
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise ValueError(f"its field tools is text that is not JSON ({error}); write a list of objects") from error
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools or "null")
     if tools is None or (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
         return tools
     raise ValueError(
-        "its field tools is not a list of objects; write each tool as OpenAI does, "
-        '[{"type": "function", "function": {"name": "...", "parameters": {...}}}], or this as JSON text'
+        "its field tools is neither a list of objects nor the JSON text of one; write each tool as OpenAI does, "
+        '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
     )
 
 
@@ -79,12 +78,15 @@ def is_trained(message: Message, number: int) -> bool:
     """Tell whether a message is an answer to train on.
 
     Raises:
-      ValueError: if its weight is neither 0 nor 1.
+      ValueError: if its `weight` is neither 0 nor 1, or its `train` not a truth value, or true of another role.
     """
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise ValueError(f"message {number} has weight {weight!r}; it may be 0 (not trained) or 1")
-    return message["role"] == "assistant" and bool(weight)
+    weights = {name: message.get(name, 1) for name in ("weight", "train")}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise ValueError(f"message {number} has {name} {weight!r}; it may be 0 or false (not trained), 1 or true")
+    if message.get("train") and message["role"] != "assistant":
+        raise ValueError(f"message {number} has train true, and role {message['role']!r}; only answers are trained")
+    return message["role"] == "assistant" and all(weights.values())
 
 
 def calls_of(message: Message) -> list[Any]:
@@ -98,9 +100,32 @@ def calls_of(message: Message) -> list[Any]:
         isinstance(one["function"].get("name"), str) for one in calls
     ):
         raise ValueError(
-            'its tool_calls are not a list of {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
+            'its tool_calls are not all {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
         )
     return list(calls)
+
+
+def with_arguments(messages: list[Message], *, as_text: bool) -> list[Message]:
+    """Return messages with the arguments of calls as a template takes them: as JSON text, or as objects.
+
+    Raises:
+      ValueError: if they are neither.
+    """
+
+    def convert(call: Any, number: int) -> Any:
+        given = call["function"].get("arguments")
+        try:
+            parsed = json.loads(given or "{}") if isinstance(given, str) else given
+        except ValueError:
+            parsed = given
+        if not isinstance(parsed, Mapping | None):
+            raise ValueError(f"message {number} has a call whose arguments are not a JSON object; write them as one")
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        given = {} if given is None else {"arguments": text if as_text else parsed}
+        return {**call, "function": {**call["function"], **given}}
+
+    called = ((one, [convert(call, number) for call in calls_of(one)]) for number, one in enumerate(messages, 1))
+    return [{**one, "tool_calls": calls} if calls else one for one, calls in called]
 
 
 def texts_of(content: Any) -> list[str]:
@@ -124,7 +149,7 @@ def find_cut(message: Message, written: str, before: str) -> str | None:
     """Return the field of an answer that is not in the text as a whole; None: all are. See [Note: whole].
 
     Args:
-      written: the answer as it is trained.
+      written: the trained text.
       before: what the prompt for it ends with: thoughts may begin there.
     """
     calls = [[call["function"]["name"], call["function"].get("arguments")] for call in calls_of(message)]

@@ -1,4 +1,4 @@
-"""What a line of JSONL is: a text, a conversation, a prompt and its completion, or a choice between two answers."""
+"""The form of a line of JSONL: a text, a conversation, a prompt and its completion, or a choice between answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ FORMS = {
     "messages": ("messages",),
     "pairs": ("chosen", "rejected"),
     "prompt": ("prompt", "completion"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
 # Form -> the fields that are read.
-READ = {form: {*fields, "tools", *(["prompt"] if form == "pairs" else [])} for form, fields in FORMS.items()}
+_MORE = {"pairs": ("prompt",), "sharegpt": ("system",), "alpaca": ("system", "history", "input")}
+READ = {form: {*fields, "tools", *_MORE.get(form, ())} for form, fields in FORMS.items()}
 Record = Mapping[str, Any]
 
 
