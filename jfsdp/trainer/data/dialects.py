@@ -59,8 +59,8 @@ def _read_turn(turn: Any, number: int) -> Any:
     if sender != "function_call":
         return {**rest, "role": _ROLES[sender], "content": value}
     try:
-        calls = json.loads(value)
-    except (TypeError, ValueError) as error:
+        calls = json.loads(str(value))
+    except ValueError as error:
         raise ValueError(f"turn {number} is from 'function_call', and its value is not JSON ({error})") from error
     functions = [{"type": "function", "function": one} for one in (calls if isinstance(calls, list) else [calls])]
     return {**rest, "role": "assistant", "tool_calls": functions}
