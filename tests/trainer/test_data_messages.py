@@ -72,6 +72,12 @@ def _shown(data, index=0):
     ("records", "template", "options", "expected"),
     [
         ([PLAIN, THOUGHTS], R1_DISTILL, {}, ["line 2", "message 2", "without the whole of its content", "take out"]),
+        (
+            [PLAIN],
+            CHATML.replace("{{ m.c", "{{ m.content[1:] if m.role == 'user' else m.c"),
+            {},
+            ["a part of message 1"],
+        ),
         ([PLAIN, REASONED], CHATML, {}, ["line 2", "message 2", "reasoning_content"]),
         ([PLAIN, REASONED], MARKED, {}, ["line 2", "message 2", "reasoning_content"]),
         ([PLAIN], MARKED_IN_PART, {}, ["line 1", "message 2", "content", "generation"]),

@@ -50,8 +50,9 @@ class Conversation:
         Raises:
           ValueError: if the template fails, or leaves out a message or a tool.
         """
-        self._check_dropped(prompt=True)
-        return self._ids(self._render(len(self.messages), prompt=True))
+        text = self._render(len(self.messages), prompt=True)
+        self._check_dropped(text, prompt=True)
+        return self._ids(text)
 
     def encode_answers(self, trained: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [n] and which of them are trained, bool [n].
@@ -64,7 +65,7 @@ class Conversation:
             answer cannot be told.
         """
         text, spans = self.template.render(self.messages, tools=self.tools)
-        self._check_dropped()
+        self._check_dropped(text)
         ids, mask = self._by_marks(text, spans, trained) if self.template.marks else self._by_prefixes(text, trained)
         if not mask.any() or mask[1:].all():
             how_many = "every" if mask.any() else "no"
@@ -206,16 +207,18 @@ class Conversation:
             "would never learn to stop; end answers with one, in a template given by --chat-template"
         )
 
-    def _check_dropped(self, *, prompt: bool = False) -> None:
-        """Refuse a message, a call or a tool that makes no difference; see [Note: whole]."""
+    def _check_dropped(self, text: str, *, prompt: bool = False) -> None:
+        """Refuse a message, a call or a tool that makes no difference, or that is cut; see [Note: whole]."""
         messages, tools, marks = marked(self.messages, self.tools)
-        text, _ = self.template.render(messages, prompt=prompt, tools=tools)
-        for mark, what in marks.items():
-            if mark not in text:
-                raise ValueError(
-                    f"chat template {self.template.name} leaves out {what}; take it out, or give a template that "
-                    "knows it by --chat-template"
-                )
+        rendered, _ = self.template.render(messages, prompt=prompt, tools=tools)
+        dropped = [what for mark, what in marks.items() if mark not in rendered]
+        asked = [(at, one) for at, one in enumerate(self.messages, 1) if one["role"] != "assistant"]
+        dropped += [f"a part of message {at}" for at, one in asked if find_cut(one, text, "")]
+        if dropped:
+            raise ValueError(
+                f"chat template {self.template.name} leaves out {dropped[0]}; take it out, or give a template that "
+                "knows it by --chat-template"
+            )
 
     def _render(self, num: int, *, prompt: bool = False) -> str:
         return self.template.render(self.messages[:num], prompt=prompt, tools=self.tools)[0]

@@ -6,7 +6,8 @@
   that no text has. Each mark must be in the result. This finds messages of an unknown role, and tools that a template
   ignores.
 - Each text of a trained answer (content, thoughts, calls and their arguments) must be whole in the characters that are
-  trained. This finds contents of which a template cuts a part. White space is not compared: templates strip it.
+  trained, and each content that is not an answer must be whole in the rendering. This finds contents of which a
+  template cuts a part. White space is not compared: templates strip it.
 
 A template may cut the thoughts of answers that are not trained: it writes the history so for the model too.
 """
