@@ -25,7 +25,8 @@ from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import list_differences
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
-from jfsdp.modules.model import Arrays, Hooks, ParamTree, is_array, join_path, local_rules, struct_of
+from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, struct_of
+from jfsdp.modules.parted import Parted, map_arrays
 
 PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
@@ -229,13 +230,15 @@ class BoundModel:
             self._num_calls += 1
         captures = bool(kwargs.get("capture_intermediates"))
         allowed = list(self._state) if mutable is None else mutable
+        inputs = Parted((args, kwargs))
         if method in (None, "__call__"):
-            args, kwargs = _map_arrays(self._hooks.cast_inputs, (args, kwargs))
+            args, kwargs = map_arrays(self._hooks.cast_inputs, inputs, (args, kwargs))
         out = self.apply(self._state, *args, rngs=rngs, mutable=allowed, method=method, **kwargs)
         out, after = out if allowed is not False or captures else (out, {})
         self._state = {name: after.get(name, value) for name, value in self._state.items()}
         if method in (None, "__call__"):
-            out = _map_arrays(self._hooks.cast_outputs, out)
+            inputs.check_unwritten("the model")
+            out = map_arrays(self._hooks.cast_outputs, Parted(out), out)
         return out if mutable in (None, False) and not captures else (out, after)
 
     def apply(self, variables: Mapping[str, Any], *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
@@ -351,7 +354,3 @@ def _named(tree: Any) -> dict[str, Any]:
         twice = next(name for name, _ in flat if [other for other, _ in flat].count(name) > 1)
         raise ValueError(f"{twice}: two variables of the model have this dotted name; rename one of them")
     return named
-
-
-def _map_arrays(fn: Callable[[Any], Any], values: Any) -> Any:
-    return jax.tree.map(lambda x: fn(x) if is_array(x) else x, values)

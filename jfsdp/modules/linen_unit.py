@@ -22,7 +22,8 @@ from flax.core import lift, meta
 from flax.core.tracers import current_trace
 from flax.linen import transforms
 
-from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, not_gathered, state_in_transform
+from jfsdp.modules.model import Arrays, Hooks, join_path, not_gathered, state_in_transform
+from jfsdp.modules.parted import Parted, is_array, part_output
 
 # The name under which a unit's method runs inside its lift. Captures of intermediates leave it out.
 IN_UNIT = "in_unit"
@@ -222,7 +223,8 @@ class _ScopedRun:
         leaves = [full[leaf.path] if self._is_own(leaf) else leaf for leaf in self._leaves]
         scopes = self.scope_fn(jax.tree.unflatten(self._tree, leaves), self.rngs)
         args, kwargs = self.inputs.rebuild(rest["inputs"])
-        self.out = Parted(self.core_fn(scopes, *args, **kwargs))
+        self.out = part_output(self.unit, self.core_fn(scopes, *args, **kwargs))
+        self.inputs.check_unwritten(f"unit {self.unit!r}")
         after, before = self.repack(scopes), set(map(id, self._leaves))
         # What a call leaves as it was goes back as it was: out of a transform of JAX, nothing else could come.
         is_changed = lambda x: is_array(x) and id(x) not in before  # noqa: E731

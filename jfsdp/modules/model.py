@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 import optax
 from flax import linen
 from jax.sharding import AxisType
@@ -188,7 +187,8 @@ def not_gathered(path: str, unit: str) -> ValueError:
     """Make the error for a read of a parameter that is not gathered."""
     return ValueError(
         f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered (in the loss, or by a method "
-        "of another module?); leave it to the root unit, or make a unit of a module whose methods hold all its uses"
+        "of another module?); call a method of the unit as module.method(x), not as Class.method(module, x); for any "
+        "other read leave it to the root unit, or make a unit of a module whose methods hold all its uses"
     )
 
 
@@ -212,31 +212,6 @@ def struct_of(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def is_array(value: Any) -> bool:
-    """Tell arrays, traced ones included, from what stays Python in a call."""
-    return isinstance(value, (jax.Array, np.ndarray))
-
-
 def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
     """Put other leaves into the structure of a pytree."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-class Parted:
-    """A pytree parted into what a trace carries and what stays Python.
-
-    Attributes:
-      dynamic: the leaves that a trace carries.
-    """
-
-    def __init__(self, values: Any, *, is_dynamic: Callable[[Any], bool] = is_array, is_leaf: Any = None):
-        leaves, self._tree = jax.tree.flatten(values, is_leaf=is_leaf)
-        self._mask = [is_dynamic(x) for x in leaves]
-        self._static = [None if dynamic else x for x, dynamic in zip(leaves, self._mask, strict=True)]
-        self.dynamic = [x for x, dynamic in zip(leaves, self._mask, strict=True) if dynamic]
-
-    def rebuild(self, dynamic: Iterable[Any]) -> Any:
-        """Return the pytree with other dynamic leaves."""
-        values = iter(dynamic)
-        pairs = zip(self._static, self._mask, strict=True)
-        return jax.tree.unflatten(self._tree, [next(values) if dynamic else x for x, dynamic in pairs])

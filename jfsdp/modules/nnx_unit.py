@@ -20,7 +20,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jfsdp.layout.units import UnitInfo
-from jfsdp.modules.model import Arrays, Hooks, Parted, is_array, join_path, state_in_transform, with_leaves
+from jfsdp.modules.model import Arrays, Hooks, join_path, state_in_transform, with_leaves
+from jfsdp.modules.parted import Parted, is_array, map_arrays, part_output
 
 
 def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
@@ -35,25 +36,39 @@ def hook_root(module: nnx.Module, hooks: Hooks) -> None:
     if not _has_call(cls):
         return
 
+    method = inspect.getattr_static(cls, "__call__")
+
     @functools.wraps(cls.__call__)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = _inputs(args, kwargs)
-        args, kwargs = inputs.rebuild([hooks.cast_inputs(x) if is_array(x) else x for x in inputs.dynamic])
-        out = cls.__call__(self, *args, **kwargs)
-        return jax.tree.map(lambda x: hooks.cast_outputs(x) if is_array(x) else x, out)
+        args, kwargs = map_arrays(hooks.cast_inputs, inputs, (args, kwargs))
+        out = _bind(method, self)(*args, **kwargs)
+        inputs.check_unwritten("the model")
+        return map_arrays(hooks.cast_outputs, Parted(out), out)
 
     _set_class(module, _subclass(cls, {"__call__": hooked}))
 
 
 def _methods(cls: type) -> list[str]:
-    """List the user's methods: `__call__`, and the plain functions of the classes below nnx.Module.
+    """List the user's methods: `__call__`, and what binds to a module of the classes below nnx.Module.
 
     What overrides a method of nnx.Module itself (train, eval, set_attributes) changes Python state and reads no weight.
     """
     own = {name for base in _own_bases(cls) for name in vars(base)}
-    plain = {name for name in own if isinstance(inspect.getattr_static(cls, name), types.FunctionType)}
-    names = {name for name in plain if not _is_dunder(name) and not hasattr(nnx.Module, name)}
+    methods = {name for name in own if _is_method(inspect.getattr_static(cls, name))}
+    names = {name for name in methods if not _is_dunder(name) and not hasattr(nnx.Module, name)}
     return sorted(names | ({"__call__"} if _has_call(cls) else set()))
+
+
+def _is_method(value: Any) -> bool:
+    """Tell a method from other attributes of a class: functions, and what decorators make of them (`nnx.jit`)."""
+    if isinstance(value, (type, staticmethod, classmethod)) or not hasattr(type(value), "__get__"):
+        return False
+    return callable(value) or isinstance(value, (functools.partialmethod, functools.singledispatchmethod))
+
+
+def _bind(method: Any, module: nnx.Module) -> Callable[..., Any]:
+    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method
 
 
 def _own_bases(cls: type) -> list[type]:
@@ -82,9 +97,9 @@ def _subclass(cls: type, methods: Mapping[str, Any]) -> type:
 
 
 def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[..., Any]:
-    method = getattr(cls, name)
+    method = inspect.getattr_static(cls, name)
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(cls, name))
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         hook = type(self)
         inputs = _inputs(args, kwargs)
@@ -111,7 +126,7 @@ def _write(nodes: Any, state: nnx.State, unit: str) -> None:
 
 def _inputs(args: Any, kwargs: Any) -> Parted:
     is_node = lambda x: isinstance(x, (nnx.Module, nnx.Variable, nnx.Rngs))  # noqa: E731
-    return Parted((args, kwargs), is_dynamic=lambda x: is_array(x) or is_node(x), is_leaf=is_node)
+    return Parted((args, kwargs), lambda x: is_array(x) or is_node(x), is_node)
 
 
 def _filters(own: Mapping[str, str]) -> Sequence[Any]:
@@ -132,7 +147,7 @@ class _PureCall:
       out, after: what the call returned, and the variables it changed or created, parted; known once it ran.
     """
 
-    def __init__(self, method: Callable[..., Any], unit: UnitInfo, module: nnx.Module, inputs: Parted):
+    def __init__(self, method: Any, unit: UnitInfo, module: nnx.Module, inputs: Parted):
         prefix = unit.name + "."
         own = {leaf.removeprefix(prefix): leaf for leaf in unit.leaves}
         self.method, self.unit, self.inputs, self.filters = method, unit.name, inputs, _filters(own)
@@ -153,7 +168,8 @@ class _PureCall:
         module, dynamic = nnx.merge(self.graphdef, *filled)
         known = {path for path, _ in _variables((module, dynamic))}
         args, kwargs = self.inputs.rebuild(dynamic)
-        out = self.method(module, *args, **kwargs)
+        out = part_output(self.unit, _bind(self.method, module)(*args, **kwargs))
+        self.inputs.check_unwritten(f"unit {self.unit!r}")
         created = self._take_created((module, dynamic), known)
         graphdef, *after = nnx.split((module, dynamic), *self.filters)
         if graphdef != self.graphdef:
@@ -161,7 +177,7 @@ class _PureCall:
                 f"unit {self.unit!r}: its call created, removed or replaced attributes; create them in __init__ (a "
                 "call may change the values of variables, and create variables that are no nnx.Param)"
             )
-        self.out = Parted(out)
+        self.out = out
         self.after = Parted((_changed(after[2], with_leaves(self.parts[2], rest["state"])), created))
         names, values = [*self.paths, *self.inner], zip([*weights[0], *weights[1]], jax.tree.leaves(after[:2]))
         written = {name: new for name, (old, new) in zip(names, values, strict=True) if new is not old}

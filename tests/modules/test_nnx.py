@@ -1,5 +1,6 @@
 """Unmodified NNX models: whatever a module may do in a call, sharding by unit changes no number."""
 
+import functools
 from typing import Any
 
 import jax
@@ -339,3 +340,56 @@ def test_bare_arrays_of_a_factory_are_state_as_they_are_of_an_instance():
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert states[0].keys() == states[1].keys()
     np.testing.assert_array_equal(states[0]["layers.1.mask"], np.arange(DIM) % 2.0)
+
+
+def compute(module, x, scale=1.0):
+    return jnp.tanh(module.norm(module.linear(x))) * scale
+
+
+class Methods(nnx.Module):
+    """One computation, as every kind of method."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.norm = nnx.BatchNorm(DIM, momentum=0.9, rngs=rngs)
+
+    def plain(self, x, scale=1.0):
+        return compute(self, x, scale)
+
+    @nnx.jit
+    def jitted(self, x):
+        return compute(self, x)
+
+    @nnx.remat
+    def checkpointed(self, x):
+        return compute(self, x)
+
+    partial = functools.partialmethod(plain, scale=1.0)
+
+    @functools.singledispatchmethod
+    def dispatched(self, x):
+        return compute(self, x)
+
+    __call__ = jitted
+
+
+METHODS = ("__call__", "plain", "jitted", "checkpointed", "partial", "dispatched")
+
+
+def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):
+    def loss(model, batch):
+        for name in METHODS:
+            batch = getattr(model.layers[0], name)(batch)
+        return (batch**2).mean()
+
+    source = lambda rngs: nnx.Sequential(Methods(rngs))  # noqa: E731
+    model = check_nnx(source, loss, data(), [Methods], steps=1)
+    assert count_calls(monkeypatch, model, loss, data())["layers.0"] == len(METHODS)
+    check_nnx(Methods, lambda model, batch: (model(batch) ** 2).mean(), data(), ["linear"], steps=1)  # of the root
+
+
+def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered():
+    model = jfsdp.fully_shard(Net, units=[Block], min_size=1)
+    with pytest.raises(ValueError, match=r"layers\.0\.up.*call.* as module\.method\(x\), not as Class\.method"):
+        train_sharded(model, lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean(), [data()])
+    train_sharded(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), [data()])

@@ -1,0 +1,253 @@
+"""Containers that JAX does not know, as inputs and outputs of a model and of its units."""
+
+import collections
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jfsdp
+from tests.modules.parity import DIM, TX, check_linen, check_nnx, data
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+class Dict(dict):
+    pass
+
+
+class List(list):
+    pass
+
+
+class Plain:
+    def __init__(self, x):
+        self.x, self.name = x, "plain"
+
+
+class Output(collections.OrderedDict):
+    """As the outputs of Hugging Face: items that are attributes too, and no `update`."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args, **kwargs):
+        raise TypeError("not here")
+
+
+def as_output(x):
+    out = Output()
+    out["x"] = x
+    return out
+
+
+# How an array gets into each, and out of it.
+KINDS = {
+    "dataclass": (Record, lambda box: box.x),
+    "frozen dataclass": (Frozen, lambda box: box.x),
+    "dict": (lambda x: Dict(x=x), lambda box: box["x"]),
+    "list": (lambda x: List([x, "text"]), lambda box: box[0]),
+    "object": (Plain, lambda box: box.x),
+    "namespace": (lambda x: types.SimpleNamespace(x=x), lambda box: box.x),
+    "nested": (lambda x: Record({"a": Dict(b=Plain(x))}), lambda box: box.x["a"]["b"].x),
+    "output": (as_output, lambda box: box.x + 0 * box["x"]),
+}
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, kind="dataclass"):
+        self.kind, self.linear = kind, nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, box):
+        put, take = KINDS[self.kind]
+        return put(jnp.tanh(self.linear(take(box))))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, kind="dataclass"):
+        self.kind = kind
+        self.layers = nnx.List([Layer(rngs, kind) for _ in range(2)])
+
+    def __call__(self, box):
+        for layer in self.layers:
+            box = layer(box)
+        return box
+
+
+class LinenLayer(linen.Module):
+    @linen.compact
+    def __call__(self, box):
+        return Record(jnp.tanh(linen.Dense(DIM)(box.x)))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, box):
+        return LinenLayer(name="layer")(box)
+
+
+def loss(kind="dataclass"):
+    put, take = KINDS[kind]
+
+    def squares(model, x):
+        out = take(model(put(x)))
+        return jfsdp.Loss((out.astype(jnp.float32) ** 2).sum(), out.size)
+
+    return squares
+
+
+def scalar(apply, x):
+    return (apply(Record(x)).x ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_take_and_return_containers_that_jax_does_not_know(kind):
+    put, take = KINDS[kind]
+    mean = lambda model, x: (take(model(put(x))) ** 2).mean()  # noqa: E731
+    check_nnx(functools.partial(Net, kind=kind), mean, data(), [Layer], steps=1)
+
+
+def test_linen_units_take_and_return_containers_that_jax_does_not_know():
+    check_linen(LinenNet(), (Record(jnp.zeros((1, DIM))),), scalar, data(), [LinenLayer], steps=1)
+
+
+def test_program_manual_takes_containers_too():
+    run = lambda engine: jfsdp.fully_shard(Net, units=[Layer], min_size=1, engine=engine)  # noqa: E731
+    found = [m.train_step(loss(), TX)(m.init(TX), data())[1]["grad_norm"] for m in (run("xla"), run("manual"))]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+NETS = {
+    "nnx": (lambda kind: functools.partial(Net, kind=kind), [Layer]),
+    "linen": (lambda kind: (LinenNet(), (Record(jnp.zeros((1, DIM))),)), [LinenLayer]),
+}
+
+
+@pytest.mark.parametrize(("api", "kind"), [*(("nnx", kind) for kind in KINDS), ("linen", "dataclass")])
+@pytest.mark.parametrize("has_units", [False, True])
+def test_precision_is_that_of_arrays_in_containers_that_jax_does_not_know(api, kind, has_units):
+    source, units = NETS[api]
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16", output_dtype="float32")
+    per_unit = {"": {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16")}}
+    put, take = KINDS[kind]
+    seen = {}
+    for name, options in (("whole", {}), ("root", {"per_unit": per_unit})):
+        model = jfsdp.fully_shard(source(kind), units=units if has_units else [], mp_policy=policy, **options)
+        state = model.abstract_state(TX)
+        out = jax.eval_shape(lambda *args, model=model: model.apply(*args)[0], *_apply(put, take, state))
+        seen[name] = out.dtype.name
+    assert seen == {"whole": "float32", "root": "bfloat16"}
+
+
+def _apply(put, take, state):
+    x = jax.ShapeDtypeStruct((16, DIM), jnp.float32)
+    return jax.tree_util.Partial(lambda model, x: take(model(put(x)))), state.source, state.model_state, x
+
+
+def test_settings_in_a_container_stay_python():
+    class Shaped(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+        def __call__(self, box):
+            return self.linear(box.x).reshape(-1, *map(int, box.sizes))
+
+    around = types.SimpleNamespace(options={1: "one"})
+    around.itself = around
+
+    def mean(model, x):
+        box = types.SimpleNamespace(x=x, same=x, sizes=np.array([2, 8]), log=print, around=around, again=around)
+        return (model(box) ** 2).mean()
+
+    check_nnx(lambda rngs: nnx.Sequential(Shaped(rngs)), mean, data(), [Shaped], steps=1)
+
+
+@pytest.mark.parametrize("where", ["unit", "model"])
+def test_a_write_to_a_container_that_is_copied_is_refused(where):
+    class Writer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+        def __call__(self, box):
+            box.x = self.linear(box.x)
+            return box.x
+
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
+    source = {"unit": lambda rngs: nnx.Sequential(Writer(rngs)), "model": Writer}[where]
+    model = jfsdp.fully_shard(source, units=[Writer] if where == "unit" else [], mp_policy=policy)
+    who = "unit 'layers.0'" if where == "unit" else "the model"
+    with pytest.raises(ValueError, match=rf"{who}: its call writes to an argument \(a Record\).*return the new"):
+        model.train_step(lambda model, x: (model(Record(x)) ** 2).mean(), TX)(model.init(TX), data())
+    kept = jfsdp.fully_shard(Writer)  # nothing is cast, and so nothing is copied
+    kept.train_step(lambda model, x: (model(Record(x)) ** 2).mean(), TX)(kept.init(TX), data())
+
+
+class Later(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+    def halves(self, x):
+        yield self.linear(x) / 2
+        yield self.linear(x) / 2
+
+    def mapped(self, x):
+        return {"outs": map(self.linear, [x])}
+
+    def listed(self, x):
+        return list(self.halves(x))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("halves", "generator"), ("mapped", "map")], ids=["generator", "map in a dict"]
+)
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, engine):
+    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Later(rngs)), units=[Later], engine=engine)
+
+    def mean(model, x):
+        outs = getattr(model.layers[0], method)(x)
+        out = sum(outs["outs"] if isinstance(outs, dict) else outs)
+        return jfsdp.Loss((out**2).sum(), out.size)
+
+    refused = rf"unit 'layers.0': its call returns a {kind}, which is read after the call.*return a list"
+    with pytest.raises(ValueError, match=refused):
+        model.train_step(mean, TX)(model.init(TX), data())
+    if method == "halves":
+        method = "listed"
+        model.train_step(mean, TX)(model.init(TX), data())
+
+
+@pytest.mark.parametrize("engine", ["xla", "manual"])
+def test_a_value_that_leaves_a_unit_but_is_not_returned_is_refused(engine):
+    kept = []
+
+    class Leaky(Later):
+        def __call__(self, x):
+            kept.append(self.linear(x))
+            return kept[-1]
+
+    def squares(model, x):
+        out = model(x) + kept[-1]
+        return jfsdp.Loss((out**2).sum(), out.size)
+
+    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Leaky(rngs)), units=[Leaky], engine=engine)
+    with pytest.raises(ValueError, match=r"inside a unit's call .* is used outside it.*return it from the call"):
+        model.train_step(squares, TX)(model.init(TX), data())
