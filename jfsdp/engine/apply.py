@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.compat import core
 from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
@@ -19,6 +20,16 @@ from jfsdp.layout.units import ROOT
 from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
 
+_FORWARD_MODE = (
+    "a unit (or a jax.custom_vjp of the model's own) is differentiated in forward mode (jax.jvp, jax.linearize, "
+    "jax.jacfwd), and has a derivative in reverse mode only; use jax.vjp or jax.jacrev, or leave those modules out of "
+    "units="
+)
+_CLOSED_OVER = (
+    "the loss or the model indexes an array on the mesh that it closes over, and JAX refuses that in program 'manual'; "
+    "put the array into the batch or an nnx.Variable of the model, close over np.asarray(array), or index it by "
+    "jnp.take(array, indices, axis=0)"
+)
 KeyOf = Callable[[Any], jax.Array | None]  # from what a call reads beside its weights to the key of adapters' dropout
 
 
@@ -120,20 +131,32 @@ class ShardedApply:
         try:
             key_of: KeyOf = (lambda rest: dropout_key(rest["state"])) if trains else _no_key
             run = _RootRun(self.model, fn, key_of, self._hooks_with)
-            traced, flat = self._trace(ROOT, run, *self._parts(params, state, inputs), key_of)
-        except ValueError as error:
-            if any(words in str(error) for words in ("different leading axis sizes", "inconsistent sizes for array")):
-                self._explain_stack(error)
+            root, rest = self._parts(params, state, inputs)
+            traced, flat = self._trace(ROOT, run, root, rest, key_of)
+        except (TypeError, ValueError) as error:
+            self._explain(error)
             raise
         if any(eqn.primitive.name == "custom_lin" for eqn in all_eqns(traced.jaxpr)):
+            raise ValueError(_FORWARD_MODE)
+        if trains and any(isinstance(x, core.Tracer) for x in flat[: len(flat) - len(jax.tree.leaves(rest))]):
             raise ValueError(
-                "a unit is differentiated in forward mode (jax.jvp, jax.linearize, jax.jacfwd), and units have a "
-                "derivative in reverse mode only; leave those modules out of units="
+                "a value computed inside a unit's call (or a transform of JAX) is used outside it, and was not "
+                "returned (a closure, a global list, a set?); return it from the call"
             )
         self._check_padded(traced)
         return traced, flat
 
-    def _explain_stack(self, error: ValueError) -> None:
+    def _explain(self, error: Exception) -> None:
+        """Raise what an error of JAX means here, if that is known."""
+        text = str(error)
+        if "different leading axis sizes" in text or "inconsistent sizes for array" in text:
+            self._explain_stack(error)
+        if "forward-mode" in text and "custom_vjp" in text:
+            raise ValueError(_FORWARD_MODE) from error
+        if "Context mesh" in text and "should match the mesh of" in text:
+            raise ValueError(_CLOSED_OVER) from error
+
+    def _explain_stack(self, error: Exception) -> None:
         """Name a leaf whose padded dim a scan or a vmap of the model takes for its layers."""
         for leaf in self.layout.leaves:
             if leaf.dim == 0 and leaf.padding and not leaf.stacked and leaf.unit != ROOT:

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jfsdp
 from jfsdp.train.step.loss import as_loss
@@ -527,13 +529,57 @@ def test_a_stack_that_is_not_seen_as_one_is_told_how_to_be_declared():
     np.testing.assert_allclose(metrics["loss"], squares(plain, batch).total / batch["x"].size, rtol=1e-5)
 
 
+def forward(kind, model, x):
+    if kind == "jvp":
+        return jax.jvp(model, (x,), (jnp.ones_like(x),))[1]
+    if kind == "vmap of jvp":
+        return jax.vmap(lambda v: jax.jvp(model, (x,), (v,))[1])(jnp.stack([x, x]))
+    return jax.vmap({"jacfwd": jax.jacfwd, "jacrev": jax.jacrev}[kind](model))(x)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vmap of jvp", "jacfwd"])
 @pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine):
-    def tangent(model, batch):
-        x = batch["x"]
-        return jfsdp.Loss((jax.jvp(model, (x,), (jnp.ones_like(x),))[1] ** 2).sum(), x.size)
+def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine, kind):
+    def tangent(kind):
+        return lambda model, batch: jfsdp.Loss((forward(kind, model, batch["x"]) ** 2).sum(), batch["x"].size)
 
     source = lambda rngs: nnx.Sequential(Scaled(rngs))  # noqa: E731
-    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine)
-    with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; leave those modules out of units="):
-        model.train_step(tangent, TX)(model.init(TX), {"x": np.ones((16, 16), np.float32)})
+    options = {"prefetch": 0} if engine == "manual" else {}  # no schedule reaches a unit inside of a derivative
+    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine, **options)
+    batch = {"x": np.ones((16, 16), np.float32)}
+    with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; use jax.vjp or jax.jacrev.*units="):
+        model.train_step(tangent(kind), TX)(model.init(TX), batch)
+    if kind == "jacfwd":
+        model.train_step(tangent("jacrev"), TX)(model.init(TX), batch)
+
+
+@pytest.mark.parametrize("remedy", ["batch", "variable", "numpy", "take"])
+def test_an_array_on_the_mesh_that_is_closed_over_and_indexed_is_refused_with_what_to_do(remedy):
+    table = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(4, 16), NamedSharding(jfsdp.make_mesh(), P()))
+    batch = {"x": np.ones((16, 16), np.float32), "i": np.arange(16) % 4}
+
+    class Looking(Scaled):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.table = nnx.Variable(jnp.asarray(np.asarray(table)))
+
+    how = {
+        "batch": lambda model, batch: batch["row"],
+        "variable": lambda model, batch: model.table[...][batch["i"]],
+        "numpy": lambda model, batch: jnp.asarray(np.asarray(table))[batch["i"]],
+        "take": lambda model, batch: jnp.take(table, batch["i"], axis=0),
+        "index": lambda model, batch: table[batch["i"]],
+    }
+
+    def loss(how):
+        return lambda model, batch: jfsdp.Loss((model(batch["x"] + how(model, batch)) ** 2).sum(), batch["x"].size)
+
+    model = jfsdp.fully_shard(Looking, engine="manual")
+    state = model.init(TX)
+    if remedy == "take":
+        with pytest.raises(ValueError, match=r"indexes an array on the mesh.*np.asarray.*jnp.take\("):
+            model.train_step(loss(how["index"]), TX)(state, batch)
+    batch["row"] = np.asarray(table)[batch["i"]]
+    found = model.train_step(loss(how[remedy]), TX)(state, batch)[1]["loss"]
+    xla = jfsdp.fully_shard(Looking, engine="xla")
+    np.testing.assert_allclose(found, xla.train_step(loss(how["index"]), TX)(xla.init(TX), batch)[1]["loss"], rtol=1e-5)
