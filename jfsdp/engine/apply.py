@@ -42,10 +42,13 @@ class ShardedApply:
 
     The root unit is the user's function itself: its leaves are gathered before it starts and, unless they are
     resharded, stay until its backward ends. Every other unit is gathered around each call of one of its methods.
+
+    Args:
+      check: is told every trace that is to be differentiated; may refuse it.
     """
 
-    def __init__(self, model: FlaxModel, engine: Engine):
-        self.model, self.engine, self.layout = model, engine, engine.layout
+    def __init__(self, model: FlaxModel, engine: Engine, check: Callable[[Traced], None] = lambda traced: None):
+        self.model, self.engine, self.layout, self._check = model, engine, engine.layout, check
         self._open: list[str] = []
         policy = self.layout.policy(ROOT).mp_policy
         cast_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -105,6 +108,7 @@ class ShardedApply:
           ValueError: as `__call__`; and if no value has a name that a remat gives.
         """
         traced, flat = self.trace(fn, *given, trains=True)
+        self._check(traced)
         _check_names({name for policy in self.layout.policies for name in saved_names(policy.remat)}, traced.jaxpr)
         return traced, flat
 

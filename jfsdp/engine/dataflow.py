@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from jfsdp.compat import Literal, manual_axes
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CUTS = ("slice", "dynamic_slice", "squeeze")
 _LOOPS = ("scan", "while", "cond")
+_FLAT = ("stop_gradient", "floor", "ceil", "round", "sign")  # their derivative is 0
 
 
 def cuts(eqn: Any) -> bool:
@@ -21,7 +25,17 @@ def _cuts_nothing(eqn: Any) -> bool:
     return False
 
 
-def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] | None = None) -> list[bool]:
+def carries_tangents(eqn: Any, var: Any) -> bool:
+    """Tell whether an output of an operation may have a derivative: for `depends_on`."""
+    return eqn.primitive.name not in _FLAT and jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
+
+
+def depends_on(
+    jaxpr: Any,
+    marked: Sequence[bool],
+    visit: Callable[[Any], Any] | None = None,
+    carries: Callable[[Any, Any], bool] = lambda eqn, var: True,
+) -> list[bool]:
     """Tell for each output whether it depends on a marked input.
 
     Calls (jit, checkpoint, custom derivatives) are followed to the single output; loops are followed through their
@@ -29,7 +43,9 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
 
     Args:
       visit: is told every equation that a marked input reaches, perhaps several times.
+      carries: tells of an equation and an output of it whether the output may depend on marked inputs.
     """
+    follow = functools.partial(depends_on, visit=visit, carries=carries)
     reached = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
 
     def is_reached(atom: Any) -> bool:
@@ -39,8 +55,8 @@ def depends_on(jaxpr: Any, marked: Sequence[bool], visit: Callable[[Any], Any] |
         marks = [is_reached(atom) for atom in eqn.invars]
         if visit is not None and any(marks):
             visit(eqn)
-        outs = _eqn_depends_on(eqn, marks, visit)
-        reached.update(var for var, mark in zip(eqn.outvars, outs, strict=True) if mark)
+        outs = _eqn_depends_on(eqn, marks, follow)
+        reached.update(var for var, mark in zip(eqn.outvars, outs, strict=True) if mark and carries(eqn, var))
     return [is_reached(atom) for atom in jaxpr.outvars]
 
 
@@ -276,28 +292,28 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return _num_same(eqn.invars, body.invars) - num_carry, num_carry
 
 
-def _eqn_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
+def _eqn_depends_on(eqn: Any, marked: list[bool], follow: Any) -> list[bool]:
     if not any(marked):
         return [False] * len(eqn.outvars)
     name = eqn.primitive.name
     if name == "scan":
-        return _scan_depends_on(eqn, marked, visit)
+        return _scan_depends_on(eqn, marked, follow)
     inner = _called(eqn)
     if name != "while" and inner is not None and _is_call(inner, eqn):
-        return depends_on(inner, marked, visit)
+        return follow(inner, marked)
     if name == "cond" and not marked[0]:
-        branches = [depends_on(_open(branch), marked[1:], visit) for branch in eqn.params["branches"]]
+        branches = [follow(_open(branch), marked[1:]) for branch in eqn.params["branches"]]
         return [any(marks) for marks in zip(*branches, strict=True)]
     return [True] * len(eqn.outvars)
 
 
-def _scan_depends_on(eqn: Any, marked: list[bool], visit: Any) -> list[bool]:
+def _scan_depends_on(eqn: Any, marked: list[bool], follow: Any) -> list[bool]:
     """Follow a scan to a fixed point of its carry."""
     body = _open(eqn.params["jaxpr"])
     num_consts, num_carry = scan_counts(eqn)
     carry = marked[num_consts : num_consts + num_carry]
     while True:
-        outs = depends_on(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]], visit)
+        outs = follow(body, [*marked[:num_consts], *carry, *marked[num_consts + num_carry :]])
         new = [old or out for old, out in zip(carry, outs[:num_carry], strict=True)]
         if new == carry:
             return [*new, *outs[num_carry:]]

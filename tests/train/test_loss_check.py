@@ -363,3 +363,106 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.train_step(token_loss, TX, accumulate=2)(model.init(TX), batch)
+
+
+def in_microbatches(loss, source=Net, mesh=None, num=2, **steps):
+    model = jfsdp.fully_shard(source, mesh=mesh, engine="xla", min_size=1)
+    batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
+    return model.train_step(loss, TX, accumulate=num, **steps)(model.init(TX), batch)[1]
+
+
+@pytest.mark.parametrize("loss", [contrastive, batch_norm, balanced, advantages])
+def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xla_too(loss):
+    match = r"two microbatches together, and another value one after the other.*the loss is the mean over them"
+    with pytest.raises(ValueError, match=match):
+        in_microbatches(loss)
+    if loss is contrastive:
+        by_hand = [scalar(loss)(Net(nnx.Rngs(jax.random.key(0))), {"x": BATCH["x"][at::2]}) for at in range(2)]
+        for remedy in (scalar(loss), by_one(loss)):
+            np.testing.assert_allclose(in_microbatches(remedy)["loss"], np.mean(by_hand), rtol=1e-5)
+        in_microbatches(loss, check_loss=False)
+        with pytest.raises(ValueError, match="two microbatches together"):  # with one data shard that sees all rows
+            in_microbatches(loss, mesh=jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1]), num=4)
+
+
+class Normed(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(self.norm(x)))
+
+
+@pytest.mark.parametrize("source", [Net, Normed], ids=["sum", "batch statistics"])
+def test_sums_in_microbatches_are_accepted_and_so_are_batch_statistics(source):
+    in_microbatches(masked, source)
+
+
+class Routed(nnx.Module):
+    """A unit that returns its gates, and how many rows chose the first expert."""
+
+    def __init__(self, rngs):
+        self.gate = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        gates = jax.nn.softmax(self.gate(x))
+        return x * gates, gates, (gates.argmax(-1) == 0).sum().astype(jnp.float32)
+
+
+class Router(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Routed(rngs)])
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
+def weighed(weigh):
+    def loss(model, batch):
+        out, gates, count = model(batch["x"])
+        return jfsdp.Loss((out**2).sum(), weigh(gates, count))
+
+    return loss
+
+
+def looped(gates):
+    """Sums in a scan, in a jit, as in a model."""
+    return jax.jit(lambda gates: jax.lax.scan(lambda sum, row: (sum + row[0], None), 0.0, gates)[0])(gates)
+
+
+# Of the weight, whether it has a derivative by the gate.
+WEIGHTS = {
+    "a sum of gates": (lambda gates, count: gates[:, 0].sum(), True),
+    "in a loop": (lambda gates, count: looped(gates), True),
+    "rows and gates": (lambda gates, count: len(gates) + 1e-3 * gates.mean(), True),
+    "stopped": (lambda gates, count: jax.lax.stop_gradient(gates[:, 0].sum()), False),
+    "stopped before the loop": (lambda gates, count: looped(jax.lax.stop_gradient(gates)), False),
+    "comparisons": (lambda gates, count: (gates > 0.1).sum(), False),
+    "chosen": (lambda gates, count: jax.nn.one_hot(gates.argmax(-1), 8)[:, 1:].sum(), False),
+    "top": (lambda gates, count: (jax.lax.top_k(gates, 2)[1] > 3).sum().astype(jnp.float32) + 1, False),
+    "counted in the unit": (lambda gates, count: count, False),
+    "rounded": (lambda gates, count: jnp.ceil(gates).sum(), False),
+    "a condition": (lambda gates, count: jax.lax.cond(gates.sum() > 0, lambda: 1.0, lambda: 2.0) * len(gates), False),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"units": [Routed], "engine": "manual"}], ids=["xla", "manual, a unit"])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_weight_with_a_derivative_is_refused_by_name(kind, options):
+    weigh, has_derivative = WEIGHTS[kind]
+    model = jfsdp.fully_shard(Router, min_size=1, **options)
+    step, state = model.train_step(weighed(weigh), TX, accumulate=2), model.abstract_state(TX)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    if has_derivative:
+        match = r"the weight of the loss depends on the trained parameter layers\.0\.gate\.(bias|kernel).*stop_gradient"
+        with pytest.raises(ValueError, match=match):
+            step.trace(state, batch)
+    else:
+        step.trace(state, batch)
+
+
+def test_a_weight_may_depend_on_what_is_frozen():
+    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Net(rngs), Router(rngs)), frozen=["layers.1.**"], min_size=1)
+    loss = lambda model, x: jfsdp.Loss((model.layers[0](x) ** 2).sum(), model.layers[1](x)[1][:, 0].sum())  # noqa: E731
+    model.train_step(loss, TX).trace(model.abstract_state(TX), jax.ShapeDtypeStruct((16, 8), jnp.float32))

@@ -38,7 +38,7 @@ from jfsdp.train.state import trainable
 from jfsdp.train.step.choice import Asked, Choice, choose, make_engine
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.loss import Loss, as_loss, merge
-from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
+from jfsdp.train.step.survey import LossFn, Survey, check_weight, first_rows, survey
 
 
 class Summed(NamedTuple):
@@ -167,7 +167,7 @@ class Gradients:
         later = deferred_axes(self.apply.layout, **how)
         name = program or self.choice.program
         made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
-        return ShardedApply(self.apply.model, made), source
+        return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         return {path: apply.engine.sum_shape(path) for path in trainable(apply.layout, source)}

@@ -41,8 +41,9 @@ class Loss(NamedTuple):
 
     Attributes:
       total: scalar; the sum of the losses of what is counted (tokens, examples).
-      weight: scalar; how much was counted, in the rows at hand. Its gradient is not taken. Where it is 0 over all
-        devices and microbatches, the loss and its gradient are 0 if the total is, and not finite if it is not.
+      weight: scalar; how much was counted, in the rows at hand. No gradient is taken of it, so a step refuses one that
+        has a derivative by trained parameters. Where it is 0 over all devices and microbatches, the loss and its
+        gradient are 0 if the total is, and not finite if it is not.
       aux: metrics by name, returned among those of the step: a scalar is summed and divided like `total`; a `Max` or a
         `Mean` is what its name says. No gradient is taken.
     """
@@ -84,7 +85,7 @@ def as_loss(value: Any) -> Loss:
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
-    loss = Loss(total, jax.lax.stop_gradient(weight), {name: _metric(name, x) for name, x in (extra or {}).items()})
+    loss = Loss(total, weight, {name: _metric(name, x) for name, x in (extra or {}).items()})
     return jax.tree.map(lambda x: x.astype(dtype), loss)
 
 

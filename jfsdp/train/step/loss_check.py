@@ -4,8 +4,9 @@
 In program `manual` a device computes the loss of its own rows, and totals, weights and metrics are added
 over devices. That is the loss of all rows only if it is a sum over rows; of a contrast between rows, a batch norm, or a
 balance over all tokens it is another number. So before its first step a `TrainStep` computes both, forward only, on its
-first microbatch, one program after the other. Microbatches themselves are what the user asked for: between those rows
-are never together, on one device neither.
+first microbatch, one program after the other. Where a device has all rows of a microbatch, it compares the rows of two
+microbatches together with one after the other: with several such a loss is another objective. Not so for a mean, which
+is defined as that of the microbatches' means, nor where the model's state depends on the rows (batch statistics).
 At the first parameters alone the numbers may agree by chance where the gradients do not: a ratio of PPO is 1 there, a
 head of zeros gives every row the same loss. So each program runs a second time with all weights moved a little, each
 otherwise. What neither shows is a coupling under what rounding explains, one by `stop_gradient` that changes no value,
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.compat import define_prng_impl, warn
+from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import MANUAL, XLA
@@ -62,9 +64,10 @@ def same_bits(keys: jax.Array) -> jax.Array:
 def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], options: Mapping[str, Any]) -> None:
     """Refuse a loss that is another number where a step computes it device by device; see [Note: what a loss must be].
 
-    Cost:    nothing in program `xla`; else two programs, compiled once and run twice: a forward each.
-    Memory:  the forward of one microbatch, its weights gathered as in the step, and a second copy of the parameters as
-             they are stored. Nothing is donated, nothing is kept.
+    Cost:    nothing in program `xla` with one microbatch; else two programs, compiled once and run twice, a forward
+             each.
+    Memory:  the forward of a microbatch (in program `xla` of two), its weights gathered as in the step, and a second
+             copy of the parameters as they are stored. Nothing is donated, nothing is kept.
 
     Args:
       arrays: parameters as they are stored, the model's other state, the batch.
@@ -76,11 +79,11 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     Warns:
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
-    _check_weight(gradients, *arrays)
-    if gradients.choice.program != MANUAL:
+    is_additive = _check_weight(gradients, *arrays)
+    if not (_is_by_devices(gradients) or is_additive):
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
-    parts, _ = _run(gradients, _parts, arrays, options)
+    parts, _ = _run(gradients, _on_devices if _is_by_devices(gradients) else _in_microbatches, arrays, options)
     first, moved = (_difference(gradients, jaxpr, one, *other) for one, other in zip(wholes, parts))
     problem = first or (moved and f"{moved} with all weights moved a little (with those given it agrees by chance)")
     if problem and _draws_elsewhere(jaxpr):
@@ -90,20 +93,32 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
         raise ValueError(f"{problem}; {_remedy(gradients, problem)}; check_loss=False skips this comparison")
 
 
-def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> None:
-    """Refuse a weight that counts the rows of a whole batch in each of its microbatches."""
+def _is_by_devices(gradients: Gradients) -> bool:
+    """Tell whether a step computes the loss of each device's rows."""
+    layout = gradients.apply.layout
+    return gradients.choice.program == MANUAL and layout.num_shards(layout.data_axes) > 1
+
+
+def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> bool:
+    """Refuse a weight that counts the rows of a whole batch in each of its microbatches.
+
+    Returns:
+      Whether the loss is to be the sum of those of its microbatches, of which there are several.
+    """
     num = gradients.config.accumulate
     if num == 1:
-        return
-    found: list[float | None] = []
+        return False
+    traces: list[Any] = []
     weigh = functools.partial(weights_of, gradients.apply, gradients.loss_fn, parts=num)
-    jax.eval_shape(lambda *arrays: found.extend(weigh(*arrays)), source, model_state, batch)
+    jax.eval_shape(lambda *arrays: traces.extend(weigh(*arrays)), source, model_state, batch)
+    found, has_statistics = traces
     if found[0] == found[1] and found[0] not in (None, 1.0):
         raise ValueError(
             f"loss_fn: the weight of the loss is {found[0]:g} for any number of rows, and counts once in each of "
             f"accumulate={num} microbatches: count the rows at hand, or return the mean over them, "
             "jfsdp.Loss(mean, 1.0, aux); check_loss=False skips this comparison"
         )
+    return found != [1.0, 1.0] and not has_statistics
 
 
 def _run(gradients: Gradients, compute: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Any:
@@ -129,25 +144,41 @@ def _moved(weight: jax.Array, far: jax.Array) -> jax.Array:
 
 
 def _whole(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Loss:
-    """Compute the loss of a microbatch in the global view."""
+    """Compute the loss of the rows that are compared in the global view."""
     apply, source = gradients.program_on(source, XLA)
-    return _loss(gradients, apply, source, model_state, batch)
+    return _loss(gradients, apply, source, model_state, _rows(gradients, apply, batch))
 
 
-def _parts(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Any:
+def _on_devices(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Any:
     """Compute the loss of each device's rows of a microbatch; return what they add up to, and so of their sizes."""
     apply, source = gradients.program_on(source, MANUAL)
     engine = apply.engine
 
-    def local(*arrays: Any) -> list[Loss]:
-        loss = _loss(gradients, apply, *arrays)
+    def local(source: Arrays, model_state: Arrays, batch: Any) -> list[Loss]:
+        loss = _loss(gradients, apply, source, model_state, _rows(gradients, apply, batch))
         return [merge(engine.sum_rows, engine.max_rows, x) for x in (loss, jax.tree.map(jnp.abs, loss))]
 
     return engine.on_rows(local, (source, model_state, batch), PartitionSpec())  # type: ignore[type-var]
 
 
-def _loss(gradients: Gradients, apply: Any, source: Any, model_state: Any, batch: Any) -> Loss:
-    rows = jax.tree.map(lambda x: x[0], apply.engine.split_rows(batch, gradients.config.accumulate))
+def _in_microbatches(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Any:
+    """Compute the losses of two microbatches; return what they add up to, and so of their sizes."""
+    apply, source = gradients.program_on(source, XLA)
+    rows = apply.engine.split_rows(_rows(gradients, apply, batch), 2)
+    ones = [jax.tree.map(lambda x, at=at: x[at], rows) for at in range(2)]
+    losses = [_loss(gradients, apply, source, model_state, one) for one in ones]
+    return [merge(jnp.add, jnp.maximum, *parts) for parts in (losses, jax.tree.map(jnp.abs, losses))]
+
+
+def _rows(gradients: Gradients, apply: ShardedApply, batch: Any) -> Any:
+    """Return the rows that are compared: of the first microbatch, or those of the first two, by turns."""
+    parts = apply.engine.split_rows(batch, gradients.config.accumulate)
+    if _is_by_devices(gradients):
+        return jax.tree.map(lambda x: x[0], parts)
+    return jax.tree.map(lambda x: x[:2].swapaxes(0, 1).reshape(-1, *x.shape[2:]) if x.ndim > 1 else x[0], parts)
+
+
+def _loss(gradients: Gradients, apply: ShardedApply, source: Any, model_state: Any, rows: Any) -> Loss:
     state = {name: same_bits(value) if is_key(value) else value for name, value in model_state.items()}
     return apply(lambda model, rows: as_loss(gradients.loss_fn(model, rows)), source, state, rows)[0]
 
@@ -166,10 +197,13 @@ def _difference(gradients: Gradients, jaxpr: Any, whole: Loss, parts: Loss, size
             # Where two logits are equal but for rounding, which is larger is chance: as in `correct` of a classifier.
             limit += 2 + 2 * math.sqrt(error * sizes.weight)
         if not (one == other or (math.isnan(one) and math.isnan(other)) or abs(one - other) <= limit):
+            together, apart = "two microbatches", "one after the other"
+            if _is_by_devices(gradients):
+                num = layout.num_shards(layout.data_axes)
+                together, apart = "a microbatch", f"over {num} devices, each with its own rows"
             return (
-                f"loss_fn: {name} is {one:.6g} computed from all rows of a microbatch together, and another value over "
-                f"{layout.num_shards(layout.data_axes)} devices, each with its own rows: {other:.6g} (they differ by "
-                f"{abs(one - other):.3g}, and rounding explains {limit:.3g})"
+                f"loss_fn: {name} is {one:.6g} computed from all rows of {together} together, and another value "
+                f"{apart}: {other:.6g} (they differ by {abs(one - other):.3g}, and rounding explains {limit:.3g})"
             )
     return ""
 
@@ -202,6 +236,7 @@ def _remedy(gradients: Gradients, problem: str) -> str:
     if "loss_fn: aux" in problem:
         return f"of the rows at hand an aux value is {METRIC}"
     keep = "the scalar mean, or jfsdp.Loss(mean, 1.0, aux), for which the rows of all devices stay together"
+    keep += "" if gradients.config.accumulate == 1 else " (those of a microbatch; the loss is the mean over them)"
     sums = "total and weight have to be sums over the rows at hand; if rows depend on each other, return"
     other = way_to_xla(gradients.asked)
     return f"{sums} {keep}" + (f", and {other}" if other else "")

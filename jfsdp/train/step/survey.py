@@ -13,6 +13,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import (
     all_eqns,
+    carries_tangents,
     depends_on,
     draws,
     has_own_derivative,
@@ -33,6 +34,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
 
 LossFn = Callable[[Any, Any], Any]
+_WEIGHT = 2  # its place in the trace of a step's loss: the scalar, then total and weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +187,34 @@ class _Trace:
 
 def weights_of(
     apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, parts: int
-) -> list[float | None]:
-    """Return the weight of a loss on rows, and on the first of so many parts of them; None: it depends on an array."""
-    return [_Trace(apply, loss_fn, source, model_state, some).weight() for some in (rows, first_rows(rows, parts))]
+) -> tuple[list[float | None], bool]:
+    """Return the weight of a loss on rows, and on the first of so many parts of them (None: it depends on an array);
+    and whether the model's state depends on rows."""
+    ones = [_Trace(apply, loss_fn, source, model_state, some) for some in (rows, first_rows(rows, parts))]
+    by_rows = depends_on(ones[0].jaxpr, ones[0].is_row)
+    return [one.weight() for one in ones], any(by_rows[len(by_rows) - len(model_state) :])
+
+
+def check_weight(layout: Layout, traced: Traced) -> None:
+    """Refuse a weight of a loss of which one device would take a gradient, and a step takes none.
+
+    Raises:
+      ValueError: naming a parameter from which it comes.
+    """
+
+    def reaches(trained: Sequence[bool]) -> bool:
+        return depends_on(traced.jaxpr, trained, carries=carries_tangents)[_WEIGHT]
+
+    leaves = [layout.by_path.get(name) for name in traced.names]
+    trained = [leaf is not None and leaf.trainable for leaf in leaves]
+    if reaches(trained):
+        places = range(len(trained))
+        name = next(traced.names[at] for at in places if trained[at] and reaches([place == at for place in places]))
+        raise ValueError(
+            f"loss_fn: the weight of the loss depends on the trained parameter {name}, and a step takes no gradient of "
+            "the weight: it would differ from that of total / weight; return jax.lax.stop_gradient(weight), or total / "
+            "weight as a scalar"
+        )
 
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
