@@ -34,6 +34,7 @@ _IN_WORDS: dict[Any, str] = {
     "PathLike": "a path",
     "Callable": "a function",
     "GradientTransformation": "an optax transformation, such as optax.adamw(3e-4)",
+    "MixedPrecisionPolicy": "a policy, such as jfsdp.MixedPrecisionPolicy('bfloat16')",
     "Mesh": "a mesh of jfsdp.make_mesh",
     "TrainState": "a TrainState, as model.init, jfsdp.restore and a step return it",
 }
@@ -146,7 +147,7 @@ def _in_words(hint: Any) -> str:
     return _IN_WORDS.get(kind) or _IN_WORDS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
 
 
-def check_call(what: str, function: Any, *given: str) -> None:
+def check_call(what: str, function: Any, *given: str, remedy: str = "") -> None:
     """Refuse a function of the user's that does not take what it will be called with.
 
     Raises:
@@ -159,7 +160,9 @@ def check_call(what: str, function: Any, *given: str) -> None:
     try:
         signature.bind(*given)
     except TypeError as error:
-        raise ValueError(f"{what} is called as f({', '.join(given)}), and takes something else: {error}") from None
+        raise ValueError(
+            f"{what} is called as f({', '.join(given)}), and takes something else: {error}{remedy}"
+        ) from None
 
 
 def ask(what: str, predicate: Callable[..., Any], **given: Any) -> bool:

@@ -101,6 +101,27 @@ def _at_rest(layout: Layout) -> dict[str, Any]:
     return {path: at_rest(leaf) for path, leaf in layout.by_path.items()}
 
 
+def as_arrays(batch: Any) -> Any:
+    """Return a batch with the arrays of other libraries (`torch.Tensor`) as NumPy's.
+
+    Raises:
+      ValueError: naming the leaf, for one that NumPy cannot read.
+    """
+
+    def convert(path: Any, x: Any) -> Any:
+        if isinstance(x, (jax.Array, np.ndarray)) or not hasattr(x, "__array__"):
+            return x
+        try:
+            return np.asarray(x)
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)}: NumPy cannot read this {type(x).__name__} ({error}); pass a NumPy "
+                "array, of a torch.Tensor x.detach().cpu().numpy(), and x.float() first if it is bfloat16"
+            ) from error
+
+    return jax.tree.map_with_path(convert, batch)
+
+
 def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int) -> None:
     """Refuse a batch whose rows cannot be shared by devices and microbatches.
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.arguments import Count, Seed, Size, check_call, checked
+from jfsdp.arguments import Count, Seed, Size, checked
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
@@ -64,6 +64,13 @@ class ShardedModel:
         self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
         self._apply_steps: dict[Any, ApplyStep] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a call: the arrays are in a state."""
+        raise TypeError(
+            "a ShardedModel has no arrays, and is not called: model.forward(lambda model, x: model(x))(state, x) "
+            "evaluates it, and a loss function calls the model that it is given"
+        )
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
         """Return shapes, dtypes and shardings of the state that `init` makes. Moves no data and needs no devices."""
@@ -243,7 +250,6 @@ class ShardedModel:
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
         """
-        check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
             int(accumulate),
             reduce,
@@ -317,7 +323,6 @@ class ShardedModel:
             in `train_step`.
           skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
         """
-        check_call("loss_fn", loss_fn, "model", "batch")
         config = StepConfig(
             int(accumulate),
             reduce,

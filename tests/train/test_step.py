@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -583,3 +584,59 @@ def test_an_array_on_the_mesh_that_is_closed_over_and_indexed_is_refused_with_wh
     found = model.train_step(loss(how[remedy]), TX)(state, batch)[1]["loss"]
     xla = jfsdp.fully_shard(Looking, engine="xla")
     np.testing.assert_allclose(found, xla.train_step(loss(how["index"]), TX)(xla.init(TX), batch)[1]["loss"], rtol=1e-5)
+
+
+def test_an_array_of_another_library_is_read_by_numpy_or_refused_by_its_leaf(model):
+    tensors = {name: torch.from_numpy(x) for name, x in make_batches(1)[0].items()}
+    wanted = model.train_step(token_loss, TX)(model.init(TX), make_batches(1)[0])[1]["loss"]
+    step = model.train_step(token_loss, TX)
+    step.decide(model.abstract_state(TX), tensors)
+    assert step(model.init(TX), tensors)[1]["loss"] == wanted
+    wrong = {**tensors, "weights": tensors["weights"].bfloat16()}
+    with pytest.raises(ValueError, match=r"batch\['weights'\]: NumPy cannot read this Tensor .*x\.float\(\) first"):
+        step(model.init(TX), wrong)
+    right = {**tensors, "weights": wrong["weights"].float().detach().cpu().numpy()}
+    assert step(model.init(TX), right)[1]["loss"] == wanted
+
+
+@pytest.mark.parametrize("make", ["train_step", "grads"])
+def test_a_loss_of_more_arguments_is_told_how_to_bind_them(model, make):
+    given = {"train_step": (TX,), "grads": ()}[make]
+    with pytest.raises(ValueError, match=r"loss_fn is called as f\(model, batch\).*'rng'.*bind.*lambda model, batch:"):
+        getattr(model, make)(lambda model, batch, rng: token_loss(model, batch), *given)
+
+
+@pytest.mark.parametrize("where", ["mp_policy", "per_unit"])
+def test_a_text_in_place_of_a_policy_is_told_the_policy(where):
+    options = {"mp_policy": "bf16"} if where == "mp_policy" else {"per_unit": {"blocks": {"mp_policy": "bf16"}}}
+    with pytest.raises(ValueError, match=r"mp_policy='bf16' must be .*jfsdp\.MixedPrecisionPolicy\('bfloat16'\)"):
+        make(**options)
+
+
+def test_a_call_of_the_sharded_model_is_told_how_to_evaluate(model):
+    tokens = make_batches(1)[0]["tokens"]
+    with pytest.raises(TypeError, match=r"model\.forward\(lambda model, x: model\(x\)\)\(state, x\)"):
+        model(tokens)
+    model.forward(lambda model, x: model(x))(model.init(TX), tokens)
+
+
+def test_batches_of_another_form_are_put_on_the_devices_for_an_evaluation(model):
+    batch = make_batches(1)[0]
+    step = model.train_step(token_loss, TX, accumulate=2)
+    state, _ = step(model.init(TX), batch)
+    other = step.shard_batch({"tokens": batch["tokens"][:8, :3]})  # 8 rows are none for two microbatches of 8 devices
+    assert len({shard.index for shard in other["tokens"].addressable_shards}) == 8
+    model.forward(lambda model, batch: model(batch["tokens"]))(state, other)
+    with pytest.raises(ValueError, match="the batch changed"):
+        step(state, {"tokens": batch["tokens"]})
+    with pytest.raises(ValueError, match=r"dim 0 \(size 8\) .* in 2 microbatches; .*multiple of 16"):
+        step(state, jax.tree.map(lambda x: x[:8], batch))
+
+
+def test_metrics_beside_a_weight_of_nothing_are_0(model):
+    def nothing(model, batch):
+        total = 0.0 * model(batch["tokens"]).sum()
+        return jfsdp.Loss(total, jnp.sum(batch["weights"] > 9), {"a": 3.0 + total, "b": jfsdp.Mean(3.0 + total, total)})
+
+    _, metrics = model.train_step(nothing, TX, check_loss=False)(model.init(TX), make_batches(1)[0])
+    assert (metrics["a"], metrics["b"], metrics["loss"]) == (0.0, 0.0, 0.0)

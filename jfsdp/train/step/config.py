@@ -29,8 +29,8 @@ class StepConfig:
       max_grad_norm: clip the gradient to this global norm; None does not clip.
       skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
         finite.
-      check_loss: before the first step, compare the loss over all rows with what the rows of each device add up to,
-        where the step computes it from those; see [Note: what a loss must be] in loss_check.py.
+      check_loss: before the first step, compare the loss of some rows with the sum of its parts, where the step adds up
+        such parts: those of each device, or of each microbatch; see [Note: what a loss must be] in loss_check.py.
       compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
         one away. The step's attribute of this name shows what it is compiled with.
       schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import check_call, checked
 from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import Prefetch
@@ -24,6 +24,7 @@ from jfsdp.engine.pipeline.schedule import turns_stay
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.train.checks import (
+    as_arrays,
     batch_shape,
     check_batch,
     check_lowers,
@@ -44,6 +45,10 @@ from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, with_lent
 
 Metrics = dict[str, jax.Array]
+_BIND = (
+    "; bind what else it takes: lambda model, batch: loss_fn(model, batch, ...); random keys are in the model "
+    "(nnx.Rngs; Linen's own) or rows of the batch"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +91,7 @@ class BatchStep:
         loss_scale: LossScale | None,
         asked: Asked,
     ):
+        check_call("loss_fn", loss_fn, "model", "batch", remedy=_BIND)
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         if not any(leaf.trainable for leaf in self.layout.leaves):
@@ -93,7 +99,7 @@ class BatchStep:
         self._gradients = Gradients(apply, loss_fn, config, asked, is_scaled=loss_scale is not None)
         self.schedule = self._gradients.schedule
         self._batch_shape: Any = None
-        self._num_own_rows: int | None = None
+        self._num_own_rows: dict[str, int] = {}
         self._is_checked = False
         self.traced: Trace | None = None
         self._shares = row_shares(self.mesh)
@@ -144,7 +150,8 @@ class BatchStep:
         """
         if self._gradients.is_decided:
             return self.reason
-        self._check_batch(batch, 1)
+        batch = as_arrays(batch)
+        self._check_batch(batch, self.config.accumulate)
         with model_mesh(self.mesh):
             return self._gradients.decide(state.source, state.model_state, batch).reason
 
@@ -152,7 +159,8 @@ class BatchStep:
         """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
-        batch = self.shard_batch(batch)
+        batch = self._shard(batch, self.config.accumulate)
+        check_same_batch(batch, self._batch_shape)
         self.decide(state, batch)
         if self.config.check_loss and not self._is_checked:
             with model_mesh(self.mesh):
@@ -200,19 +208,26 @@ class BatchStep:
           share rows, since `tensor` or `pipe` spans them, count as one (`own_rows` says which rows they are).
         - [B ...], a jax.Array over the devices of several processes: the global batch.
 
+        Batches for `model.forward` may have another form than the step's: other leaves, or rows for no microbatch.
+
         Cost: with several processes, all of the run's, the first call compares their batches and waits for all of them.
 
         Raises:
           ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
         """
+        return self._shard(batch, 1)
+
+    def _shard(self, batch: Any, accumulate: int) -> Any:
+        batch = as_arrays(batch)
         num, is_alone = len(set(self._shares.values())), len(self._shares) == 1
         while self._first_checks:
             self._first_checks.pop()(batch)
         rows = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
         is_whole = all(isinstance(x, jax.Array) and x.committed and (is_alone or is_global(x)) for x in rows)
-        self._check_batch(batch, 1 if is_whole else num)
+        self._check_batch(batch, accumulate, 1 if is_whole else num)
         if not is_alone and not is_whole:
-            self._num_own_rows = check_own_rows(len(rows[0]), self._num_own_rows)
+            form = str(batch_shape(batch))
+            self._num_own_rows[form] = check_own_rows(len(rows[0]), self._num_own_rows.get(form))
 
         def put(x: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, x)
@@ -223,10 +238,9 @@ class BatchStep:
 
         return jax.tree.map(put, batch)
 
-    def _check_batch(self, batch: Any, num_processes: int) -> None:
+    def _check_batch(self, batch: Any, accumulate: int, num_processes: int = 1) -> None:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
-        check_batch(batch, shards=shards, accumulate=self.config.accumulate, num_processes=num_processes)
-        check_same_batch(batch, self._batch_shape)
+        check_batch(batch, shards=shards, accumulate=accumulate, num_processes=num_processes)
 
     def mean_gradients(self, state: TrainState, batch: Any) -> MeanGradients:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
@@ -241,7 +255,7 @@ class BatchStep:
             norm, value = optax.tree.norm(grads), loss.total / weight
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
-        metrics |= metrics_of(loss.aux or {}, weight, divide)
+        metrics |= metrics_of(loss.aux or {}, loss.weight, divide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(value)
         return MeanGradients(grads, is_finite, model_state, metrics)
 
@@ -315,7 +329,7 @@ class TrainStep(BatchStep):
         Raises:
           ValueError: if the batch cannot be split.
         """
-        self._check_batch(abstract_batch, 1)
+        self._check_batch(abstract_batch, self.config.accumulate)
 
         def place(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=batch_sharding(self.mesh, x))
