@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import jfsdp
+from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Block, Tower, make_batches, token_loss
 
@@ -233,6 +234,8 @@ def metrics_of(model, batch):
         "mean": jfsdp.Mean(z.sum(), z.size),
         "rare": jfsdp.Mean((squares * (batch["w"] > 0.9)).sum(), (batch["w"] > 0.9).sum()),
         "never": jfsdp.Mean(0.0, (batch["w"] > 2).sum()),
+        "each": jfsdp.Mean(z.sum(0), z.shape[0]),
+        "largest of each": jfsdp.Max(z.max(0)),
     }
     return jfsdp.Loss(squares @ batch["w"], batch["w"].sum(), aux)
 
@@ -248,6 +251,8 @@ def test_sums_maxima_and_means_are_those_of_one_device(way):
         "mean": wanted["mean"].total / wanted["mean"].weight,
         "rare": wanted["rare"].total / wanted["rare"].weight,
         "never": 0.0,
+        "each": wanted["each"].total / wanted["each"].weight,
+        "largest of each": wanted["largest of each"].maximum,
     }
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
@@ -260,8 +265,10 @@ def test_sums_maxima_and_means_are_those_of_one_device(way):
         (lambda z: z.mean(), r"aux\['x'\].*jfsdp.Mean"),
         (lambda z: jfsdp.Max(z.mean()), r"aux\['x'\]\.maximum"),
         (lambda z: jfsdp.Mean(z.sum(), 3.0), r"aux\['x'\]\.weight"),
+        (lambda z: jfsdp.Max(jnp.stack([z.max(), z.mean()])), r"aux\['x'\]\.maximum\.1"),
+        (lambda z: jfsdp.Max(z.max(-1)), r"aux\['x'\]\.maximum.* same shape"),
     ],
-    ids=["maximum", "mean", "maximum of means", "constant weight"],
+    ids=["maximum", "mean", "maximum of means", "constant weight", "one of an array", "rows"],
 )
 @pytest.mark.parametrize("way", ["hybrid_shard", "manual"])
 def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, match):
@@ -271,6 +278,11 @@ def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, match):
     step, state = step_for(way, loss)
     with pytest.raises(ValueError, match=match):
         step(state, BATCH)
+
+
+def test_metrics_of_arrays_are_logged_by_their_places():
+    found = numbers({"loss": jnp.float32(2.0), "load": jnp.array([1.0, 3.0])})
+    assert found == {"loss": 2.0, "load.0": 1.0, "load.1": 3.0}
 
 
 def test_maxima_and_means_need_no_import_of_jfsdp():

@@ -253,7 +253,7 @@ def _naming_axes(mesh: Any) -> Iterator[None]:
 
 def _nothing(shapes: Loss) -> Loss:
     """Return what sums and maxima of losses begin with."""
-    return merge(lambda x: jnp.zeros((), x.dtype), lambda x: jnp.full((), -jnp.inf, x.dtype), shapes)
+    return merge(lambda x: jnp.zeros(x.shape, x.dtype), lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes)
 
 
 def _as_divisor(weight: jax.Array) -> jax.Array:

@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 RESERVED = ("loss", "grad_norm", "weight", "num_skipped", "loss_scale", "learning_rate")
 _LOSS = "a scalar, or jfsdp.Loss(total, weight, aux)"
-METRIC = "a sum over rows, jfsdp.Max(x), or jfsdp.Mean(total, weight)"
+METRIC = "a scalar sum over rows, or jfsdp.Max(x) or jfsdp.Mean(total, weight), of scalars or arrays"
 
 
 class Max(NamedTuple):
     """A metric that is the maximum over the rows of all devices and microbatches.
 
     Attributes:
-      maximum: scalar; the maximum over the rows at hand.
+      maximum: the maximum over the rows at hand: a scalar, or an array of one maximum for each class, say.
     """
 
     maximum: Any
@@ -28,8 +29,9 @@ class Mean(NamedTuple):
     """A metric that is a mean over something else than what the loss counts.
 
     Attributes:
-      total: scalar; the sum over the rows at hand.
-      weight: scalar; how much it sums over. Where that is 0 over all devices and microbatches, the mean is 0.
+      total: the sum over the rows at hand: a scalar, or an array of one sum for each class, say.
+      weight: how much it sums over, a scalar or an array likewise. Where that is 0 over all devices and microbatches,
+        the mean is 0.
     """
 
     total: Any
@@ -95,16 +97,23 @@ def _metric(name: str, value: Any) -> Any:
         raise ValueError(f"loss_fn: {label} has metrics of its own ({', '.join(value.aux)}); return {METRIC}")
     if not all(hasattr(value, field) for field in kind._fields):
         return _scalar(label, value, METRIC)
-    return kind(*(_scalar(f"{label}.{field}", getattr(value, field), METRIC) for field in kind._fields))
+    return kind(*(_array(f"{label}.{field}", getattr(value, field), METRIC) for field in kind._fields))
 
 
 def _scalar(name: str, value: Any, remedy: str) -> jax.Array:
+    array = _array(name, value, remedy)
+    if array.shape:
+        raise ValueError(f"loss_fn: {name} has shape {array.shape}; return {remedy}")
+    return array
+
+
+def _array(name: str, value: Any, remedy: str) -> jax.Array:
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
-    if array.shape or jnp.iscomplexobj(array):
-        raise ValueError(f"loss_fn: {name} has shape {array.shape} and dtype {array.dtype}; return {remedy}")
+    if jnp.iscomplexobj(array):
+        raise ValueError(f"loss_fn: {name} has dtype {array.dtype}; return {remedy}")
     return array
 
 
@@ -126,6 +135,13 @@ def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any],
         return divide(*(value if isinstance(value, Mean) else (value, weight)))
 
     return {name: report(value) for name, value in aux.items()}
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers of Python, those of an array each with its place: `load.3`."""
+    arrays = {name: np.asarray(value) for name, value in metrics.items()}
+    places = ((name, x, at) for name, x in arrays.items() for at in np.ndindex(x.shape))
+    return {".".join((name, *map(str, at))): float(x[at]) for name, x, at in places}
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:

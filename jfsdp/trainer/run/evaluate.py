@@ -12,7 +12,7 @@ import numpy as np
 
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
-from jfsdp.train.step.loss import Loss, as_loss, merge, metrics_of
+from jfsdp.train.step.loss import Loss, as_loss, merge, metrics_of, numbers
 from jfsdp.train.step.step import LossFn, batch_sharding
 
 
@@ -71,9 +71,10 @@ class Evaluator:
         while batch is not None:
             more = self._sums(state, shard_batch(self._mesh, batch))
             batch = next(batches, None)
-            more = jax.tree.map(float, more)
+            more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
             sums = more if sums is None else merge(operator.add, np.maximum, sums, more)
         if sums is None or not sums.weight:
             raise ValueError("nothing counts in the held-out batches; raise eval_fraction or eval_batches")
-        found = metrics_of(sums.aux or {}, sums.weight, lambda total, weight: total / weight if weight else 0.0)
-        return Evaluation(sums.total / sums.weight, sums.weight, {name: float(x) for name, x in found.items()})
+        mean = lambda total, weight: np.where(weight, total / np.where(weight, weight, 1.0), 0.0)  # noqa: E731
+        found = metrics_of(sums.aux or {}, sums.weight, mean)
+        return Evaluation(float(sums.total / sums.weight), float(sums.weight), numbers(found))

@@ -15,6 +15,7 @@ from jfsdp.launch.hosts import check_alike
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.replicas import compare_replicas
 from jfsdp.train.state import TrainState
+from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.display import Display
@@ -257,7 +258,7 @@ class Loop:
         return period > 0 and step % period == 0
 
     def _log(self, state: TrainState, metrics: Metrics, step: int, is_eval: bool) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = numbers(jax.device_get(metrics))
         rates = self.throughput.take()
         with self.throughput.paused():
             evaluation = self.evaluate(state) if is_eval and self.evaluate else None
