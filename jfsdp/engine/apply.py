@@ -21,9 +21,8 @@ from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
 
 _FORWARD_MODE = (
-    "a unit (or a jax.custom_vjp of the model's own) is differentiated in forward mode (jax.jvp, jax.linearize, "
-    "jax.jacfwd), and has a derivative in reverse mode only; use jax.vjp or jax.jacrev, or leave those modules out of "
-    "units="
+    "a unit is differentiated in forward mode (jax.jvp, jax.linearize, jax.jacfwd), or a jax.custom_vjp of the model, "
+    "and has a derivative in reverse mode only; use jax.vjp or jax.jacrev, or leave those modules out of units="
 )
 _CLOSED_OVER = (
     "the loss or the model indexes an array on the mesh that it closes over, and JAX refuses that in program 'manual'; "
@@ -192,7 +191,7 @@ class ShardedApply:
             raise ValueError(
                 f"unit {name or '(root)'}: its call writes to {len(traced.written)} of its parameters "
                 f"({', '.join(traced.written[:4])}); a forward may read parameters only: keep what it changes in "
-                "another nnx.Variable"
+                "another nnx.Variable, or call a copy (nnx.clone) of a module that normalizes its own weights"
             )
         return traced, flat
 

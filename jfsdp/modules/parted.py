@@ -2,7 +2,7 @@
 
 [Note: containers that JAX does not know]
 A pytree is a leaf to JAX if its class is not registered: a plain dataclass, a subclass of dict or list, any object with
-attributes. Flax runs them inside one trace, where nobody asks what they hold. A unit's call is a trace, and precision
+attributes. Flax runs a model inside one trace, where that does not matter. A unit's call is a trace, and precision
 casts arrays; so such containers are opened here, where they hold arrays, and copied around others.
 """
 
@@ -30,6 +30,11 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray))
 
 
+def _is_data(value: Any) -> bool:
+    # In a container, arrays of numpy that are not floating may be settings, whose values a call reads.
+    return is_array(value) and (isinstance(value, jax.Array) or is_float(value.dtype))
+
+
 class Parted:
     """A pytree parted into what a trace carries and what stays Python; see [Note: containers that JAX does not know].
 
@@ -47,17 +52,15 @@ class Parted:
         self.dynamic, self.static, self._parts = [], [], []
         for x in leaves:
             mark = is_dynamic(x)
-            inside = None if mark or is_array(x) or id(x) in self._seen else self._open(x, is_dynamic, is_leaf)
+            inside = None if mark or is_array(x) or id(x) in self._seen else self._open(x, is_leaf)
             self._parts.append((x, mark, inside))
             self.dynamic += [x] if mark else inside.dynamic if inside else []
             self.static += [] if mark else inside.static if inside else [x]
 
-    def _open(self, container: Any, is_dynamic: Test, is_leaf: Test) -> Parted | None:
-        """Part what a container holds; None if that is no array."""
-        # Arrays of numpy that are not floating may be settings, whose values the call reads.
-        is_data = lambda x: is_dynamic(x) and (not isinstance(x, np.ndarray) or is_float(x.dtype))  # noqa: E731
+    def _open(self, container: Any, is_leaf: Test) -> Parted | None:
+        """Part what a container holds; None if there is not an array in it."""
         self._seen.add(id(container))
-        found = Parted(_held(container), is_data, is_leaf, self)
+        found = Parted(_held(container), _is_data, is_leaf, self)
         self._seen -= {id(container)} if found.dynamic else set()
         return found if found.dynamic else None
 

@@ -146,8 +146,8 @@ def test_precision_is_that_of_arrays_in_containers_that_jax_does_not_know(api, k
     per_unit = {"": {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16")}}
     put, take = KINDS[kind]
     seen = {}
-    for name, options in (("whole", {}), ("root", {"per_unit": per_unit})):
-        model = jfsdp.fully_shard(source(kind), units=units if has_units else [], mp_policy=policy, **options)
+    for name, settings in (("whole", None), ("root", per_unit)):
+        model = jfsdp.fully_shard(source(kind), units=units if has_units else [], mp_policy=policy, per_unit=settings)
         state = model.abstract_state(TX)
         out = jax.eval_shape(lambda *args, model=model: model.apply(*args)[0], *_apply(put, take, state))
         seen[name] = out.dtype.name
@@ -224,7 +224,7 @@ def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, en
 
     def mean(model, x):
         outs = getattr(model.layers[0], method)(x)
-        out = sum(outs["outs"] if isinstance(outs, dict) else outs)
+        out = jnp.stack(list(outs["outs"] if isinstance(outs, dict) else outs)).sum(0)
         return jfsdp.Loss((out**2).sum(), out.size)
 
     refused = rf"unit 'layers.0': its call returns a {kind}, which is read after the call.*return a list"

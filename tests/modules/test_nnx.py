@@ -393,3 +393,25 @@ def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered(
     with pytest.raises(ValueError, match=r"layers\.0\.up.*call.* as module\.method\(x\), not as Class\.method"):
         train_sharded(model, lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean(), [data()])
     train_sharded(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), [data()])
+
+
+class Normalized(nnx.Module):
+    """Calls a copy of a module that writes its own weights; as in docs/models.md."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+    def __call__(self, x):
+        copied = nnx.clone(self.norm)
+        out = copied(x)
+        nnx.update(self.norm, nnx.state(copied, nnx.BatchStat))
+        return out
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_a_module_that_normalizes_its_own_weights_is_refused_and_its_copy_trains(norm):
+    make = lambda rngs: norm(nnx.Linear(DIM, DIM, rngs=rngs), rngs=rngs)  # noqa: E731
+    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(make(rngs)), units=[norm], min_size=1)
+    with pytest.raises(ValueError, match=r"writes to 1 of its parameters .*kernel\).*nnx\.clone"):
+        train_sharded(model, mean_square, [data()])
+    check_nnx(lambda rngs: nnx.Sequential(Normalized(make(rngs))), mean_square, data(), [Normalized])

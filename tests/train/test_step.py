@@ -545,8 +545,8 @@ def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine, kind):
         return lambda model, batch: jfsdp.Loss((forward(kind, model, batch["x"]) ** 2).sum(), batch["x"].size)
 
     source = lambda rngs: nnx.Sequential(Scaled(rngs))  # noqa: E731
-    options = {"prefetch": 0} if engine == "manual" else {}  # no schedule reaches a unit inside of a derivative
-    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine, **options)
+    prefetch = 0 if engine == "manual" else None  # no schedule reaches a unit inside of a derivative
+    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine, prefetch=prefetch)
     batch = {"x": np.ones((16, 16), np.float32)}
     with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; use jax.vjp or jax.jacrev.*units="):
         model.train_step(tangent(kind), TX)(model.init(TX), batch)
