@@ -34,7 +34,7 @@ _IN_WORDS: dict[Any, str] = {
     "PathLike": "a path",
     "Callable": "a function",
     "GradientTransformation": "an optax transformation, such as optax.adamw(3e-4)",
-    "MixedPrecisionPolicy": "a policy, such as jfsdp.MixedPrecisionPolicy('bfloat16')",
+    "MixedPrecisionPolicy": "a MixedPrecisionPolicy, such as jfsdp.MixedPrecisionPolicy('bfloat16')",
     "Mesh": "a mesh of jfsdp.make_mesh",
     "TrainState": "a TrainState, as model.init, jfsdp.restore and a step return it",
 }

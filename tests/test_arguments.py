@@ -161,7 +161,7 @@ REFUSED = {
     "make_abstract_mesh: sizes['fsdp']=True must be": lambda: jfsdp.make_abstract_mesh({"fsdp": True}),
     "fully_shard: sharding_factor='2' must be": lambda: shard(sharding_factor="2"),
     "fully_shard: sharding_factor=2.0 must be": lambda: shard(sharding_factor=2.0),
-    "fully_shard: mp_policy=False must be a MixedPrecisionPolicy or None": lambda: shard(mp_policy=False),
+    "fully_shard: mp_policy=False must be a MixedPrecisionPolicy, such as ": lambda: shard(mp_policy=False),
     "fully_shard: loss_scale=True must be a LossScale or None": lambda: shard(loss_scale=True),
     "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),
     "fully_shard: per_unit (a list) must be a dict or None": lambda: shard(per_unit=[""]),

@@ -175,7 +175,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"strategy": "zero9"}, "ddp, zero1"),
         ({"frozen": ["embd"]}, "frozen 'embd' matches no parameter; parameters: blocks.down.kernel"),
         ({"ignored": nnx.BatchStat}, "ignored BatchStat matches no parameter.*classes of variables: Param"),
-        ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy or None"),
+        ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy, such as"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"3 layers .* cannot be cut over mesh axis 'pipe' \(size 2\)"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, xla, manual"),
