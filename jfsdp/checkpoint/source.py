@@ -70,6 +70,14 @@ def pieces_of(array: Any) -> Iterator[Index]:
     return grid(array.shape, cell_of(array.shape, array.dtype.itemsize))
 
 
+def are_equal(source: Source, first: str, second: str) -> bool:
+    """Compare two arrays bit by bit, in pieces."""
+    one, other = source.arrays[first], source.arrays[second]
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return all(source.read(first, at).tobytes() == source.read(second, at).tobytes() for at in pieces_of(one))
+
+
 def cell_of(
     block: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES, *, shape: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:

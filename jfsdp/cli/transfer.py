@@ -172,6 +172,7 @@ class Export(_ModelOptions):
             Path(self.target).expanduser(),
             job.pretrained,
             adapters,
+            _leaves(job),
             base=config.get("config", {}).get("init_from"),
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,

@@ -5,7 +5,8 @@ The user's code knows of no adapter, so the call is traced as it is and then run
 three arrays: W, A and B. What only moves or casts a weight does the same to all three (casts, transposes, reshapes,
 stated shardings, calls, scans, remats); a matrix product with it becomes two; anything else that reads it is refused by
 name, since there W alone would be a wrong number. So W gets no derivative at all: the product x^T @ d_y is never
-formed, as it would be of W + A @ B.
+formed, as it would be of W + A @ B. A function with its own derivative (`jax.custom_vjp`: a loss that multiplies by the
+head in chunks) cannot be opened: it gets the sum W + A @ B, and its derivative by that.
 """
 
 from __future__ import annotations
@@ -159,11 +160,32 @@ def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
         return [_dot_general(eqn, inputs, run)]
     if name in _RULES:
         return _RULES[name](eqn, inputs)
+    if name == "custom_vjp_call":
+        return run([_summed(x) if _is_adapted(x) else x for x in inputs])
     one = next(x.adapter for x in inputs if _is_adapted(x))
     raise ValueError(
         f"{one.path}: has an adapter, and the model reads it by {name}: only a matrix "
         "product can have one; leave this leaf out of the LoRA's targets"
     )
+
+
+def _summed(x: _Adapted) -> jax.Array:
+    """Return the matrix that computes what a weight does with its adapter, for code with a derivative of its own.
+
+    Memory:  the matrix, and its gradient.
+    """
+    where = "reads it in a function with a derivative of its own (jax.custom_vjp)"
+    if x.key is not None:
+        raise ValueError(
+            f"{x.adapter.path}: has an adapter with dropout, and the model {where}, which has no input of A's to drop; "
+            "give this leaf a LoRA with dropout=0, or leave it out of the targets"
+        )
+    if LAYER in x.kinds:
+        _refuse(x, f"{where}, its layer dims included")
+    whole = x.whole()
+    if x.magnitude is not None:
+        whole *= jnp.expand_dims(_gain(x), x.dims(IN))
+    return whole.astype(x.weight.dtype)
 
 
 def _same(eqn: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -110,9 +110,19 @@ def stated(w, x):
     return x @ jax.lax.with_sharding_constraint(w, NamedSharding(jfsdp.make_mesh(), P("fsdp", None)))
 
 
+@jax.custom_vjp
+def own_rule(w, x):
+    return jnp.tanh(x @ w)
+
+
+own_rule.defvjp(lambda w, x: jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x), lambda saved, d_out: saved(d_out))
+
+
 MATRIX, SPLIT, MERGED, STACK = (D, F), (D, H, K), (H, K, D), (3, D, D)
 USES = {
     "x @ w": (MATRIX, 1, lambda w, x: x @ w),
+    "a derivative of its own": (MATRIX, 1, lambda w, x: own_rule(w, x)),
+    "turned, a derivative of its own": ((F, D), 1, lambda w, x: own_rule(w.T, x)),
     "x @ w.T": ((F, D), 1, lambda w, x: x @ w.T),
     "w.T @ x": (MATRIX, 1, lambda w, x: w.T @ x.swapaxes(1, 2)),
     "w @ x": ((F, D), 1, lambda w, x: w @ x.swapaxes(1, 2)),
@@ -160,7 +170,18 @@ def test_a_use_computes_what_the_merged_weight_does(case):
     check(fn, adapter(shape, num_in, stacked=int(shape == STACK)), X)
 
 
-@pytest.mark.parametrize("case", ["x @ w", "w.T @ x", "heads out", "heads in", "turned into heads", "from heads in"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "x @ w",
+        "w.T @ x",
+        "heads out",
+        "heads in",
+        "turned into heads",
+        "from heads in",
+        "turned, a derivative of its own",
+    ],
+)
 def test_a_norm_apart_computes_what_the_merged_weight_does(case):
     shape, num_in, fn = USES[case]
     check(fn, adapter(shape, num_in, dora=True), X)
@@ -215,6 +236,7 @@ REFUSED = {
     "scan over no layers": ((3, D, D), 2, lambda w: scanned(w, X), "scans over its first dim.*stacked=1"),
     "a rule of its own": (MATRIX, 1, lambda w: jax.nn.relu(w), "reads it by custom_jvp_call"),
     "whole numbers": (MATRIX, 1, lambda w: X @ w.astype("int32"), "w: has an adapter"),
+    "layers, a derivative of its own": (STACK, 1, lambda w: own_rule(w, X[:3]), "layer dims"),
     "returned": (MATRIX, 1, lambda w: (X @ w, w), "w: has an adapter"),
 }
 

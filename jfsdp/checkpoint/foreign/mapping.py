@@ -24,7 +24,8 @@ import numpy as np
 
 from jfsdp.arguments import checked
 from jfsdp.checkpoint.foreign.dims import Dims, parse_dims, same_dims
-from jfsdp.checkpoint.source import Index, Source, pieces_of
+from jfsdp.checkpoint.foreign.torch_names import plain_name
+from jfsdp.checkpoint.source import Index, Source, are_equal
 from jfsdp.layout.report import list_differences
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -238,15 +239,17 @@ class Imported:
         return piece.dims.to_ours(block, piece.shape, index)
 
     def _canonical(self) -> dict[str, str]:
-        """Return the name in the source of each name that rules use: with the prefix that may be missing."""
+        """Return the name in the source of each name that rules use: with the prefix that may be missing, and without
+        wrappers ([Note: names from PyTorch]).
+        """
         names, found = self._names, dict[str, str]()
         for name in self._source.arrays:
-            is_known = name in self._pieces or name in names.tied or name.startswith(names.prefix)
-            known = name if is_known else names.prefix + name
+            plain = name if name in self._pieces else plain_name([name])
+            is_known = plain in self._pieces or plain in names.tied or plain.startswith(names.prefix)
+            known = plain if is_known else names.prefix + plain
             if known in found:
                 raise ValueError(
-                    f"{self._where}: has both {found[known]} and {name}, one array with and without {names.prefix!r}; "
-                    "remove one"
+                    f"{self._where}: has both {found[known]} and {name}, which are one array, {known}; remove one"
                 )
             found[known] = name
         return found
@@ -286,10 +289,11 @@ class Imported:
         found = self._found
         for copy, original in self._names.tied.items():
             is_copy = copy in found and copy not in self._pieces and original in found
-            if is_copy and not _are_equal(self._source, found[copy], found[original]):
+            if is_copy and not are_equal(self._source, found[copy], found[original]):
                 raise ValueError(
                     f"{self._where}: {found[copy]} differs from {found[original]}, and the model has one array for "
-                    "both; untie them in the model (tied=False)"
+                    'both; to have two, as transformers does, set "tie_word_embeddings": false in the config.json '
+                    "beside the weights (or tied=False in the model, if there is none)"
                 )
 
 
@@ -321,11 +325,3 @@ class Exported:
         ours = piece.dims.our_index(piece.shape, index)
         block = self._source.read(piece.leaf, (*(slice(place, place + 1) for place in piece.at), *ours))
         return piece.dims.to_theirs(block.reshape(block.shape[len(piece.at) :]), piece.shape, index)
-
-
-def _are_equal(source: Source, first: str, second: str) -> bool:
-    """Compare two arrays bit by bit, in chunks."""
-    one, other = source.arrays[first], source.arrays[second]
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return all(source.read(first, at).tobytes() == source.read(second, at).tobytes() for at in pieces_of(one))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.peft_files import PREFIX, PeftAdapter, open_peft
-from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import Index, Source, read_whole
+from jfsdp.checkpoint.foreign.peft_files import EMBEDDINGS, HEAD, PREFIX, PeftAdapter, open_peft
+from jfsdp.checkpoint.foreign.pretrained import foreign_source
+from jfsdp.checkpoint.foreign.safetensors import CONFIG
+from jfsdp.checkpoint.source import Index, Joined, Renamed, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, B
 from jfsdp.layout.precision import FLOAT_DTYPES
 
@@ -26,23 +27,37 @@ class Merged:
       base: weights under their own names.
       sign: 1 adds, -1 takes out.
 
+    Attributes:
+      is_untied: whether the head has an array of its own from here on; see [Note: tied embeddings in PEFT].
+
     Raises:
       ValueError: if the base lacks a weight that is adapted, or has it quantized or in another shape; to take DoRA out,
         which keeps no norm of what was there.
     """
 
     def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
-        self._base, self._adapter, self._sign = base, adapter, sign
-        self.arrays = base.arrays
         if sign < 0 and adapter.is_dora:
             raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
         if sign < 0 and adapter.saved():
             raise ValueError(
                 f"{adapter.path}: has {adapter.saved()[0]} whole, and merged weights do not say what it was"
             )
-        prefix = _missing_prefix(base, adapter)
-        self._weights = {prefix(weight): weight for weight in adapter.weights()}
-        self._saved = {prefix(name): name for name in adapter.saved()}
+        has_head = HEAD in base.arrays
+        embedding = next((name for name in EMBEDDINGS if _own_name(base, name) in base.arrays), None)
+        tables = [name for name in adapter.saved() if len(adapter.source.arrays[PREFIX + name].shape) > 1]
+        if embedding is None and not has_head and tables:
+            raise ValueError(
+                f"{adapter.path}: has {tables[0]} whole, and the base has neither {HEAD} nor an embedding of a known "
+                f"name ({', '.join(EMBEDDINGS)}), so jfsdp cannot know whether it is also the head; merge in PEFT "
+                "(merge_and_unload)"
+            )
+        self.is_untied = embedding is not None and adapter.unties(embedding, HEAD)
+        if self.is_untied and not has_head:
+            base = Joined(base, Renamed(base, {HEAD: _own_name(base, str(embedding))}))
+        self._base, self._adapter, self._sign, self.arrays = base, adapter, sign, base.arrays
+        self._weights = {_own_name(base, weight): weight for weight in adapter.weights()}
+        kept = [name for name in adapter.saved() if name != HEAD or has_head or self.is_untied]
+        self._saved = {_own_name(base, name): name for name in kept}
         for name, weight in self._saved.items():
             adapter.check_saved(weight, tuple(base.arrays[name].shape) if name in base.arrays else None)
         for name, weight in self._weights.items():
@@ -61,28 +76,27 @@ class Merged:
         if name not in self._weights:
             return self._base.read(name, index)
         weight, dtype = self._weights[name], self._base.arrays[name].dtype
-        rows, columns = index[::-1] if self._adapter.is_transposed else index  # of [out, in]
+        is_transposed = self._adapter.is_transposed(weight)
+        rows, columns = index[::-1] if is_transposed else index  # of [out, in]
         a, b = (self._part(weight, part) for part in (A, B))
         every = slice(0, a.shape[1]) if self._adapter.is_dora else columns
-        wanted = (every, rows) if self._adapter.is_transposed else (rows, every)
+        wanted = (every, rows) if is_transposed else (rows, every)
         block = self._base.read(name, wanted).astype(np.float32)
-        block = block.T if self._adapter.is_transposed else block
+        block = block.T if is_transposed else block
         block = block + self._sign * self._adapter.scale(weight) * (b[rows] @ a[:, every])
         if self._adapter.is_dora:
             gain = self._part(weight, MAGNITUDE)[rows] / np.linalg.norm(block, axis=1)
             block = (block * gain[:, None])[:, columns]
-        return (block.T if self._adapter.is_transposed else block).astype(dtype)
+        return (block.T if is_transposed else block).astype(dtype)
 
     def _part(self, weight: str, part: str) -> np.ndarray:
         return read_whole(self._adapter.source, self._adapter.part(weight, part)).astype(np.float32)
 
 
-def _missing_prefix(base: Source, adapter: PeftAdapter) -> Callable[[str], str]:
-    """Return how the base calls a weight: some checkpoints leave out the first word (`transformer.` of GPT-2)."""
-    first = adapter.weights()[0]
-    short = first.partition(".")[2]
-    is_short = first not in base.arrays and short in base.arrays
-    return lambda name: name.partition(".")[2] if is_short else name
+def _own_name(base: Source, name: str) -> str:
+    """Return the base's name of an array: some checkpoints leave out the first word (`transformer.` of GPT-2)."""
+    short = name.partition(".")[2]
+    return short if name not in base.arrays and short in base.arrays else name
 
 
 def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options: Any) -> Written:
@@ -103,9 +117,13 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
       ValueError: as `open_peft`, `Merged` and `write_safetensors`.
     """
     directory = Path(base).expanduser()
-    merged = Merged(SafetensorsSource(directory), open_peft(adapter), sign=sign)
+    merged = Merged(foreign_source(directory), open_peft(adapter), sign=sign)
     beside = directory if directory.is_dir() else directory.parent
-    texts = {file.name: file for file in sorted(beside.iterdir()) if file.is_file() and _is_text(file.name)}
+    texts: dict[str, Any] = {
+        file.name: file for file in sorted(beside.iterdir()) if file.is_file() and _is_text(file.name)
+    }
+    if merged.is_untied and CONFIG in texts:
+        texts[CONFIG] = json.loads(texts[CONFIG].read_text()) | {"tie_word_embeddings": False}
     return write_safetensors(merged, target, texts=texts, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jfsdp.checkpoint.foreign.mapping import (
     forms_of,
 )
 from jfsdp.checkpoint.foreign.peft_files import CONFIG, PARTS, PREFIX, WEIGHT, WEIGHTS, PeftAdapter, open_peft
-from jfsdp.checkpoint.source import Index, Source
+from jfsdp.checkpoint.source import Index, Joined, Renamed, Source
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes
 
 
@@ -43,9 +43,10 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     Raises:
       ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
     """
-    adapter = open_peft(path)
+    adapter, names = open_peft(path), as_name_map(names)
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
-    pieces = bind(as_name_map(names), leaves)
+    pieces = bind(names, leaves)
+    whole = collections.Counter(_whole_leaves(adapter, names, pieces))
     found: dict[str, set[tuple[int, float]]] = {}
     there: collections.Counter[str] = collections.Counter()
     for weight in adapter.weights():
@@ -61,8 +62,7 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
                 f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
                 "apart (--model-config stacked=false)"
             )
-    also = sorted({_saved_leaf(adapter, name, pieces) for name in adapter.saved()})
-    whole = collections.Counter(pieces[name].leaf for name in adapter.saved())
+    also = sorted(whole)
     for leaf in also:
         if whole[leaf] < wanted[leaf]:
             raise ValueError(
@@ -91,10 +91,25 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     ]
 
 
-def _saved_leaf(adapter: PeftAdapter, name: str, pieces: Mapping[str, Piece]) -> str:
-    """Return our leaf of an array that an adapter has whole."""
-    adapter.check_saved(name, pieces[name].their_shape if name in pieces else None)
-    return pieces[name].leaf
+def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, Piece]) -> list[str]:
+    """Return our leaves of the arrays that an adapter has whole; two that are tied are one leaf."""
+    tied = _tied(names, pieces)
+    for copy, original in tied.items():
+        if adapter.unties(original, copy):
+            raise ValueError(
+                f"{adapter.path}: does not change {original} and {copy} alike, so PEFT computes with two arrays, and "
+                "the model has one (tied); train both in PEFT (ensure_weight_tying=True), or write weights with two "
+                "arrays (`jfsdp checkpoint merge BASE ADAPTER TARGET`) and begin from these, if the model can have two"
+            )
+    found = [name for name in adapter.saved() if name not in tied]
+    for name in found:
+        adapter.check_saved(name, pieces[name].their_shape if name in pieces else None)
+    return [pieces[name].leaf for name in found]
+
+
+def _tied(names: NameMap, pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Return the names that have no array in the model, since they are tied, by which name they are tied to."""
+    return {copy: name for copy, name in names.tied.items() if copy not in pieces and name in pieces}
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
@@ -127,7 +142,8 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
         ]
     if left:
         raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(left)}")
-    return NameMap([*rules, *((ours, PREFIX + theirs, *text) for ours, theirs, *text in names.rules)])
+    whole = [(ours, PREFIX + theirs, *text) for ours, theirs, *text in names.rules]
+    return NameMap([*rules, *whole], tied={PREFIX + copy: PREFIX + name for copy, name in names.tied.items()})
 
 
 def adapter_source(
@@ -143,8 +159,8 @@ def adapter_source(
       ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
     leaves = leaves or {}
-    own = bind(as_name_map(names), leaves)
-    whole = {_saved_leaf(adapter, name, own) for name in adapter.saved()}
+    names = as_name_map(names)
+    whole = _whole_leaves(adapter, names, bind(names, leaves))
     shapes, rules = part_shapes(adapters) | {leaf: leaves[leaf] for leaf in whole}, adapter_map(names, adapters)
     found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
     for weight in adapter.weights():
@@ -175,8 +191,8 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
         raise ValueError("export_peft: the model has no adapters; give what jfsdp.fully_shard(lora=...) returned")
-    source = _Arrays(model.trained_arrays(state))
-    return only_first(lambda: write_peft(source, directory, names, model.model.adapters, base=base))
+    source, adapted = _Arrays(model.trained_arrays(state)), model.model
+    return only_first(lambda: write_peft(source, directory, names, adapted.adapters, adapted.base.params, base=base))
 
 
 class _Arrays:
@@ -195,6 +211,7 @@ def write_peft(
     directory: Any,
     names: Names,
     adapters: Mapping[str, Adapter],
+    leaves: Shapes,
     *,
     base: str | None = None,
     dtype: Any = None,
@@ -206,30 +223,48 @@ def write_peft(
       source: under our names, without `params.`: parts of adapters, and leaves that were trained as they are.
       directory: must not exist yet.
       names: of the base's arrays, such as a job's field `pretrained`.
+      leaves: the model's own parameters, frozen ones too: these say which arrays are tied, and what a module has.
       base: what to write for `base_model_name_or_path`.
       dtype: of the arrays in the file; None: as they are.
       allow_nonfinite: see `export_safetensors`.
 
     Raises:
-      ValueError: as `adapter_map` and `export_safetensors`.
+      ValueError: as `adapter_map` and `export_safetensors`; and for a module of which only some arrays are trained.
     """
-    exported = Exported(source, adapter_map(names, adapters))
-    config = _config(exported, names, adapters) | {"base_model_name_or_path": base}
+    names = as_name_map(names)
+    exported, own = Exported(source, adapter_map(names, adapters)), bind(names, leaves)
+    # A module that PEFT replaces is tied no longer: so both go out, and PEFT ties them again.
+    copies = {copy: name for copy, name in _tied(names, own).items() if PREFIX + name in exported.arrays}
+    written = Joined(exported, Renamed(exported, {PREFIX + copy: PREFIX + name for copy, name in copies.items()}))
+    saved = {name.removeprefix(PREFIX) for name in written.arrays if not name.endswith(tuple(PARTS.values()))}
+    _check_modules(saved, own)
+    config = _config(exported, saved, names, adapters)
+    config |= {"base_model_name_or_path": base, "ensure_weight_tying": bool(copies)}
     most = sys.maxsize  # PEFT reads one file
     how: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": most, "allow_nonfinite": allow_nonfinite}
-    return write_safetensors(exported, directory, texts={CONFIG: config}, weights=WEIGHTS, **how)
+    return write_safetensors(written, directory, texts={CONFIG: config}, weights=WEIGHTS, **how)
 
 
-def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
-    """Return what `adapter_config.json` says of adapters."""
+def _check_modules(saved: Collection[str], own: Mapping[str, Piece]) -> None:
+    """Refuse to write some arrays of a module as they are: PEFT reads all of them (`modules_to_save`)."""
+    modules = {name.rpartition(".")[0] for name in saved}
+    for name, piece in own.items():
+        if name not in saved and name.rpartition(".")[0] in modules:
+            raise ValueError(
+                f"{piece.leaf}: is not trained as it is, and other arrays of {name.rpartition('.')[0]} are; PEFT reads "
+                "modules whole: choose all its arrays by LoRA(also=...), or none"
+            )
+
+
+def _config(
+    exported: Exported, saved: Collection[str], names: NameMap, adapters: Mapping[str, Adapter]
+) -> dict[str, Any]:
+    """Return what `adapter_config.json` says of adapters, and of arrays that are whole."""
     modules: dict[str, Adapter] = {}
-    saved: list[str] = []
     for theirs, piece in exported.pieces.items():
         module, is_part, _ = theirs.removeprefix(PREFIX).rpartition(".lora_")
         if is_part:
             modules[module] = adapters[piece.leaf.rpartition(".")[0]]
-        else:
-            saved.append(theirs.removeprefix(PREFIX).rpartition(".")[0])
     ones = list(modules.values())
     rank = collections.Counter(one.rank for one in ones).most_common(1)[0][0]
     alpha = collections.Counter(one.alpha for one in ones).most_common(1)[0][0]
@@ -237,7 +272,7 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         raise ValueError(
             "PEFT has one use_rslora, one use_dora and one lora_dropout for an adapter, and these LoRAs differ in them"
         )
-    rules = {path: rule for rule in as_name_map(names).rules for path in adapters if _fits(rule, path)}
+    rules = {path: rule for rule in names.rules for path in adapters if _fits(rule, path)}
     plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] there too, as Conv1D of GPT-2 has it
     if len(plain) > 1:
         raise ValueError("PEFT has one fan_in_fan_out for an adapter, and of these weights some are transposed")
@@ -252,7 +287,7 @@ def _config(exported: Exported, names: Names, adapters: Mapping[str, Adapter]) -
         "fan_in_fan_out": plain == {True},
         "bias": "none",
         "inference_mode": True,
-        "modules_to_save": sorted(set(saved)) or None,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in saved}) or None,
         "target_modules": _targets(modules, names, adapters),
         "rank_pattern": {module: one.rank for module, one in modules.items() if one.rank != rank},
         "alpha_pattern": {module: one.alpha for module, one in modules.items() if one.alpha != alpha},
@@ -263,10 +298,10 @@ def _fits(rule: Sequence[str], path: str) -> bool:
     return any(form.ours.fullmatch(path) for form in forms_of(rule))
 
 
-def _targets(modules: Mapping[str, Adapter], names: Names, adapters: Mapping[str, Adapter]) -> list[str]:
+def _targets(modules: Mapping[str, Adapter], names: NameMap, adapters: Mapping[str, Adapter]) -> list[str]:
     """Return the last words of the modules' names, where these choose no other module of a rule; else whole names."""
     words = sorted({module.rpartition(".")[2] for module in modules})
-    others = [(*rule, "")[1] for rule in as_name_map(names).rules if not any(_fits(rule, path) for path in adapters)]
+    others = [(*rule, "")[1] for rule in names.rules if not any(_fits(rule, path) for path in adapters)]
     is_clear = not any(theirs.removesuffix(WEIGHT).rpartition(".")[2] in words for theirs in others)
     complete = {leaf for leaf, one in adapters.items() if one.stacked}
     return words if is_clear and len(complete) == len(adapters) else sorted(modules)

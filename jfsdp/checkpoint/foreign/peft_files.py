@@ -5,6 +5,11 @@
 base, `base_model.model.X.lora_A.weight` [rank, in], `...lora_B.weight` [out, rank] and, with DoRA,
 `...lora_magnitude_vector` [out]; and `base_model.model.Y` for arrays of modules that were trained as they are
 (`modules_to_save`). Source: peft 0.21, `tuners/lora`.
+
+[Note: tied embeddings in PEFT]
+PEFT replaces modules, and a replaced module is no longer tied. Of a model whose head is its embedding, an adapter that
+has only one of the two whole, or adapts only one, computes with two tables. The model stays tied where the adapter has
+both whole and equal, as PEFT writes them with `ensure_weight_tying`.
 """
 
 from __future__ import annotations
@@ -17,12 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import Source
+from jfsdp.checkpoint.foreign.torch_names import plain_name
+from jfsdp.checkpoint.foreign.torch_source import open_torch
+from jfsdp.checkpoint.source import Renamed, Source, are_equal
 from jfsdp.layout.lora import MAGNITUDE, A, B, scale_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, TORCH_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, WEIGHT = "base_model.model.", ".weight"
 PARTS = {A: ".lora_A.weight", B: ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
+# What transformers calls the head of a language model, and the embeddings that it may be tied to.
+HEAD = "lm_head.weight"
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
+)
 # Options of PEFT that change nothing of what an adapter computes, or that are read here; any other must be off.
 _KNOWN = {
     "alpha_pattern",
@@ -78,6 +94,12 @@ class PeftAdapter:
         ends = tuple(PARTS.values())
         return [name.removeprefix(PREFIX) for name in self.source.arrays if not name.endswith(ends)]
 
+    def unties(self, original: str, copy: str) -> bool:
+        """Tell whether it changes only one of two tied arrays, or both apart; see [Note: tied embeddings in PEFT]."""
+        saved, both = self.saved(), {original, copy}
+        is_tied = both <= {*saved} and are_equal(self.source, PREFIX + original, PREFIX + copy)
+        return not is_tied and not both.isdisjoint([*saved, *self.weights()])
+
     def part(self, weight: str, part: str) -> str:
         """Return its name of one part of the adapter of a weight."""
         return PREFIX + weight.removesuffix(WEIGHT) + PARTS[part]
@@ -96,7 +118,7 @@ class PeftAdapter:
     def check_fits(self, weight: str, shape: tuple[int, ...] | None) -> None:
         """Refuse a base that has a weight in another shape than is adapted, or not at all (None)."""
         a, b = (self.source.arrays[self.part(weight, part)].shape for part in (A, B))
-        self._check_shape("adapts", weight, (a[1], b[0]) if self.is_transposed else (b[0], a[1]), shape)
+        self._check_shape("adapts", weight, (a[1], b[0]) if self.is_transposed(weight) else (b[0], a[1]), shape)
 
     def check_saved(self, name: str, shape: tuple[int, ...] | None) -> None:
         """Refuse a base that has an array in another shape than the adapter, or not at all (None)."""
@@ -110,10 +132,9 @@ class PeftAdapter:
                 f"({self.base_name})"
             )
 
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the base's weights are [in, out]."""
-        return bool(self.options.get("fan_in_fan_out"))
+    def is_transposed(self, weight: str) -> bool:
+        """Tell whether a weight of the base is [in, out]: a head never is."""
+        return bool(self.options.get("fan_in_fan_out")) and weight != HEAD
 
     @property
     def is_rslora(self) -> bool:
@@ -154,7 +175,9 @@ def open_peft(path: Any) -> PeftAdapter:
             continue
         if name not in _KNOWN and value not in _OFF:
             raise ValueError(f"{file}: option {name}={value!r} is not available here; others are read")
-    adapter = PeftAdapter(directory, options, SafetensorsSource(directory / WEIGHTS))
+    is_torch = not (directory / WEIGHTS).exists() and (directory / TORCH_WEIGHTS).exists()
+    source = open_torch(directory / TORCH_WEIGHTS) if is_torch else SafetensorsSource(directory / WEIGHTS)
+    adapter = PeftAdapter(directory, options, Renamed(source, {plain_name([name]): name for name in source.arrays}))
     _check_arrays(adapter)
     return adapter
 
@@ -163,10 +186,26 @@ def _check_arrays(adapter: PeftAdapter) -> None:
     """Refuse arrays that no weight's adapter has, and adapters that lack some."""
     parts = [A, B, MAGNITUDE] if adapter.is_dora else [A, B]
     wanted = {adapter.part(weight, part) for weight in adapter.weights() for part in parts}
-    modules = tuple(f".{module}" for module in adapter.options.get("modules_to_save") or ())
-    wanted |= {PREFIX + name for name in adapter.saved() if f".{name}".rpartition(".")[0].endswith(modules)}
-    for name in sorted(wanted ^ set(adapter.source.arrays)):
-        what = "is missing" if name in wanted else "is an array that jfsdp does not know"
-        raise ValueError(f"{adapter.path}: {name} {what}; the configuration says use_dora={adapter.is_dora}")
-    if not wanted:
+    modules = tuple(adapter.options.get("modules_to_save") or ())
+    for name in sorted(wanted - set(adapter.source.arrays)):
+        said = "; the configuration says use_dora=True" if name.endswith(PARTS[MAGNITUDE]) else ""
+        raise ValueError(f"{adapter.path}: {name} is missing{said}; save the adapter again")
+    for name in sorted(set(adapter.source.arrays) - wanted):
+        module = name.removeprefix(PREFIX).rpartition(".")[0]
+        if ".lora_" not in name and (module.endswith(modules) or adapter.options.get("ensure_weight_tying")):
+            continue
+        raise ValueError(f"{adapter.path}: {name} is not available here: {_unknown(name)}")
+    if not adapter.source.arrays:
         raise ValueError(f"{adapter.path}: {WEIGHTS} has no {PARTS[A]} of any weight; is it another kind of adapter?")
+
+
+def _unknown(name: str) -> str:
+    """Say what an array is that is not read, and what to do."""
+    if ".lora_embedding_" in name:
+        return "it adapts an embedding; train the embedding whole in PEFT (modules_to_save), or leave it out"
+    if name.endswith(PARTS[MAGNITUDE]):
+        return "it is a norm of DoRA, and the configuration says use_dora=False; correct adapter_config.json"
+    return (
+        "it is not a part of a LoRA, nor of a module in modules_to_save; if it is a copy of the base's weight, save "
+        "the adapter with save_embedding_layers=False"
+    )

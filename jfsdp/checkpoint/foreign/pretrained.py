@@ -21,7 +21,14 @@ from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
 from jfsdp.checkpoint.foreign.peft_files import open_peft
-from jfsdp.checkpoint.foreign.safetensors import CONFIG, SafetensorsSource
+from jfsdp.checkpoint.foreign.safetensors import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    SafetensorsSource,
+    check_index,
+    weight_files,
+)
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.place import place
@@ -34,10 +41,11 @@ from jfsdp.layout.report import list_differences
 # What no model computes with, and an export is to say again.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LENGTH = "max_position_embeddings"
+_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def foreign_source(path: Any, key: str | None = None) -> Source:
-    """Open weights under their own names: safetensors, or what PyTorch wrote (DCP, `.pt`, `.pth`, `.bin`).
+    """Open weights under their own names: safetensors, or what PyTorch wrote (DCP, `.pt`, `.pth`, `.bin`, its index).
 
     Args:
       key: of PyTorch's, the dict that holds the model; see `open_torch`.
@@ -47,6 +55,10 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     """
     path = Path(path).expanduser()
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
+    if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        path = next((path / name for name in _TORCH if (path / name).exists()), path)
+    if path.name.endswith(".bin.index.json"):
+        return _indexed_torch(path, key)
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
     if key is not None:
@@ -57,13 +69,22 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     return SafetensorsSource(path)
 
 
+def _indexed_torch(path: Path, key: str | None) -> Source:
+    files = weight_files(path)
+    sources = {file: open_torch(file, key) for file in files}
+    for file, source in sources.items():
+        check_index(file, files, source.arrays)
+    return Joined(*sources.values())
+
+
 def pretrained_source(
     path: Any, names: Names, leaves: Shapes, *, config: Any = None, key: str | None = None
 ) -> Imported:
     """Open weights under the names of a model. Reads headers, and no weights but copies of tied ones.
 
     Args:
-      path: a directory of Hugging Face, `model.safetensors`, or its index; a directory of PyTorch's DCP, or a `.pt`.
+      path: a directory of Hugging Face, `model.safetensors`, or its index; a directory of PyTorch's DCP, a `.pt`, or
+        `pytorch_model.bin` and its index.
       key: see `foreign_source`.
       names: the mapping, such as a job's field `pretrained`.
       leaves: the model's parameters by name, without `params.`, with logical shapes.

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,10 @@ class SafetensorsSource:
     def __init__(self, path: Any):
         self.path = Path(path)
         self._stored: dict[str, _Stored] = {}
-        for file, names in weight_files(self.path).items():
+        files = weight_files(self.path)
+        for file in files:
             there = _read_header(file)
-            if names is not None and set(names) != set(there):
-                _refuse_index(file, set(names), set(there))
+            check_index(file, files, there)
             self._stored |= there
 
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
@@ -130,15 +130,28 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is no index of safetensors files ({error!r}); fetch it again") from error
+        raise ValueError(f"{path}: is no index of files of weights ({error!r}); fetch it again") from error
 
 
-def _refuse_index(file: Path, named: set[str], there: set[str]) -> None:
-    lacking, extra = (", ".join(sorted(names)[:8]) or "none" for names in (named - there, there - named))
-    raise ValueError(
-        f"{file}: holds other arrays than the index beside it says (missing: {lacking}; extra: {extra}); the files are "
-        "of different checkpoints, fetch them again"
-    )
+def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there: Collection[str]) -> None:
+    """Refuse a file that lacks arrays which an index says it holds, or has some of another file.
+
+    An array that the index does not name may be there: buffers that `transformers` computes anew, such as
+    `rotary_emb.inv_freq`. Whoever maps names refuses those that it does not know.
+
+    Raises:
+      ValueError: names the file and the arrays.
+    """
+    if (named := files[file]) is None:
+        return
+    elsewhere = {name for names in files.values() for name in names or ()} - {*named}
+    lacking, extra = {*named} - {*there}, elsewhere & {*there}
+    if lacking or extra:
+        listed = (", ".join(sorted(names)[:8]) or "none" for names in (lacking, extra))
+        raise ValueError(
+            "{}: holds other arrays than the index beside it says (missing: {}; of another file: {}); the files are of "
+            "different checkpoints, fetch them again".format(file, *listed)
+        )
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:

@@ -40,6 +40,7 @@ LLAMA, GPT2 = ("llama-tiny", (*SIZES, "num_kv_heads=1", "ffn_dim=24")), ("gpt2-t
 MODELS = {
     "llama": (*LLAMA, True),
     "llama, listed": (*LLAMA, False),
+    "llama, tied": (LLAMA[0], (*LLAMA[1], "tied=true"), True),
     "gpt2": (*GPT2, True),
     "gpt2, listed": (*GPT2, False),
 }
@@ -75,7 +76,7 @@ class Adapted:
         return find_adapters(loras, self.leaves, stacked, {})
 
     def write(self, directory, **options):
-        write_peft(Arrays(self.parts), directory, self.names, self.adapters, **options)
+        write_peft(Arrays(self.parts), directory, self.names, self.adapters, self.leaves, **options)
         return directory
 
     def base(self, dtype="float32"):
@@ -194,7 +195,7 @@ def test_arrays_of_heads_are_matrices_there(tmp_path):
     shapes = {one.name(part): one.part_shape(part) for one in adapters.values() for part in one.parts}
     parts: dict[str, Any] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     weights = {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in leaves.items()}
-    write_peft(Arrays(parts), tmp_path / "adapter", names, adapters)
+    write_peft(Arrays(parts), tmp_path / "adapter", names, adapters, leaves)
     adapter = open_peft(tmp_path / "adapter")
     assert_same(arrays_of(adapter_source(adapter, names, adapters)), parts)
     found = find_adapters(read_loras(adapter.path, names, leaves), leaves, dict.fromkeys(leaves, 0), {})
@@ -253,7 +254,7 @@ def test_missing_and_unknown_arrays_are_refused_by_name(given):
     with pytest.raises(ValueError, match=f"{name} is missing"):
         open_peft(given[1])
     rewrite(given[1], arrays | {"base_model.model.lm_head.weight": arrays[name]})
-    with pytest.raises(ValueError, match=r"lm_head\.weight is an array that jfsdp does not know"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not available.*save_embedding_layers=False"):
         open_peft(given[1])
     rewrite(given[1], {})
     with pytest.raises(ValueError, match="is it another kind of adapter"):
@@ -546,8 +547,8 @@ def test_whole_arrays_that_do_not_fit_are_refused_by_name(given, tmp_path):
     rewrite(path, arrays | {name: np.ones(8, np.float32) for name in norms})
     with pytest.raises(ValueError, match=r"has model.*input_layernorm\.weight \[8\], and the base has \[16\]"):
         read_loras(path, adapted.names, adapted.leaves)
-    change(path, modules_to_save=["norm"])
-    with pytest.raises(ValueError, match=r"input_layernorm\.weight is an array that jfsdp does not know"):
+    change(path, modules_to_save=["norms"])
+    with pytest.raises(ValueError, match=r"input_layernorm\.weight is not available"):
         open_peft(path)
 
 

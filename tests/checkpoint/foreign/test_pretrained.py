@@ -210,8 +210,54 @@ def test_a_tied_checkpoint_may_hold_its_head_if_it_is_the_embedding(checkpoint, 
     job = pretrained_job(tmp_path, "llama-tied")
     assert_same_leaves(open_source(tmp_path, job), open_source(directory, job))
     save_torch({**weights, "lm_head.weight": weights["lm_head.weight"] + 1}, tmp_path)
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*config\.json"):
         open_source(tmp_path, job)
+    # The remedy: it computes what transformers does, which keeps both.
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    job = pretrained_job(tmp_path, "llama-tied")
+    source = open_source(tmp_path, job)
+    arrays = {leaf: jax.numpy.asarray(read_whole(source, leaf)) for leaf in source.arrays}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert relative(our_logits(job, arrays), logits_of(load(tmp_path))) < 1e-4
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_wrappers_of_torch_are_taken_off_names_in_safetensors(checkpoint, tmp_path, wrapper):
+    for name in ("gpt2", "llama-tied"):
+        directory, _ = checkpoint(name)
+        weights = load(directory).state_dict()
+        (out := tmp_path / name).mkdir()
+        save_torch({f"{wrapper}{key}": weight for key, weight in weights.items()}, out)
+        shutil.copy(directory / "config.json", out)
+        job = pretrained_job(out, name)
+        assert_same_leaves(open_source(out, job), open_source(directory, job))
+    weights = {"model.norm.weight": torch.ones(32), f"{wrapper}model.norm.weight": torch.ones(32)}
+    save_torch(weights, out)
+    job = pretrained_job(directory, "llama-tied")
+    with pytest.raises(ValueError, match=rf"has both .*{wrapper}model\.norm\.weight.* are one array"):
+        pretrained_source(out, job.pretrained, leaves_of(job))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_directory_with_pytorch_model_bin_is_read(checkpoint, tmp_path, sharded):
+    directory, _ = checkpoint("llama")
+    weights = load(directory).state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    files = {"pytorch_model.bin": list(weights)}
+    if sharded:
+        files = {f"pytorch_model-{i}-of-2.bin": list(weights)[i::2] for i in range(2)}
+        named = {name: file for file, names in files.items() for name in names if "inv_freq" not in name}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": named}))
+    for file, names in files.items():
+        torch.save({name: weights[name] for name in names}, tmp_path / file)
+    shutil.copy(directory / "config.json", tmp_path)
+    job = pretrained_job(directory, "llama")
+    for path in [tmp_path, tmp_path / "pytorch_model.bin.index.json"][: 1 + sharded]:
+        assert_same_leaves(open_source(path, job), open_source(directory, job))
+    if sharded:
+        torch.save({"more": torch.ones(1)}, tmp_path / "pytorch_model-1-of-2.bin")
+        with pytest.raises(ValueError, match=r"pytorch_model-1-of-2\.bin.*missing: "):
+            open_source(tmp_path, job)
 
 
 def test_a_job_of_other_options_is_refused_field_by_field(checkpoint):

@@ -135,7 +135,7 @@ def make_index(directory, weight_map):
         ({"a": "one.safetensors", "b": "two.safetensors"}, "index.json: names two.safetensors, and no such file"),
         (
             {"a": "one.safetensors", "b": "one.safetensors"},
-            r"one.safetensors: holds other arrays.*missing: b; extra: n",
+            r"one.safetensors: holds other arrays.*missing: b; of another file: none",
         ),
         ({}, None),
         ("no dict", "is no index"),
@@ -315,3 +315,16 @@ def test_an_export_holds_no_more_than_it_says(given, written, size, monkeypatch,
     finally:
         tracemalloc.stop()
     assert source.most_bytes <= piece_bytes
+
+
+def test_an_array_that_the_index_does_not_name_is_there_but_not_one_of_another_file(tmp_path):
+    for file in ("one", "two"):
+        safetensors.numpy.save_file({file: np.ones(2), "inv_freq": np.zeros(3)}, tmp_path / f"{file}.safetensors")
+    make = tmp_path / "model.safetensors.index.json"
+    make.write_text(json.dumps({"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}))
+    assert set(SafetensorsSource(tmp_path).arrays) == {"one", "two", "inv_freq"}
+    make.write_text(
+        json.dumps({"weight_map": {"one": "one.safetensors", "two": "two.safetensors", "inv_freq": "one.safetensors"}})
+    )
+    with pytest.raises(ValueError, match=r"two\.safetensors: .*of another file: inv_freq"):
+        SafetensorsSource(tmp_path)
