@@ -16,6 +16,7 @@ the names read `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/valu
     layers.attn.v_proj.kernel [D, K*A]     norm.scale                     [D]
     layers.attn.o_proj.kernel [H*A, D]     lm_head.kernel                 [D, V]   (absent where tied)
     layers.attn.{q,k}_norm.scale [A]       (qk_norm)      layers.attn.{q,k,v}_proj.bias   (qkv_bias)
+    layers.attn.o_proj.bias  [D]            (out_bias)
 
 Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
 everything is bfloat16 but the inside of norms, the softmax and the rotation, which are float32 and cast back.
@@ -35,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .attention import attend, describe_attention, document_positions, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .elementwise import rms_norm, swiglu
-from .llama_config import PRESETS, LlamaConfig, flops_per_token
+from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw
@@ -45,29 +46,63 @@ Rope = tuple[jax.Array, jax.Array]
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Compute the rotary angle per position of each pair of a head. Host only, float64.
+    """Compute the rotary angle per position of each pair of a head, for rows of at most the original context if the
+    scaling is dynamic. Host only, float64.
 
     Layout:  -> [A/2]
-    Source: RoFormer (arXiv 2104.09864); scaling as `_compute_llama3_parameters` of Hugging Face transformers.
+    Source: RoFormer (arXiv 2104.09864); scaling as `modeling_rope_utils` of Hugging Face transformers.
     """
     frequencies = config.rope_theta ** -(np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size)
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(config, scaling)
+        return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
     turns = scaling.original_context * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def rope_table(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _yarn_kept(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """Return which share of each pair's frequency yarn keeps: 1 for short wavelengths, 0 for long ones."""
+    size = config.head_size
+
+    def pair_of(turns: float) -> float:
+        """Return the place, counted in elements, of the pair that turns so often in the original context."""
+        ratio = scaling.original_context / (turns * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0  # as transformers does
+    return 1.0 - np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
+
+
+def rope_table(config: LlamaConfig, positions: jax.Array, real: jax.Array | None = None) -> Rope:
     """Compute cosines and sines in float32 for `apply_rope`.
 
-    Layout:  [B T] -> two of [B T 1 A/2]
+    Layout:  [B T] -> two of [B T 1 A/2], or [1 T] -> two of [1 T 1 A/2]
+
+    Args:
+      real: `[B T]`, which tokens are no padding: dynamic scaling asks for the longest position of a row; None: all.
     """
-    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
+    frequencies, scaling = jnp.asarray(rope_frequencies(config), jnp.float32), config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        longest = jnp.max(positions if real is None else jnp.where(real, positions, 0), axis=1) + 1
+        base = jnp.maximum(scaling.factor * longest / scaling.original_context - (scaling.factor - 1), 1.0)
+        powers = np.arange(0, config.head_size, 2) / max(config.head_size - 2, 1)
+        frequencies = frequencies * base[:, None, None, None] ** jnp.asarray(-powers, jnp.float32)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    gain = 1.0
+    if scaling is not None and scaling.kind == "yarn":
+        gain = scaling.attention_factor or (0.1 * math.log(max(scaling.factor, 1.0)) + 1.0)
+    return jnp.cos(angles) * gain, jnp.sin(angles) * gain
 
 
 def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -130,7 +165,7 @@ class Attention(nnx.Module):
         self.q_proj = Linear(config.dim, query_dim, rngs=rngs, use_bias=config.qkv_bias)
         self.k_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
         self.v_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
-        self.o_proj = Linear(query_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
+        self.o_proj = Linear(query_dim, config.dim, rngs=rngs, use_bias=config.out_bias, gain=_residual_gain(config))
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
@@ -244,12 +279,13 @@ class Llama(nnx.Module):
         if cache is not None:
             positions, lengths = check_cached(positions, lengths)
             x = split_tokens(looked_up(self.embed(tokens)))
-            x, cache = self._extend(x, rope_table(self.config, positions), positions, cache)
+            real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            x, cache = self._extend(x, rope_table(self.config, positions, real), positions, cache)
             return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
         if positions is None:
             one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             positions = one_row if segment_ids is None else document_positions(segment_ids)
-        rope = rope_table(self.config, positions)
+        rope = rope_table(self.config, positions, None if segment_ids is None else segment_ids != 0)
         config = self.config
         documents, x = document_view(
             segment_ids,

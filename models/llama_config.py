@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from .attention import AttentionChoice
 from .checks import (
@@ -11,27 +12,52 @@ from .checks import (
     is_count,
     require_attention,
     require_bool,
+    require_choice,
     require_counts,
     require_documents,
     require_positive,
 )
 
+ROPE_KINDS = ("llama3", "linear", "dynamic", "yarn")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretch the rotary embedding to longer contexts as Llama 3.1 does (`rope_type: llama3` of Hugging Face).
+    """Stretch the rotary embedding to longer contexts, by one of four rules of Hugging Face (`rope_type`).
 
-    Wavelengths above `original_context / low_freq_factor` are stretched by `factor`, those below
-    `original_context / high_freq_factor` are kept, and those between are interpolated.
+    - llama3 (Llama 3.1): wavelengths above `original_context / low_freq_factor` are stretched by `factor`, those below
+      `original_context / high_freq_factor` are kept, and those between are interpolated.
+    - linear: all wavelengths are stretched by `factor` (arXiv 2306.15595).
+    - dynamic: the base grows with a row longer than `original_context` (NTK), so all tokens of a row depend on its
+      longest position. A shorter row is not stretched.
+    - yarn: pairs that turn more than `beta_fast` times in `original_context` are kept, those below `beta_slow` are
+      stretched by `factor`, those between interpolated; cosines and sines are multiplied by `attention_factor`
+      (arXiv 2309.00071).
+
+    Args:
+      attention_factor: of yarn; None: `0.1 * log(factor) + 1`.
+      truncate: of yarn; whether the bounds between kept and stretched pairs are whole numbers.
     """
 
+    kind: Literal["llama3", "linear", "dynamic", "yarn"] = "llama3"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
+        require_choice(self, "kind", ROPE_KINDS)
         require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_context")
+        require_positive(self, "beta_fast", "beta_slow", *["attention_factor"] * (self.attention_factor is not None))
+        require_bool(self, "truncate")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"RopeScaling.beta_fast={self.beta_fast} must exceed beta_slow={self.beta_slow}; 32.0 and 1.0 are usual"
+            )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"RopeScaling.high_freq_factor={self.high_freq_factor} must exceed "
@@ -53,10 +79,11 @@ class LlamaConfig:
       head_dim: A, size of one head; None: `dim // num_heads`. Qwen 3 and others choose it freely.
       norm_eps: added to the mean square under the root.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: Llama 3.1's stretching, or None.
+      rope_scaling: how the rotary embedding is stretched, or None.
       local_window_size: keys that one query sees, itself included (Mistral's `sliding_window`); None: all before it.
       tied: the head is the transposed embedding, and `lm_head` does not exist.
       qkv_bias: biases on the query, key and value projections (Qwen 2).
+      out_bias: a bias on the projection of what is attended (with `qkv_bias`: `attention_bias` of Hugging Face).
       qk_norm: RMSNorm over each query and key head before the rotation (Qwen 3).
       stacked: store layers stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
       attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
@@ -83,6 +110,7 @@ class LlamaConfig:
     local_window_size: int | None = None
     tied: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
     stacked: bool = True
     attention: AttentionChoice = "auto"
@@ -104,7 +132,7 @@ class LlamaConfig:
             )
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")
-        require_bool(self, "tied", "qkv_bias", "qk_norm", "stacked")
+        require_bool(self, "tied", "qkv_bias", "out_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -139,6 +167,7 @@ class LlamaConfig:
         """Count all parameters; a tied head counts once."""
         norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
+        biases += self.dim if self.out_bias else 0
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
         return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
 

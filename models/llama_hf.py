@@ -3,12 +3,13 @@
 Plain data and plain functions; whoever reads checkpoints finds them in a job's field `pretrained`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from .checks import MOST_HEADS, MOST_LAYERS
 from .hf_config import Options, check_architecture, refusal
-from .llama_config import LlamaConfig, RopeScaling
+from .llama_config import ROPE_KINDS, LlamaConfig, RopeScaling
 
 # (our name, their name, how the dims stand). {i}: the layer, which is a leading dim of ours where layers are stacked.
 RULES = [
@@ -21,6 +22,7 @@ RULES = [
     ("layers.{i}.attn.q_proj.bias", "model.layers.{i}.self_attn.q_proj.bias"),
     ("layers.{i}.attn.k_proj.bias", "model.layers.{i}.self_attn.k_proj.bias"),
     ("layers.{i}.attn.v_proj.bias", "model.layers.{i}.self_attn.v_proj.bias"),
+    ("layers.{i}.attn.o_proj.bias", "model.layers.{i}.self_attn.o_proj.bias"),
     ("layers.{i}.attn.q_norm.scale", "model.layers.{i}.self_attn.q_norm.weight"),
     ("layers.{i}.attn.k_norm.scale", "model.layers.{i}.self_attn.k_norm.weight"),
     ("layers.{i}.mlp_norm.scale", "model.layers.{i}.post_attention_layernorm.weight"),
@@ -30,6 +32,8 @@ RULES = [
     ("norm.scale", "model.norm.weight"),
     ("lm_head.kernel", "lm_head.weight", "in out -> out in"),
 ]
+
+_ORIGINAL = "original_max_position_embeddings"
 
 # What transformers assumes for options that a config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -50,7 +54,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read = Options({**_DEFAULTS[options["model_type"]], **options})
     read.take_only("hidden_act", "silu")
     read.take_only("attention_dropout", 0)
-    read.take_only("attention_bias", False)
+    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3")))
+    bias = read.take("attention_bias", False)
     read.take_only("mlp_bias", False)
     heads, dim = read.count("num_attention_heads", most=MOST_HEADS), read.count("hidden_size")
     fields = {
@@ -63,7 +68,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": read.count("head_dim", max(1, dim // heads)),
         "norm_eps": read.number("rms_norm_eps", 1e-6),
         "tied": read.take("tie_word_embeddings", False),
-        "qkv_bias": read.architecture == "qwen2",
+        "qkv_bias": read.architecture == "qwen2" or bias,
+        "out_bias": bias,
         "qk_norm": read.architecture == "qwen3",
         "local_window_size": _window(read),
         **_rope(read),
@@ -97,20 +103,38 @@ def _rope(read: Options) -> dict[str, Any]:
     rope = Options({"model_type": "rope", **(scaling or {}), **(read.take("rope_parameters") or {})})
     theta = rope.take("rope_theta", theta)
     kind = rope.take("rope_type", rope.take("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise refusal("rope_type", kind, ["default", "llama3"])
+    if kind not in ("default", *ROPE_KINDS):
+        raise refusal("rope_type", kind, ["default", *ROPE_KINDS])
     rope.take_only("partial_rotary_factor", 1.0)
     theta = Options({"rope_theta": 10_000.0 if theta is None else theta}).number("rope_theta", 10_000.0)
     fields: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
-    if kind == "llama3":
-        fields["rope_scaling"] = RopeScaling(
-            factor=rope.need("factor"),
-            low_freq_factor=rope.need("low_freq_factor"),
-            high_freq_factor=rope.need("high_freq_factor"),
-            original_context=rope.need("original_max_position_embeddings"),
-        )
+    if kind != "default":
+        fields["rope_scaling"] = RopeScaling(kind=kind, factor=rope.need("factor"), **_scaling(kind, rope, read))
     rope.refuse_others()
     return fields
+
+
+def _scaling(kind: str, rope: Options, read: Options) -> dict[str, Any]:
+    """Read what each kind of scaling needs besides its factor."""
+    if kind == "linear":
+        return {}
+    # Of dynamic scaling transformers reads no other length than max_position_embeddings.
+    original = None if kind == "dynamic" else rope.take(_ORIGINAL)
+    fields = {"original_context": read.need("max_position_embeddings") if original is None else original}
+    if kind == "dynamic":
+        return fields
+    if kind == "llama3":
+        return fields | {name: rope.need(name) for name in ("low_freq_factor", "high_freq_factor")}
+    factor, scales = rope.take("attention_factor"), [rope.take(name) for name in ("mscale", "mscale_all_dim")]
+    if factor is None and all(scales):
+        above, below = (0.1 * scale * math.log(max(rope.need("factor"), 1.0)) + 1.0 for scale in scales)
+        factor = above / below
+    return fields | {
+        "beta_fast": rope.take("beta_fast") or 32.0,
+        "beta_slow": rope.take("beta_slow") or 1.0,
+        "attention_factor": factor,
+        "truncate": rope.take("truncate", True),
+    }
 
 
 def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -139,29 +163,40 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "max_position_embeddings": seq_len,
         "rope_theta": config.rope_theta,
         **_window_options(architecture, config.local_window_size),
+        **({"attention_bias": True} if config.out_bias else {}),
     }
     if (scaling := config.rope_scaling) is not None:
-        options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
-        options["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+        options["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor, **_scaling_options(scaling)}
+        if scaling.kind == "dynamic":
+            options["max_position_embeddings"] = scaling.original_context  # what its frequencies depend on
+        elif scaling.kind != "linear":
+            options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
     return options
 
 
+def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.kind in ("linear", "dynamic"):
+        return {}
+    names = ["low_freq_factor", "high_freq_factor"]
+    if scaling.kind == "yarn":
+        names = ["beta_fast", "beta_slow", "truncate", *["attention_factor"] * (scaling.attention_factor is not None)]
+    return {_ORIGINAL: scaling.original_context, **{name: getattr(scaling, name) for name in names}}
+
+
 def _architecture(config: LlamaConfig) -> str:
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            "LlamaConfig(qkv_bias=True, qk_norm=True) has no relative in Hugging Face: Qwen 2 has the biases, Qwen 3 "
-            "the norms; export a model with one of them"
-        )
-    if config.qkv_bias or config.qk_norm:
-        return "qwen2" if config.qkv_bias else "qwen3"
     # Mistral without a window is Llama, but for a check of transformers: a Llama's heads must divide its width.
-    return "llama" if config.local_window_size is None and config.dim % config.num_heads == 0 else "mistral"
+    can_be_llama = config.local_window_size is None and config.dim % config.num_heads == 0
+    if config.qk_norm and config.qkv_bias == config.out_bias:
+        return "qwen3"
+    if not config.qk_norm and config.qkv_bias and not config.out_bias:
+        return "qwen2"
+    if config.qk_norm or config.qkv_bias != config.out_bias or (config.out_bias and not can_be_llama):
+        raise ValueError(
+            f"LlamaConfig(qkv_bias={config.qkv_bias}, out_bias={config.out_bias}, qk_norm={config.qk_norm}) has no "
+            "relative in Hugging Face: Qwen 2 has qkv_bias, Qwen 3 qk_norm with both biases or none, Llama both biases "
+            "or none and no window; export a model with one of these"
+        )
+    return "llama" if can_be_llama else "mistral"
 
 
 def _window_options(architecture: str, window: int | None) -> dict[str, Any]:

@@ -302,6 +302,11 @@ def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:
             f"max_length={max_length}: config.json of a {config.get('model_type')} has no max_position_embeddings, its "
             "table of positions says how long a row may be; leave --max-length out"
         )
+    if (config.get("rope_scaling") or {}).get("rope_type") == "dynamic":
+        raise ValueError(
+            f"max_length={max_length}: rope_type='dynamic' computes with max_position_embeddings="
+            f"{config['max_position_embeddings']}, another length is another model; leave --max-length out"
+        )
     return {**config, "max_position_embeddings": max_length}
 
 

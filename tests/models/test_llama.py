@@ -26,6 +26,7 @@ VARIANTS = {
     "llama": {},
     "tied": {"tied": True},
     "qwen2": {"qkv_bias": True},
+    "biases": {"qkv_bias": True, "out_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "mistral": {"local_window_size": 5},
     "scaled": {"rope_scaling": llama_config.RopeScaling(original_context=16)},
@@ -125,7 +126,7 @@ def numpy_attention(x, weights, config):
             seen = slice(max(0, t - window + 1), t + 1)
             scores = np.exp(q[t] @ k[seen].T / math.sqrt(config.head_size))
             out[t, head] = scores @ value[shared][seen] / scores.sum()
-    return out.reshape(len(x), -1) @ weights["o_proj.kernel"]
+    return out.reshape(len(x), -1) @ weights["o_proj.kernel"] + weights.get("o_proj.bias", 0.0)
 
 
 def numpy_llama(weights, config, tokens):
@@ -502,3 +503,22 @@ def test_bad_rope_scaling_is_refused():
         llama_config.RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
     with pytest.raises(ValueError, match="factor=0 must be positive"):
         llama_config.RopeScaling(factor=0)
+    with pytest.raises(ValueError, match=r"kind='longrope' is unknown.*yarn"):
+        llama_config.RopeScaling(kind="longrope")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"beta_fast=1.0 must exceed beta_slow=1.0"):
+        llama_config.RopeScaling(kind="yarn", beta_fast=1.0)
+    with pytest.raises(ValueError, match=r"attention_factor=-1.0 must be positive"):
+        llama_config.RopeScaling(kind="yarn", attention_factor=-1.0)
+
+
+def test_dynamic_rope_follows_the_longest_position_of_a_row_without_its_padding():
+    scaling = llama_config.RopeScaling(kind="dynamic", factor=2.0, original_context=4)
+    config = dataclasses.replace(SMALL, rope_scaling=scaling)
+    plain = dataclasses.replace(SMALL, rope_scaling=None)
+    positions = jnp.stack([jnp.arange(8), jnp.where(jnp.arange(8) < 4, jnp.arange(8), 99)])
+    long, short = (row[None] for row in llama.rope_table(config, positions, positions < 99)[0])
+    alone = llama.rope_table(config, positions[:1])[0]
+    unscaled = llama.rope_table(plain, positions[1:])[0]
+    np.testing.assert_array_equal(long, alone)
+    np.testing.assert_array_equal(short[:, :4], unscaled[:, :4])
+    assert np.abs(long - llama.rope_table(plain, positions[:1])[0]).max() > 0.1

@@ -9,7 +9,7 @@ import torch
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.foreign.merged import Merged, merge_peft
 from jfsdp.checkpoint.foreign.peft import WEIGHTS, adapter_source, open_peft, read_loras
-from jfsdp.checkpoint.foreign.pretrained import pretrained_fields, pretrained_source
+from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, pretrained_source
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.adapt import as_model
@@ -82,7 +82,7 @@ def test_an_adapter_that_unties_is_refused_and_merged_into_weights_with_two_arra
     with pytest.raises(ValueError, match=message):
         adapter_source(open_peft(path), given.names, given.adapters, given.leaves)
 
-    config = given.names["to_config"](given.job.config, 64)
+    config = config_json(given.names, given.job.config, 64)
     base = given.base()
     write_safetensors(Arrays(base), tmp_path / "base", texts={"config.json": config})
     merge_peft(tmp_path / "base", path, tmp_path / "merged")

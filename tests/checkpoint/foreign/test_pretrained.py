@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, pretrained_source
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
+from jfsdp.cli import main
 from jfsdp.trainer.job import as_job
 from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
     gpt2,
@@ -42,6 +44,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 MODELS = {
@@ -50,11 +53,19 @@ MODELS = {
         "llama",
         {**LLAMA, "max_position_embeddings": 128, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}},
     ),
+    "llama-bias": ("llama", {**LLAMA, "attention_bias": True}),
+    "llama-linear": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-yarn": ("llama", {**LLAMA, "rope_parameters": YARN | {"rope_theta": 1e4}, "max_position_embeddings": 64}),
     "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": 5, "head_dim": 16}),
     "qwen2": ("qwen2", {**LLAMA, "rms_norm_eps": 1e-5}),
     "qwen2-window": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen2-yarn": (
+        "qwen2",
+        {**LLAMA, "rope_parameters": YARN | {"rope_theta": 1e6, "truncate": False}, "max_position_embeddings": 64},
+    ),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-bias": ("qwen3", {**LLAMA, "head_dim": 16, "attention_bias": True}),
     "gpt2": ("gpt2", {**GPT2, **NO_IDS}),
 }
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ_LEN)).astype(np.int32)
@@ -110,13 +121,13 @@ def leaves_of(job) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-def our_logits(job, arrays):
+def our_logits(job, arrays, tokens=TOKENS):
     if isinstance(job.model, tuple):
-        return jax.jit(job.model[0].apply)({"params": traverse_util.unflatten_dict(arrays, sep=".")}, TOKENS)
+        return jax.jit(job.model[0].apply)({"params": traverse_util.unflatten_dict(arrays, sep=".")}, tokens)
     graph, state = nnx.split(nnx.eval_shape(lambda: job.model(nnx.Rngs(0))))
     flat = nnx.to_flat_state(state)
     values = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in flat]
-    return jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(nnx.from_flat_state(values), TOKENS)
+    return jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(nnx.from_flat_state(values), tokens)
 
 
 def open_source(directory, job, **options):
@@ -150,6 +161,62 @@ def assert_same_arrays(first, second):
     assert set(one.arrays) == set(other.arrays)
     for name in one.arrays:
         assert read_whole(one, name).tobytes() == read_whole(other, name).tobytes(), name
+
+
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {**YARN, "beta_slow": 2.0},
+    "yarn, no bounds": {"rope_type": "yarn", "factor": 3.0},
+    "yarn, scales": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False},
+    "yarn, gain": {**YARN, "attention_factor": 1.3},
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_cosines_and_sines_of_each_rope_are_those_of_transformers(kind, case):
+    """On both sides of the original maximum; of transformers a new module each, as dynamic scaling has a memory."""
+    rotary = {"llama": "llama.modeling_llama.Llama", "qwen2": "qwen2.modeling_qwen2.Qwen2"}
+    rotary["qwen3"] = "qwen3.modeling_qwen3.Qwen3"
+    module, _, name = rotary[kind].rpartition(".")
+    make = getattr(importlib.import_module(f"transformers.models.{module}"), f"{name}RotaryEmbedding")
+    options = {**LLAMA, "max_position_embeddings": 16, "rope_parameters": {**ROPE[case], "rope_theta": 1e4}}
+    theirs = transformers.AutoConfig.for_model(kind, **options)
+    fields = llama_hf.fields_from_config({**options, "model_type": kind})
+    config = llama.LlamaConfig(**fields)
+    assert llama_hf.fields_from_config(llama_hf.config_from_fields(config, 8)) == fields
+    for length in (5, 16, 17, 64):
+        positions = np.arange(length)[None]
+        wanted = make(theirs)(torch.zeros(1), torch.tensor(positions))
+        found = llama.rope_table(config, jax.numpy.asarray(positions))
+        for ours, reference in zip(found, wanted, strict=True):
+            half = reference.numpy()[..., : config.head_size // 2]
+            np.testing.assert_allclose(np.asarray(ours)[:, :, 0], half, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_dynamic_rope_below_and_above_its_maximum(kind, tmp_path, capsys):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    options = {**LLAMA, "rope_parameters": rope, "max_position_embeddings": 16, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **options)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    job = pretrained_job(tmp_path, kind)
+    source = open_source(tmp_path, job)
+    arrays = {leaf: jax.numpy.asarray(read_whole(source, leaf)) for leaf in source.arrays}
+    assert relative(our_logits(job, arrays), logits_of(load(tmp_path))) < 1e-4  # rows of 24
+    short = our_logits(job, arrays, TOKENS[:, :12])
+    with torch.no_grad():
+        wanted = load(tmp_path)(torch.tensor(TOKENS[:, :12], dtype=torch.int64)).logits.numpy()
+    assert relative(short, wanted) < 1e-4
+    assert config_json(job.pretrained, job.config, 999)["max_position_embeddings"] == 16
+    out = str(tmp_path / "ours")
+    assert main(["checkpoint", "import", str(tmp_path), out, "--model", "llama-tiny"]) == 0
+    assert main(["checkpoint", "export", out, str(tmp_path / "again"), "--max-length", "99"]) == 2
+    assert "max_position_embeddings=16" in capsys.readouterr().err
+    assert main(["checkpoint", "export", out, str(tmp_path / "again")]) == 0
+    assert_same_arrays(tmp_path, tmp_path / "again")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -309,10 +376,17 @@ def test_weights_without_a_configuration_are_refused_unless_asked_for(checkpoint
 
 REFUSED = {
     "mixtral": ("llama", {"model_type": "mixtral"}, "model_type='mixtral' is an architecture"),
-    "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not"),
-    "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not"),
+    "longrope": ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not"),
+    "factor": ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    "no length": ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "max_position_embeddings is missing"),
+    "no number": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        "RopeScaling.factor='2' must be",
+    ),
     "part": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
-    "bias": ("llama", {"attention_bias": True}, "attention_bias=True is not"),
+    "bias": ("mistral", {"attention_bias": True}, "attention_bias=True is not"),
+    "text bias": ("llama", {"attention_bias": "yes"}, "attention_bias='yes' is not"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias=True is not"),
     "gelu": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not .*'silu'"),
     "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not"),
