@@ -90,7 +90,7 @@ def rope_table(config: LlamaConfig, positions: jax.Array, real: jax.Array | None
     Layout:  [B T] -> two of [B T 1 A/2], or [1 T] -> two of [1 T 1 A/2]
 
     Args:
-      real: `[B T]`, which tokens are no padding: dynamic scaling asks for the longest position of a row; None: all.
+      real: `[B T]`, the tokens that are not padding. Dynamic scaling uses the longest position of a row. None: all.
     """
     frequencies, scaling = jnp.asarray(rope_frequencies(config), jnp.float32), config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":

@@ -5,8 +5,8 @@ The user's code knows of no adapter, so the call is traced as it is and then run
 three arrays: W, A and B. What only moves or casts a weight does the same to all three (casts, transposes, reshapes,
 stated shardings, calls, scans, remats); a matrix product with it becomes two; anything else that reads it is refused by
 name, since there W alone would be a wrong number. So W gets no derivative at all: the product x^T @ d_y is never
-formed, as it would be of W + A @ B. A function with its own derivative (`jax.custom_vjp`: a loss that multiplies by the
-head in chunks) cannot be opened: it gets the sum W + A @ B, and its derivative by that.
+formed, as it would be of W + A @ B. A function with a custom derivative (`jax.custom_vjp`), such as a loss that
+multiplies by the head in chunks, cannot be opened: it gets the sum W + A @ B, and A and B their parts of its gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.compat import Literal, core
-from jfsdp.engine.dataflow import scan_counts
+from jfsdp.engine.dataflow import has_own_derivative, scan_counts
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import LAYER as LAYERS
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
@@ -160,7 +160,7 @@ def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
         return [_dot_general(eqn, inputs, run)]
     if name in _RULES:
         return _RULES[name](eqn, inputs)
-    if name == "custom_vjp_call":
+    if has_own_derivative(eqn):
         return run([_summed(x) if _is_adapted(x) else x for x in inputs])
     one = next(x.adapter for x in inputs if _is_adapted(x))
     raise ValueError(
@@ -170,11 +170,11 @@ def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
 
 
 def _summed(x: _Adapted) -> jax.Array:
-    """Return the matrix that computes what a weight does with its adapter, for code with a derivative of its own.
+    """Return the matrix that computes what a weight does with its adapter, for a function with a custom derivative.
 
     Memory:  the matrix, and its gradient.
     """
-    where = "reads it in a function with a derivative of its own (jax.custom_vjp)"
+    where = "reads it in a function with a custom derivative (jax.custom_vjp)"
     if x.key is not None:
         raise ValueError(
             f"{x.adapter.path}: has an adapter with dropout, and the model {where}, which has no input of A's to drop; "

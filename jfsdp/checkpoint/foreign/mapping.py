@@ -293,7 +293,7 @@ class Imported:
                 raise ValueError(
                     f"{self._where}: {found[copy]} differs from {found[original]}, and the model has one array for "
                     'both; to have two, as transformers does, set "tie_word_embeddings": false in the config.json '
-                    "beside the weights (or tied=False in the model, if there is none)"
+                    "of the weights (or tied=False in the model, if there is none)"
                 )
 
 

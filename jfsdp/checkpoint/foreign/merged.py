@@ -28,7 +28,7 @@ class Merged:
       sign: 1 adds, -1 takes out.
 
     Attributes:
-      is_untied: whether the head has an array of its own from here on; see [Note: tied embeddings in PEFT].
+      is_untied: whether the head and the embedding are two arrays in the result; see [Note: tied embeddings in PEFT].
 
     Raises:
       ValueError: if the base lacks a weight that is adapted, or has it quantized or in another shape; to take DoRA out,

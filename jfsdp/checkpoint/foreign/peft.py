@@ -223,7 +223,7 @@ def write_peft(
       source: under our names, without `params.`: parts of adapters, and leaves that were trained as they are.
       directory: must not exist yet.
       names: of the base's arrays, such as a job's field `pretrained`.
-      leaves: the model's own parameters, frozen ones too: these say which arrays are tied, and what a module has.
+      leaves: the model's own parameters, frozen ones too. The tied arrays and the arrays of a module follow from them.
       base: what to write for `base_model_name_or_path`.
       dtype: of the arrays in the file; None: as they are.
       allow_nonfinite: see `export_safetensors`.
@@ -246,12 +246,12 @@ def write_peft(
 
 
 def _check_modules(saved: Collection[str], own: Mapping[str, Piece]) -> None:
-    """Refuse to write some arrays of a module as they are: PEFT reads all of them (`modules_to_save`)."""
+    """Refuse to write only some arrays of a module: PEFT reads all of them (`modules_to_save`)."""
     modules = {name.rpartition(".")[0] for name in saved}
     for name, piece in own.items():
         if name not in saved and name.rpartition(".")[0] in modules:
             raise ValueError(
-                f"{piece.leaf}: is not trained as it is, and other arrays of {name.rpartition('.')[0]} are; PEFT reads "
+                f"{piece.leaf}: is not trained whole, and other arrays of {name.rpartition('.')[0]} are; PEFT reads "
                 "modules whole: choose all its arrays by LoRA(also=...), or none"
             )
 
@@ -259,7 +259,7 @@ def _check_modules(saved: Collection[str], own: Mapping[str, Piece]) -> None:
 def _config(
     exported: Exported, saved: Collection[str], names: NameMap, adapters: Mapping[str, Adapter]
 ) -> dict[str, Any]:
-    """Return what `adapter_config.json` says of adapters, and of arrays that are whole."""
+    """Return the contents of `adapter_config.json`."""
     modules: dict[str, Adapter] = {}
     for theirs, piece in exported.pieces.items():
         module, is_part, _ = theirs.removeprefix(PREFIX).rpartition(".lora_")

@@ -125,6 +125,11 @@ class PeftAdapter:
         self._check_shape("has", name, tuple(self.source.arrays[PREFIX + name].shape), shape)
 
     def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+        if verb == "adapts" and shape == own[::-1] != own:
+            raise ValueError(
+                f"{self.path}: adapts {name} as {list(own)}, and the base has {list(shape)}; set fan_in_fan_out in "
+                f"{CONFIG} to {str(not self.is_transposed(name)).lower()} (PEFT changes it where a head is adapted too)"
+            )
         if shape != own:
             there = "no array of that name" if shape is None else list(shape)
             raise ValueError(
@@ -200,7 +205,7 @@ def _check_arrays(adapter: PeftAdapter) -> None:
 
 
 def _unknown(name: str) -> str:
-    """Say what an array is that is not read, and what to do."""
+    """Return the reason and the remedy for an array that is not read."""
     if ".lora_embedding_" in name:
         return "it adapts an embedding; train the embedding whole in PEFT (modules_to_save), or leave it out"
     if name.endswith(PARTS[MAGNITUDE]):

@@ -149,7 +149,7 @@ def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there:
     if lacking or extra:
         listed = (", ".join(sorted(names)[:8]) or "none" for names in (lacking, extra))
         raise ValueError(
-            "{}: holds other arrays than the index beside it says (missing: {}; of another file: {}); the files are of "
+            "{}: holds other arrays than its index says (missing: {}; of another file: {}); the files are of "
             "different checkpoints, fetch them again".format(file, *listed)
         )
 

@@ -101,6 +101,15 @@ def test_an_adapter_that_unties_is_refused_and_merged_into_weights_with_two_arra
         np.testing.assert_array_equal(read_whole(source, "lm_head.kernel"), found[f"{HEAD}.weight"].T)
 
 
+def test_a_wrong_fan_in_fan_out_is_refused_by_name(tmp_path):
+    """PEFT writes false where GPT-2's head is adapted too, which is not a Conv1D."""
+    given = Adapted("gpt2")
+    path = given.write(tmp_path / "adapter")
+    change(path, fan_in_fan_out=False)
+    with pytest.raises(ValueError, match=r"c_attn\.weight.*fan_in_fan_out.*true"):
+        Merged(Arrays(given.base()), open_peft(path))
+
+
 def test_a_merge_of_equal_arrays_stays_tied(tmp_path):
     given = Adapted("llama, tied")
     given.parts["embed.embedding"] = table()
