@@ -130,7 +130,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is no index of files of weights ({error!r}); fetch it again") from error
+        raise ValueError(f"{path}: is not an index of weights ({error!r}); fetch it again") from error
 
 
 def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there: Collection[str]) -> None:

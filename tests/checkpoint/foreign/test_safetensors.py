@@ -138,7 +138,7 @@ def make_index(directory, weight_map):
             r"one.safetensors: holds other arrays.*missing: b; of another file: none",
         ),
         ({}, None),
-        ("no dict", "is no index"),
+        ("no dict", "is not an index"),
         ({"a": "../one.safetensors"}, r"'\.\./one\.safetensors' leads out"),
         ({"a": "/etc/passwd"}, "'/etc/passwd' leads out"),
         ({"a": 7}, "7 leads out"),
