@@ -125,7 +125,7 @@ class PeftAdapter:
         self._check_shape("has", name, tuple(self.source.arrays[PREFIX + name].shape), shape)
 
     def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
-        if verb == "adapts" and shape == own[::-1] != own:
+        if verb == "adapts" and shape is not None and shape == own[::-1] != own:
             raise ValueError(
                 f"{self.path}: adapts {name} as {list(own)}, and the base has {list(shape)}; set fan_in_fan_out in "
                 f"{CONFIG} to {str(not self.is_transposed(name)).lower()} (PEFT changes it where a head is adapted too)"
