@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jfsdp.launch.environment import LATEST_PORT, find_place, is_address
+from jfsdp.launch.environment import LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
@@ -105,7 +105,7 @@ class Launch:
             return Hosts(self.nnodes or 1, self.node_rank or 0, address)
         place = find_place(os.environ)
         if place is None or place.address is None:
-            return Hosts(1, 0, f"localhost:{free_port()}")
+            return Hosts(1, 0, given_address(os.environ) or f"localhost:{free_port()}")
         return Hosts(place.num_processes, place.process_id, place.address, place.num_local or 1, place.local_id or 0)
 
 

@@ -3,6 +3,7 @@
 [Note: who says it] Asked in this order, the nearest to the process first:
 
     JAX         JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+                JAX_COORDINATOR_ADDRESS without the other two replaces the address that any of those below give
     torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK, LOCAL_WORLD_SIZE    (and `jfsdp launch`)
     Kubernetes  JOB_COMPLETION_INDEX of an indexed Job, with WORLD_SIZE (pods), MASTER_ADDR, MASTER_PORT of its manifest
     Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, with MASTER_ADDR and MASTER_PORT; without, JAX
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 LATEST_PORT = 65_535
+OF_JAX = COORDINATOR, *_NUMBERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # What `jfsdp launch` tells its processes beside torchrun's variables.
 ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
 RESTART = "JFSDP_RESTART"  # how often `jfsdp launch` has started the processes again; not there without it
@@ -100,7 +102,21 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
                 f"{found[0].told_by} says that this is process {found[0].process_id}, and {place.told_by} "
                 f"{place.process_id}; unset the variables of one of them"
             )
-    return found[0] if found and found[0].num_processes > 1 else None
+    if not found or found[0].num_processes == 1:
+        return None
+    return dataclasses.replace(found[0], address=given_address(environment) or found[0].address)
+
+
+def given_address(environment: Mapping[str, str]) -> str | None:
+    """Return JAX_COORDINATOR_ADDRESS, where process 0 is reached whoever started the processes; None: it is not set.
+
+    Raises:
+      ValueError: if it is not HOST:PORT.
+    """
+    address = environment.get(COORDINATOR, "").strip()
+    if address and not is_address(address):
+        raise ValueError(f"{COORDINATOR}={address!r} must be HOST:PORT, PORT at most {LATEST_PORT}")
+    return address or None
 
 
 class _Told:
@@ -149,12 +165,9 @@ class _Told:
 
 
 def _jax(told: _Told) -> Place | None:
-    numbers = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    if not told.has(*numbers):
+    if not told.has(*_NUMBERS):
         return None
-    address = told.text("JAX_COORDINATOR_ADDRESS", next(name for name in numbers if told.has(name)))
-    if not is_address(address):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r} must be HOST:PORT, PORT at most {LATEST_PORT}")
+    address = told.text(COORDINATOR, next(name for name in _NUMBERS if told.has(name)))
     process, count = told.below("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
     return Place("JAX_NUM_PROCESSES and JAX_PROCESS_ID", address, count, process)
 
@@ -237,9 +250,17 @@ def expand_counts(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list: of `node[001-015,020],other` node001."""
-    name, bracket, rest = re.match(r"([^,\[]*)(\[?)(.*)", nodes).groups()  # type: ignore[union-attr]
-    return name + (re.split(r"[,\-\]]", rest)[0] if bracket else "")
+    """Return the first host of Slurm's list, as `scontrol show hostnames` does: of `rack[0-1]node[01-15,20]-ib,b[3]`
+    rack0node01-ib.
+
+    Raises:
+      ValueError: if it is something else.
+    """
+    ranges = r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+    first = re.match(rf"((?:[^\[\],]|{ranges})+)(?:,|$)", nodes)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a list of hosts such as node[01-15],login")
+    return re.sub(ranges, r"\1", first[1])
 
 
 def own_gpus(place: Place, num_visible: int) -> list[int] | None:

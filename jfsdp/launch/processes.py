@@ -12,7 +12,7 @@ from typing import Any
 
 from jfsdp.arguments import Count, Size, checked
 from jfsdp.extras import installed_version
-from jfsdp.launch.environment import LATEST_PORT, Place, find_place, is_address, join_timeout, own_gpus
+from jfsdp.launch.environment import LATEST_PORT, Place, find_place, given_address, is_address, join_timeout, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -99,10 +99,10 @@ def _asked(coordinator: str | None, num_processes: int | None, process_id: int |
 
 
 def _found(*, is_asked: bool) -> Place | None:
-    place, address = find_place(os.environ), os.environ.get("JAX_COORDINATOR_ADDRESS")
+    place = find_place(os.environ)
     if place is not None:
-        return dataclasses.replace(place, address=address) if address else place
-    if address:
+        return place
+    if address := given_address(os.environ):
         raise ValueError(
             f"JAX_COORDINATOR_ADDRESS={address!r} is set, and nothing says which process this is; set "
             "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or unset it"

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, RESTART, SNAPSHOTS, memory_dir
+from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, OF_JAX, RESTART, SNAPSHOTS, memory_dir
 from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, heard, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -91,7 +91,9 @@ class Supervisor:
         environment: Mapping[str, str] = os.environ,
     ):
         self.command, self.nproc, self.hosts, self.log_dir = list(command), nproc, hosts, log_dir
-        self.max_restarts, self.grace_s, self.environment = max_restarts, grace_s, dict(environment)
+        self.max_restarts, self.grace_s = max_restarts, grace_s
+        # Which process the launcher is itself, and whom it would call, is not for the processes.
+        self.environment = {name: text for name, text in environment.items() if name not in OF_JAX}
         self.min_nproc = min_nproc
         self.environment[JOIN_TIMEOUT] = str(join_timeout_s)
         if nproc * hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order

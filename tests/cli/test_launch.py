@@ -45,6 +45,9 @@ SLURM = {
         ({"nnodes": 2, "node_rank": 1, "rendezvous": "a:5"}, {}, Hosts(2, 1, "a:5")),
         ({"rendezvous": "a:5"}, SLURM, Hosts(1, 0, "a:5")),
         ({}, SLURM, Hosts(4, 3, "n1:61441", 2, 1)),
+        ({}, SLURM | {"JAX_COORDINATOR_ADDRESS": "ib1:7"}, Hosts(4, 3, "ib1:7", 2, 1)),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "ib1:7"}, Hosts(1, 0, "ib1:7")),
+        ({"rendezvous": "a:5"}, {"JAX_COORDINATOR_ADDRESS": "ib1:7"}, Hosts(1, 0, "a:5")),
     ],
 )
 def test_a_host_stands_where_options_or_slurm_say(options, environment, expected, monkeypatch):

@@ -1,6 +1,7 @@
 """Which process this is, from variables as those who start processes set them."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -50,6 +51,8 @@ ONE_TASK_PER_NODE = SRUN | {
         (SBATCH, None),  # the batch script itself is no task
         (SRUN, ON_SLURM),
         (SRUN | {"JAX_COORDINATOR_PORT": "7777"}, dataclasses.replace(ON_SLURM, address="gpu07:7777")),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": "ib7:99"}, dataclasses.replace(ON_SLURM, address="ib7:99")),
+        (TORCHRUN | {"JAX_COORDINATOR_ADDRESS": "ib7:99"}, dataclasses.replace(BY_TORCHRUN, address="ib7:99")),
         (TORCHRUN, BY_TORCHRUN),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, None),
         (TORCHRUN | ONE_TASK_PER_NODE, BY_TORCHRUN),  # a launcher of four under each of two tasks
@@ -88,6 +91,7 @@ def test_a_process_knows_its_place(environment, expected):
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "'many' is no list of counts"),
         (SRUN | {"JAX_COORDINATOR_PORT": "x"}, "JAX_COORDINATOR_PORT='x' must be a whole number"),
         (SRUN | {"JAX_COORDINATOR_PORT": "99999"}, "JAX_COORDINATOR_PORT=99999 must be a port, 1 to 65535"),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": "ib7"}, "JAX_COORDINATOR_ADDRESS='ib7' must be HOST:PORT"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "JAX_COORDINATOR_ADDRESS='node0' must be HOST:PORT"),
     ],
 )
@@ -115,10 +119,29 @@ def test_the_time_to_wait_is_a_number_of_seconds():
 
 @pytest.mark.parametrize(
     ("text", "host"),
-    [("node001", "node001"), ("a,b", "a"), ("node[001-015],x", "node001"), ("n[7,9]", "n7"), ("n[3]", "n3")],
+    [
+        ("node001", "node001"),
+        ("a,b", "a"),
+        ("node[001-015],x", "node001"),
+        ("n[7,9]", "n7"),
+        ("n[3]", "n3"),
+        ("n[007,009-012]", "n007"),
+        ("rack[0-1]node[0-3]", "rack0node0"),
+        ("rack[08,10-11]node[000-003,7],other[1-2]", "rack08node000"),
+        ("gpu[07-10]-ib", "gpu07-ib"),
+        ("a[1-2]b[3-4]c.cluster.local,d", "a1b3c.cluster.local"),
+        ("n-1,n[2-3]", "n-1"),
+        ("[10-12]", "10"),
+    ],
 )
 def test_the_first_host_of_slurms_list(text, host):
     assert first_host(text) == host
+
+
+@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[]", "n[x-y]", ",a", "n[1-2]],b"])
+def test_a_list_that_slurm_does_not_write_is_refused(text):
+    with pytest.raises(ValueError, match=f"SLURM_STEP_NODELIST={re.escape(repr(text))}"):
+        first_host(text)
 
 
 def test_counts_of_slurm():

@@ -56,6 +56,13 @@ def test_processes_that_share_a_host_start_kernels_of_nccl_in_one_order(supervis
     assert log(supervisor, nproc - 1).strip() == str(told)
 
 
+def test_processes_meet_where_their_launcher_says_and_not_where_its_own_environment_does(supervise):
+    own = {"JAX_COORDINATOR_ADDRESS": "elsewhere:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    code = "from jfsdp.launch.environment import find_place; print(find_place(os.environ).address)"
+    supervisor, status = supervise(code, 2, environment=dict(os.environ) | own)
+    assert status == 0 and log(supervisor, 1).strip() == "localhost:5000"
+
+
 def test_the_first_to_fail_is_named_last_with_what_it_said(supervise, capfd):
     code = "time.sleep(0.5) if rank == 1 else time.sleep(60)\nprint('disk', 'full') if rank == 1 else 0\nsys.exit(rank)"
     begin = time.monotonic()
