@@ -30,6 +30,7 @@ except MissingExtra as error:
 
 import tyro
 
+from jfsdp.launch.environment import DEVICES, RESTART
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.roll_call import NotAllThere
 from jfsdp.launch.runtime import (
@@ -61,6 +62,8 @@ def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainCo
     try:
         check_known(args, TrainConfig)
         default = dataclasses.replace(recipe_defaults(TrainConfig(), args), **kept or {})
+        if launched := os.environ.get(DEVICES):  # which a recipe does not know
+            default = dataclasses.replace(default, simulate_devices=int(launched))
     except ValueError as error:
         raise UsageError(str(error)) from error
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
@@ -166,6 +169,10 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
             from jfsdp.trainer.run.training import Run
 
             run_dir = find_run_dir(config)
+            if config.resume is None and os.environ.get(RESTART, "0") != "0":
+                print("note: started again by jfsdp launch, so with --resume auto")
+                argv = [*argv, "--resume", "auto"]
+                config = parse(argv)
             stored = runs.read_config(run_dir) if config.resume else {}
             config = as_before(config, stored, argv) if stored else config
             run = Run(build(config, stored), run_dir, stored, begin, watch)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from jfsdp.launch.environment import LATEST_PORT, find_place, given_address, is_address
+from jfsdp.launch.environment import DEVICES, LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
@@ -25,10 +25,10 @@ class Launch:
 
     jfsdp launch [OPTIONS] script.py ARGUMENTS
 
-    The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. Give that --run-dir and
-    --resume auto: then a restart goes on from the last checkpoint. On several hosts start one on each, by srun (one
-    task per host), or with --nnodes, --node-rank and --rendezvous. Exit status: that of the process of this host that
-    failed first.
+    The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. That one goes on from its last
+    checkpoint when it is started again; give it --run-dir and --resume auto, so that it does under a new launcher too.
+    On several hosts start one on each, by srun (one task per host), or with --nnodes, --node-rank and --rendezvous.
+    Exit status: that of the process of this host that failed first.
     """
 
     nproc: Count = 1
@@ -65,7 +65,7 @@ class Launch:
         if self.devices_per_proc:
             count = {"xla_force_host_platform_device_count": str(self.devices_per_proc)}
             flags = merge_flags(environment.get("XLA_FLAGS", ""), count)
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, DEVICES: str(self.devices_per_proc)}
         hosts = self._hosts()
         if (self.min_nproc or 0) > hosts.num_nodes * self.nproc:
             raise ValueError(

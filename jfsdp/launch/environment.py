@@ -25,6 +25,7 @@ LATEST_PORT = 65_535
 OF_JAX = COORDINATOR, *_NUMBERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # What `jfsdp launch` tells its processes beside torchrun's variables.
 ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
+LAUNCHED, DEVICES = "JFSDP_LAUNCHED", "JFSDP_DEVICES"  # when it began, and how many devices each process simulates
 RESTART = "JFSDP_RESTART"  # how often `jfsdp launch` has started the processes again; not there without it
 SNAPSHOTS = "JFSDP_SNAPSHOTS"  # the directory of all snapshots of a host; a launcher sets it, and removes that
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jfsdp.arguments import checked
+from jfsdp.launch.environment import DEVICES
 
 MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
@@ -28,14 +29,22 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0, de
       simulate_devices: make the CPU look like this many devices; 0 uses the devices that are there.
       deterministic: GPU kernels that give the same bits every time, at some cost in speed.
 
+    Under `jfsdp launch --devices-per-proc` the launcher gives that number.
+
     Raises:
-      ValueError: for a count below 0 or above `MOST_SIMULATED`.
+      ValueError: for a count below 0 or above `MOST_SIMULATED`, and for another one than the launcher gives.
       RuntimeError: if JAX was imported already.
     """
     if "jax" in sys.modules:
         raise RuntimeError("configure_xla comes too late: jax is imported already, and its flags are read once")
     flags: dict[str, str] = {}
-    if simulate_devices:
+    launched = int(os.environ.get(DEVICES) or 0)
+    if launched and simulate_devices not in (0, launched):
+        raise ValueError(
+            f"simulate_devices={simulate_devices}: jfsdp launch --devices-per-proc {launched} gives each process "
+            f"{launched}; leave one of the two out"
+        )
+    if simulate_devices := simulate_devices or launched:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags["xla_force_host_platform_device_count"] = str(simulate_devices)
         # Simulated devices share few cores, so that one may reach a collective long after another: by default XLA ends

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, MIN_NPROC, OF_JAX, RESTART, SNAPSHOTS, memory_dir
+from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, LAUNCHED, MIN_NPROC, OF_JAX, RESTART, SNAPSHOTS, memory_dir
 from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, heard, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -95,7 +95,7 @@ class Supervisor:
         # Which process the launcher is itself, and whom it would call, is not for the processes.
         self.environment = {name: text for name, text in environment.items() if name not in OF_JAX}
         self.min_nproc = min_nproc
-        self.environment[JOIN_TIMEOUT] = str(join_timeout_s)
+        self.environment |= {JOIN_TIMEOUT: str(join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
         if nproc * hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order
             self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self.suspects: set[int] = set()

@@ -1,6 +1,7 @@
 """`jfsdp launch`: its command line, and where a host stands. What it starts is tested in tests/launch."""
 
 import os
+import re
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_a_host_stands_where_options_or_slurm_say(options, environment, expected
 def test_what_cannot_be_launched_is_refused(args, words, capsys):
     assert main(["launch", *args]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_processes_are_told_their_devices_and_when_their_launcher_began(tmp_path, monkeypatch):
+    names = ("JFSDP_DEVICES", "XLA_FLAGS", "JFSDP_LAUNCHED")
+    (tmp_path / "tell.py").write_text(f"import os; print(*[os.environ[name] for name in {names}], sep='|')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--nproc", "2", "--devices-per-proc", "3", "--log-dir", "logs", "tell.py"]) == 0
+    told = [(tmp_path / "logs" / "0" / f"{rank}.log").read_text().strip().split("|") for rank in range(2)]
+    assert told[0] == told[1] and told[0][0] == "3" and "device_count=3" in told[0][1]
+    assert re.fullmatch(r"\d{8}-\d{6}", told[0][2])
 
 
 def test_processes_run_and_their_status_is_returned(tmp_path, monkeypatch):

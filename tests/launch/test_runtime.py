@@ -35,6 +35,18 @@ def test_a_count_of_devices_that_cannot_be_simulated_is_refused(count):
         configure_xla(simulate_devices=count)
 
 
+@pytest.mark.parametrize(("asked", "status"), [(0, 0), (2, 0), (8, 1)])
+def test_devices_that_the_launcher_gives_are_not_replaced_by_others(asked, status):
+    code = (
+        f"from jfsdp.launch.runtime import configure_xla; configure_xla(simulate_devices={asked})\n"
+        "import os; print([flag for flag in os.environ['XLA_FLAGS'].split() if 'device_count' in flag][0][-2:])"
+    )
+    done = start("-c", code, JFSDP_DEVICES="2", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.returncode == status and done.stdout == "=2\n" * (not status)
+    if status:
+        assert "simulate_devices=8" in done.stderr and "--devices-per-proc 2" in done.stderr
+
+
 def test_programs_for_several_cpu_devices_are_not_loaded_from_a_cache(tmp_path):
     """XLA:CPU (jaxlib 0.10.2) forgets on the disk in which order their collectives run."""
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,8 +19,8 @@ def serve():
         given, told = process.stdin, process.stdout
         assert given is not None and told is not None
 
-        def run(*options, cwd=None):
-            given.write(json.dumps([cwd and str(cwd), [str(option) for option in options]]) + "\n")
+        def run(*options, cwd=None, **environment):
+            given.write(json.dumps([cwd and str(cwd), [str(option) for option in options], environment]) + "\n")
             given.flush()
             assert select.select([told], [], [], 300)[0], f"no answer in 300 s: {options}"
             return subprocess.CompletedProcess(options, *json.loads(told.readline()))

@@ -27,10 +27,13 @@ def serve() -> None:
     script.configure_xla = lambda **_: None  # before JAX starts, so once; all command lines ask for the same
     compile_once()
     for line in sys.stdin:
-        cwd, options = json.loads(line)
+        cwd, options, told = json.loads(line)
         out, err = io.StringIO(), io.StringIO()
+        os.environ.update(told)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or os.getcwd()):
             status = script.main(options)
+        for name in told:
+            del os.environ[name]
         print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
 
 

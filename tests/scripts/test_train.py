@@ -135,6 +135,20 @@ def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options):
     assert read_losses(run_dir) == read_losses(unbroken[0])
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_run_that_its_launcher_starts_again_goes_on_by_itself(is_named, options, tmp_path, serve):
+    """Without --run-dir in the directory that its first attempt made, and not in that of an older run."""
+    where = tmp_path / "run" if is_named else tmp_path / "runs" / "llama-tiny-20260102-030405"
+    ours = [*options, "--sample-tokens", 0, "--decay-steps", 4, *(["--run-dir", where] if is_named else [])]
+    (tmp_path / "runs" / "llama-tiny-20990101-000000" / "checkpoints" / "9").mkdir(parents=True)
+    for attempt, steps in enumerate((2, 4)):
+        told = {"JFSDP_RESTART": str(attempt), "JFSDP_LAUNCHED": "20260102-030405"}
+        done = serve(*ours, "--steps", steps, cwd=tmp_path, **told)
+        assert done.returncode == 0, done.stderr
+        assert ("resumed after step 2" in done.stdout) == ("--resume auto" in done.stdout) == (attempt == 1)
+    assert [line["step"] for line in read_metrics(where)] == [1, 2, 3, 4]
+
+
 def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbroken, workspace, options, serve):
     run_dir = workspace / "rewound"
     shutil.copytree(unbroken[0], run_dir)
@@ -388,6 +402,12 @@ def test_options_override_their_recipe_and_leave_the_rest():
     config = parse("--recipe", "stdlib", "--steps", "20", "--mesh", "fsdp=8", "--model-config", "dim=64", "tied=True")
     assert (config.model, config.steps, config.mesh, config.simulate_devices) == ("llama-tiny", 20, "fsdp=8", 8)
     assert config.model_config == ("dim=64", "tied=True")
+
+
+def test_the_launchers_devices_override_a_recipes(monkeypatch):
+    monkeypatch.setenv("JFSDP_DEVICES", "2")
+    assert parse("--recipe", "stdlib").simulate_devices == 2
+    assert parse("--recipe", "stdlib", "--simulate-devices", "4").simulate_devices == 4, "which is refused"
 
 
 @pytest.mark.parametrize(("recipe", "model"), [("gpt2-stdlib", "gpt2-tiny"), ("vit-digits", "vit-tiny")])

@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.checkpoint.disk.lock import Lock
+from jfsdp.launch.environment import LAUNCHED
 from jfsdp.trainer.run import rules
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
-    """Return `runs/NAME-DATE-TIME`, a directory that does not exist yet."""
-    return Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Return `runs/NAME-DATE-TIME`, a directory that does not exist yet; of a launcher's restarts that of its first."""
+    return Path(root) / f"{name}-{os.environ.get(LAUNCHED) or time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def newest_run_dir(name: str, root: str = "runs") -> Path:
