@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jfsdp.plan.search.jobs import find_planned_job, shard_planned
 from jfsdp.trainer.options import StepOptions
@@ -31,6 +32,7 @@ def data(tmp_path_factory):
     path.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(90)))
     pairs = [{"prompt": f"{i}", "chosen": "yes", "rejected": "no"} for i in range(90)]
     path.with_name("pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    safetensors.numpy.save_file({"w": np.zeros(1)}, path.with_name("w.safetensors"))
     return path
 
 
@@ -46,10 +48,11 @@ def lowered(step, model, tx, batch):
 def test_a_plan_lowers_what_the_script_runs(case, target, data):
     devices = jax.devices() if target == "cpu" else hlo.h100s(1)
     options = StepOptions(**CASES[case])
-    path = data.with_name("pairs.jsonl") if options.preference else data
-    config = TrainConfig(**dataclasses.asdict(options), data=str(path), init_from=options.preference and "nothere")
+    path, weights = data.with_name("pairs.jsonl") if options.preference else data, data.with_name("w.safetensors")
+    begin = {"init_from": str(weights), "tokenizer": "byte"} if options.preference else {}
+    config = TrainConfig(**dataclasses.asdict(options), data=str(path), **begin)
     parts = build(config, {}, devices)
-    source = open_source(config, parts.job, parts.row_items)
+    source = open_source(parts.config, parts.job, parts.row_items)
     if isinstance(source, PairSource):
         source.reference = np.zeros((source.num_documents, 2), np.float32)
     batch = source.prepare(next(source.train_batches(batch_size=parts.global_batch)))

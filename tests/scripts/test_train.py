@@ -456,12 +456,12 @@ def begin_from(form, run_dir, where):
     if form == "ours":
         return "--init-from", run_dir
     if form == "hugging face":
-        return "--init-from", where / "hf"
+        return "--init-from", where / "hf", "--tokenizer", "byte"
     import safetensors.torch
     import torch
 
     torch.save({"net": safetensors.torch.load_file(where / "hf" / "model.safetensors")}, where / "weights.pt")
-    return "--init-from", where / "weights.pt", "--init-key", "net"
+    return "--init-from", where / "weights.pt", "--init-key", "net", "--tokenizer", "byte"
 
 
 @pytest.mark.parametrize(
@@ -480,6 +480,7 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
     still = ["--steps", 1, "--learning-rate", 1e-20, "--eval-every", 1, "--run-dir", tmp_path / "run"]
     done = serve(*options, *begin, *still)
     assert done.returncode == 0, done.stderr
+    assert "tokenizer byte" in done.stdout
     lines, before = read_metrics(tmp_path / "run"), read_metrics(unbroken[0])
     assert lines[-1]["step"] == 1
     assert lines[-1]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-5)
@@ -517,6 +518,14 @@ def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tm
     done = train(*ours, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4
+
+
+def test_weights_that_are_not_there_are_named_before_data_are_read_and_nothing_is_made(options, tmp_path, serve):
+    begin = ["--init-from", "org/Some-1.5B", "--data", tmp_path / "nothing", "--run-dir", tmp_path / "run"]
+    done = serve(*options, *begin)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert done.stderr.count("\n") == 1 and "--init-from: org/Some-1.5B" in done.stderr
+    assert "hf download org/Some-1.5B --local-dir Some-1.5B" in done.stderr
 
 
 def test_missing_data_and_unwritable_directories_are_named_before_training(options, tmp_path, serve):

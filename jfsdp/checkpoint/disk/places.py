@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,28 @@ def local_path(path: Any) -> Path:
             f"checkpoint {path}: is an address, and object stores are not supported; use a shared file system, and copy"
         )
     return Path(path).expanduser().absolute()
+
+
+def existing_path(path: Any, what: str = "") -> Path:
+    """Return a path at which something is.
+
+    Args:
+      what: of a model of the Hugging Face Hub is needed, as an option of its download; everything unless given.
+
+    Raises:
+      ValueError: if nothing is there; where the path could be a name of the Hub, with the command that downloads it.
+    """
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    name, remedy = str(path), ""
+    if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
+        folder = name.rpartition("/")[2]
+        remedy = (
+            "; nothing is downloaded here: if this is a model of the Hugging Face Hub, get it by `hf download "
+            f"{name}{what} --local-dir {folder}` (pip install huggingface_hub), and give {folder}"
+        )
+    raise ValueError(f"{name}: there is no such file or directory{remedy}")
 
 
 def find_checkpoints(path: Any) -> list[Path]:

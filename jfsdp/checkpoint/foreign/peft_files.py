@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jfsdp.checkpoint.disk.places import existing_path
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_names import plain_name
 from jfsdp.checkpoint.foreign.torch_source import open_torch
@@ -164,7 +165,7 @@ def open_peft(path: Any) -> PeftAdapter:
     Raises:
       ValueError: if files are missing or damaged, or it is of a kind, or has an option, that jfsdp lacks; by name.
     """
-    directory = Path(path).expanduser()
+    directory = existing_path(path)
     file = directory / CONFIG
     if not file.is_file():
         raise ValueError(f"{directory}: has no {CONFIG}, so it is no adapter of PEFT's; give the directory that has it")

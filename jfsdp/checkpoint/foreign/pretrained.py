@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import optax
 
 from jfsdp.arguments import PathLike, Seed, checked
 from jfsdp.checkpoint.disk.contents import one_array
-from jfsdp.checkpoint.disk.places import find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.disk.places import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
@@ -53,7 +54,7 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     Raises:
       ValueError: if there are none, or they are damaged.
     """
-    path = Path(path).expanduser()
+    path = existing_path(path)
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
     if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
         path = next((path / name for name in _TORCH if (path / name).exists()), path)
@@ -280,6 +281,8 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
 def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
     """Return a job with the sizes and options that the `config.json` beside weights says, if any, and others changed.
 
+    Its default length of rows is at most `max_position_embeddings`.
+
     Args:
       path: of weights; None: there are none.
 
@@ -288,11 +291,12 @@ def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
     """
     if path is None or not job.pretrained or not has_config(path):
         return job.with_config(**changed)
-    fields = pretrained_fields(path, job.pretrained)
+    fields, length = pretrained_fields(path, job.pretrained), read_config(path).get(_LENGTH)
     try:
-        return job.with_config(**{**fields, **changed})
+        fitted = job.with_config(**{**fields, **changed})
     except ValueError as error:
         raise ValueError(f"{_config_file(path)}{', with the fields changed' if changed else ''}: {error}") from error
+    return fitted if length is None else dataclasses.replace(fitted, seq_len=min(fitted.seq_len, length))
 
 
 def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jfsdp.checkpoint.disk.places import existing_path
 from jfsdp.extras import load
 
 # The end-of-document token of a tokenizer.json is the first of these that it holds, else `eos_token` of its
@@ -138,9 +139,7 @@ def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> 
         if eod_token is not None:
             raise ValueError(f"eod_token={eod_token!r}: the byte tokenizer ends documents with id 256; leave it out")
         return ByteTokenizer()
-    path = Path(tokenizer).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    loaded, content = _load_file(path)
+    loaded, path, content = read_tokenizer(tokenizer)
     eod_id = _find_eod(loaded, path, eod_token)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     return _HuggingFaceTokenizer(loaded, eod_id, f"{path.name}:{digest}:eod={eod_id}")
@@ -166,9 +165,14 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in stated.items()}
 
 
-def _load_file(path: Path) -> tuple[Any, bytes]:
-    tokenizers = load("tokenizers")
+def read_tokenizer(tokenizer: str) -> tuple[Any, Path, bytes]:
+    """Read a `tokenizer.json`, or that of a directory; return it as the library has it, its path and its bytes.
 
+    Raises:
+      ValueError: if the file is missing or not a tokenizer.
+    """
+    tokenizers, path = load("tokenizers"), existing_path(tokenizer, " --include 'tokenizer*'")
+    path = path / "tokenizer.json" if path.is_dir() else path
     try:
         content = path.read_bytes()
         loaded = tokenizers.Tokenizer.from_buffer(content)
@@ -182,7 +186,7 @@ def _load_file(path: Path) -> tuple[Any, bytes]:
             "Tokenizer.save, or pass 'byte'"
         ) from error
     loaded.encode_special_tokens = True
-    return loaded, content
+    return loaded, path, content
 
 
 def _find_eod(loaded: Any, path: Path, eod_token: str | None) -> int:

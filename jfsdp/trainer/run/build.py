@@ -18,7 +18,7 @@ from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.parse import parse_xla
 from jfsdp.trainer.run.config import TrainConfig, parse_profile
-from jfsdp.trainer.run.files import check_policies, find_job
+from jfsdp.trainer.run.files import check_paths, check_policies, find_job, with_tokenizer
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.run.rules import what_decides
 from jfsdp.trainer.sources.source import check_source
@@ -31,7 +31,8 @@ class Parts:
     """What the configuration decides without data and devices' memory.
 
     Attributes:
-      config: that was given, with the rows per device and the microbatches that make its global batch.
+      config: that was given, with its tokenizer, and the rows per device and the microbatches that make its global
+        batch.
       job, model, tx, step: the job, its model sharded, its optimizer and its training step.
       schedule: the learning rate by number of updates made before.
       loop: when things happen.
@@ -91,6 +92,8 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         )
     job = _as_begun(find_job(config), config, stored.get("decides", {}))
     row_items = check_source(config, job)
+    config = with_tokenizer(config, job, stored)
+    check_paths(config, stored)
     if config.xla:
         check_options({name: value for name, value in parse_xla(config.xla).items() if value is not None})
     tracker = None if config.tracker is None else find_tracker(config.tracker)

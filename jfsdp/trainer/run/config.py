@@ -22,8 +22,9 @@ class TrainConfig(StepOptions):
     with weights, a.jsonl:0.7,b.jsonl:0.3. JSONL may hold texts, conversations, prompts and completions, or choices;
     `jfsdp data show FILE` shows how it is read.
     For image models: digits (those of scikit-learn), or a file *.npz with arrays images and labels."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|PATH")] = "byte"
-    """byte, or the path of a tokenizer.json or of its directory."""
+    tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
+    """byte, or the path of a tokenizer.json or of its directory. none: the tokenizer of --init-from; without that byte;
+    on resume, what it was."""
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
     chat_template: Location = None

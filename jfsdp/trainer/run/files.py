@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jfsdp.checkpoint.disk.places import existing_path, find_checkpoint
+from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.pretrained import (
     config_json,
     fit_job,
+    foreign_source,
+    is_ours,
     load_pretrained,
     stated_config,
 )
 from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, Period, parse_best
 from jfsdp.train.state import TrainState
+from jfsdp.trainer.data.tokenizer import read_tokenizer
+from jfsdp.trainer.data.tokens import split_sources
 from jfsdp.trainer.job import Job, load_job, parse_config
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.spelling import spell
 
 
 def check_policies(config: TrainConfig) -> dict[str, Any]:
@@ -52,6 +61,61 @@ def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
     job, path, changed = load_job(config.model, config.factory), weights_path(config), parse_config(config.model_config)
     return with_preference(fit_job(job, path, changed), config.preference, config.beta)
+
+
+def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration that names its tokenizer: as given, as the run had it, or that of the first weights.
+
+    Raises:
+      ValueError: if these weights have none.
+    """
+    if config.tokenizer is not None or job.vocab_size is None:
+        return config
+    return dataclasses.replace(config, tokenizer=stored.get("config", {}).get("tokenizer") or _tokenizer_of(config))
+
+
+def _tokenizer_of(config: TrainConfig) -> str:
+    path = weights_path(config)
+    is_unused = all(source.endswith(".bin") for source, _ in split_sources(config.data))  # by token files
+    if path is None or is_unused or not path.exists():  # what is not there `check_paths` refuses
+        return "byte"
+    if is_ours(path):
+        found = (CheckpointSource(find_checkpoint(path)).manifest["config"] or {}).get("config", {}).get("tokenizer")
+    else:
+        directory = path if path.is_dir() else path.parent
+        found = str(directory) if (directory / "tokenizer.json").is_file() else None
+    if found is None:
+        raise ValueError(
+            f"--init-from {config.init_from}: has no tokenizer.json (transformers' AutoTokenizer.from_pretrained and "
+            "save_pretrained write it); name the model's tokenizer by --tokenizer PATH, or byte for a model of bytes"
+        )
+    return found
+
+
+def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
+    """Open what options name, before data are read, a model is traced and anything is written. Reads headers.
+
+    A run that goes on needs the weights that it began with only where its checkpoints leave them out.
+
+    Raises:
+      ValueError: naming the option, if nothing is at its path, or something else than is needed.
+    """
+
+    def open_weights(path: str) -> Any:
+        key = config.init_key if path == config.init_from else None
+        return CheckpointSource(find_checkpoint(path)) if is_ours(path) else foreign_source(path, key)
+
+    openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
+    openers |= {"chat_template": existing_path, "tokenizer": read_tokenizer}
+    if stored:
+        del openers["reference"]
+    if stored and not leaves_out_base(config):
+        del openers["init_from"]
+    for name, open_path in openers.items():
+        try:
+            _ = getattr(config, name) not in (None, "byte") and open_path(getattr(config, name))
+        except ValueError as error:
+            raise ValueError(f"{spell(name)}: {error}") from error
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from jfsdp.checkpoint.disk.places import existing_path
 from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config, read_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
@@ -76,7 +77,7 @@ def open_model(
     Raises:
       ValueError: if there is no such model, weights do not fit it, or the tokenizer has ids that it does not know.
     """
-    directory = Path(path).expanduser()
+    directory = existing_path(path)
     stored = {} if has_config(directory) else runs.read_config(directory)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(f"{path!r} is an adapter; name the model that it is of, and this by --adapter")
@@ -108,6 +109,7 @@ def open_model(
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
         model, state, said = load_frozen(config, job, weights)
+    assert config.tokenizer is not None
     loaded = load_tokenizer(config.tokenizer, eod_token=config.eod_token)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(

@@ -153,7 +153,7 @@ class Run:
             self.parts.job, self.parts.model, self.parts.row_items, cross_documents=config.cross_documents
         ):
             say(f"attention: {attention}")
-        for warning in advise(layout):
+        for warning in [*advise(layout), *source.contradicts(self.theirs)]:
             say(f"note: {warning}")
         if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")

@@ -55,6 +55,9 @@ class ImageSource:
     def describe(self) -> str:
         return str(self.data)
 
+    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
+        return []
+
     def describe_batch(self, rows: int) -> str:
         return f"{rows} images"
 

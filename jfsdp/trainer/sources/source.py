@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jfsdp.trainer.data import DataIterator
@@ -36,6 +37,10 @@ class Source(Protocol):
 
     def describe(self) -> str:
         """Say what was found, in a line."""
+        ...
+
+    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
+        """Say in lines what of the data is not as the weights that the run begins with say of themselves."""
         ...
 
     def describe_batch(self, rows: int) -> str:

@@ -75,7 +75,24 @@ class TokenSource:
         return len(self.data.eval)
 
     def describe(self) -> str:
-        return f"{self.data.found}{self._padding()}"
+        named = f"; tokenizer {self.config.tokenizer}" if self.data.tokenizer else ""
+        return f"{self.data.found}{self._padding()}{named}"
+
+    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
+        """Say where rows and documents are others than the weights that the run begins with are for.
+
+        Args:
+          theirs: their `config.json`, as far as it is known.
+        """
+        told, tokenizer, length = [], self.data.tokenizer, theirs.get("max_position_embeddings")
+        if length and self.seq_len > length:
+            told.append(f"rows of {self.seq_len} tokens are longer than the weights' max_position_embeddings={length}")
+        ends = theirs.get("eos_token_id")
+        is_known = tokenizer is None or ends is None or self.data.has_conversations
+        if not is_known and tokenizer.eod_id not in (ends if isinstance(ends, list) else [ends]):
+            end = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
+            told.append(f"documents end with {end}, and the weights say eos_token_id={ends}; --eod-token names another")
+        return told
 
     def _padding(self) -> str:
         """Say how much of a row is padding because of its bounded number of documents, where that is much.

@@ -1,14 +1,21 @@
 import dataclasses
+import json
 
 import jax
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from jfsdp.checkpoint.foreign.pretrained import config_json
 from jfsdp.layout.mesh import make_mesh, parse_mesh
+from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.files import check_paths, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
+from tests.trainer.chats import save_tokenizer
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}
@@ -137,7 +144,7 @@ def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
     asked = {}
     for config in (text, image):
         parts = build(config, {})
-        source = open_source(config, parts.job, parts.row_items)
+        source = open_source(parts.config, parts.job, parts.row_items)
         batch = source.prepare(next(source.train_batches(batch_size=2, process_index=0, process_count=1)))
         assert {name: x.shape for name, x in batch.items()}.items() >= {
             name: x.shape for name, x in parts.job.batch(2, parts.row_items).items()
@@ -146,6 +153,85 @@ def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
         assert (measured is not None) == bool(source.levels) == source.makes_text
         asked[source.item] = source.describe_batch(8)
     assert asked == {"token": "8 rows of 256 tokens", "image": "8 images"}
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A directory as Hugging Face has them, of another vocabulary, size and length than llama-tiny, and a tokenizer."""
+    job = find_job("llama-tiny").with_config(dim=16, num_layers=1, vocab_size=300)
+    config = config_json(job.pretrained, job.config, 64) | {"eos_token_id": 299}
+    save_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file({"w": np.zeros(1)}, tmp_path / "hf" / "model.safetensors")
+    return tmp_path / "hf"
+
+
+def test_a_run_has_the_tokenizer_of_its_weights_unless_another_is_given(weights, tmp_path):
+    job, other = find_job("llama-tiny"), str(tmp_path)
+    begun = dataclasses.replace(CONFIG, init_from=str(weights))
+    assert with_tokenizer(CONFIG, job, {}).tokenizer == "byte"
+    assert with_tokenizer(begun, job, {}).tokenizer == str(weights)
+    file = dataclasses.replace(begun, init_from=str(weights / "model.safetensors"))
+    assert with_tokenizer(file, job, {}).tokenizer == str(weights)
+    assert with_tokenizer(dataclasses.replace(begun, tokenizer="byte"), job, {}).tokenizer == "byte"
+    assert with_tokenizer(begun, job, {"config": {"tokenizer": other}}).tokenizer == other, "as the run had it"
+    assert with_tokenizer(CONFIG, dataclasses.replace(job, vocab_size=None), {}).tokenizer is None
+
+
+def test_weights_without_a_tokenizer_are_not_trained_on_bytes_unasked(weights):
+    (weights / "tokenizer.json").unlink()
+    begun = dataclasses.replace(CONFIG, init_from=str(weights), data="nothere")
+    with pytest.raises(ValueError, match=r"--init-from .*tokenizer\.json.*--tokenizer PATH, or byte"):
+        build(begun, {})
+    ids = dataclasses.replace(begun, data="a.bin:1,b.bin:1")
+    assert build(ids, {}).config.tokenizer == "byte", "token files take none"
+
+
+def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weights, tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 400)
+    begun = dataclasses.replace(CONFIG, init_from=str(weights), data=str(tmp_path / "a.txt"), eval_fraction=0)
+    parts = build(dataclasses.replace(begun, model_config=()), {})
+    assert (parts.row_items, parts.job.vocab_size) == (64, 300)
+    assert build(dataclasses.replace(begun, model_config=(), seq_len=128), {}).row_items == 128
+    told = {}
+    for seq_len, end in ((64, [7, 257]), (128, 299)):
+        source = open_source(dataclasses.replace(parts.config, seq_len=seq_len), parts.job, seq_len)
+        assert str(weights) in source.describe()
+        told[seq_len] = source.contradicts({"max_position_embeddings": 64, "eos_token_id": end})
+    assert told[64] == []
+    length, ending = told[128]
+    assert "128" in length and "max_position_embeddings=64" in length
+    assert "257" in ending and "'</s>'" in ending and "eos_token_id=299" in ending and "--eod-token" in ending
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init_from": "org/Some-1.5B"}, "--init-from: .*hf download org/Some-1.5B --local-dir Some-1.5B"),
+        ({"init_from": "gpt2"}, "--init-from: .*hf download gpt2 --local-dir gpt2"),
+        ({"init_from": "/a/b"}, "--init-from: /a/b: there is no such file or directory$"),
+        ({"init_from": "HF", "init_adapter": "org/lora"}, "--init-adapter: .*hf download org/lora"),
+        ({"init_from": "HF", "init_adapter": "HF"}, "--init-adapter: .*adapter_config.json"),
+        ({"init_from": "HF", "preference": "dpo", "reference": "org/ref"}, "--reference: .*hf download org/ref"),
+        ({"tokenizer": "org/t"}, r"--tokenizer: .*hf download org/t --include 'tokenizer\*' --local-dir t"),
+        ({"tokenizer": "HF/config.json"}, "config.json': not a tokenizer.json"),
+        ({"chat_template": "x.jinja", "tokenizer": "HF"}, "--chat-template: x.jinja: there is no such"),
+        ({"init_from": "HF/torn.safetensors", "tokenizer": "byte"}, "--init-from: .*torn.safetensors"),
+    ],
+)
+def test_paths_are_opened_before_anything_is_traced_or_written(changes, words, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr("jfsdp.trainer.run.build.make_step", None)
+    (weights / "torn.safetensors").write_bytes(b"\xff" * 20)
+    changes = {name: value.replace("HF", str(weights)) for name, value in changes.items()}
+    with pytest.raises(ValueError, match=words):
+        build(dataclasses.replace(CONFIG, model_config=(), **changes), {})
+
+
+def test_a_run_that_goes_on_needs_its_first_weights_only_where_checkpoints_leave_them_out():
+    begun = dataclasses.replace(CONFIG, init_from="gone", preference="dpo", reference="gone", tokenizer="byte")
+    check_paths(begun, {"config": {}})
+    with pytest.raises(ValueError, match="--init-from: gone"):
+        check_paths(dataclasses.replace(begun, lora=("rank=4",)), {"config": {}})
 
 
 @pytest.mark.parametrize(
