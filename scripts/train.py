@@ -121,8 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except Exception as error:
         say(traceback.format_exc())
-        tell_and_end(f"{type(error).__name__}: {error}", 1)
-        return 1
+        # On CPUs collectives have a time limit of their own, 30 s: another process hangs in one or does not reach it.
+        status = STUCK if "Gloo" in str(error) and "timed out" in str(error).lower() else 1
+        tell_and_end(f"{type(error).__name__}: {error}", status)
+        return status
     except KeyboardInterrupt:
         print("train.py: interrupted; what was saved before stands", file=sys.stderr)
         return INTERRUPTED
@@ -187,6 +189,10 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
         if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # some step was taken
             raise
         raise UsageError(str(error)) from error
+    except OSError as error:
+        if str(run_dir) in str(error):
+            raise
+        raise OSError(f"run directory {run_dir}: {error}") from error
 
 
 if __name__ == "__main__":

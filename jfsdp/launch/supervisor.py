@@ -183,7 +183,9 @@ class Supervisor:
         # An error that Python reported (1), a damaged checkpoint (4), and what follows from others may be of all.
         is_cause = failed.process.returncode not in (1, DAMAGED, STUCK, ENDED_BY_OTHERS, -signal.SIGABRT)
         hung = {child.local for child in self.children if child.rank in self.killed}
-        suspects = {failed.local} if is_cause else hung if failed.process.returncode == STUCK else set()
+        # The others of one that hangs end by their own time, or by JAX, which misses its heartbeats.
+        is_of_hang = failed.process.returncode in (STUCK, -signal.SIGABRT)
+        suspects = {failed.local} if is_cause else hung if is_of_hang else set()
         absent = self.absent | (suspects & self.suspects)
         if self.min_nproc is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.min_nproc:
             self.absent = absent

@@ -119,10 +119,11 @@ def test_none_is_left_out_where_all_are_needed(supervise, min_nproc):
     assert status == 9 and len(os.listdir(supervisor.log_dir / "3")) == 3
 
 
-def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise):
-    hangs = "time.sleep(60 if rank == 0 else 0.2); sys.exit(75)"
+@pytest.mark.parametrize(("end", "ended_with"), [("sys.exit(75)", 75), ("os.abort()", 134)])
+def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise, end, ended_with):
+    hangs = f"time.sleep(60 if rank == 0 else 0.2); {end}"
     supervisor, status = supervise(hangs, max_restarts=2, min_nproc=2, grace_s=0.5)
-    assert status == 75 and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
+    assert status == ended_with and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
     supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, min_nproc=1)
     assert len(os.listdir(supervisor.log_dir / "2")) == 3
 
