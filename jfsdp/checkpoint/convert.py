@@ -155,7 +155,7 @@ def write_source(
     pieces = {name: _lazy(counted, name) for name in arrays}
     impls = key_impls or {}
     described = {name: Logical(x.shape, x.dtype, impls.get(name)).to_dict() for name, x in arrays.items()}
-    whole = make_manifest(described, step=None, metrics={}, num_processes=1) | dict(manifest)
+    whole = make_manifest(described, step=None, name=target.name, metrics={}, num_processes=1) | dict(manifest)
 
     def check() -> None:
         refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)

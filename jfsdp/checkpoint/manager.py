@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import PathLike, Size, checked
-from jfsdp.checkpoint.disk.errors import check_path, check_writable, readable_errors
+from jfsdp.checkpoint.disk.errors import check_path, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
@@ -157,12 +158,21 @@ class Checkpointer:
             )
         self._become_writer()
 
+    def remove_unfinished(self) -> None:
+        """Remove the unfinished save of a writer that was killed, or whose disk was full: it takes space on the disk.
+
+        Raises:
+          ValueError: if another run writes to the directory.
+        """
+        if any(self.directory.glob(f"*{UNFINISHED}")):
+            self._become_writer()
+
     def _become_writer(self) -> None:
         """Be the only one who writes here, and remove what a killed writer left half written."""
         if self._lock is None:
-            check_writable(self.directory)
             what = f"checkpoints {self.directory}: are written by"
-            self._lock = Lock(self.directory / _LOCK, what, "or save to another directory")
+            with readable_errors(self.directory):
+                self._lock = Lock(self.directory / _LOCK, what, "or save to another directory")
             for left in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
@@ -269,8 +279,9 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with contextlib.suppress(*[Exception] * (kind is not None)):  # the first error is the one to be told
+            self.close(alone=kind is not None)
 
     def wait(self) -> None:
         """Wait until the last save is complete; raises what went wrong with it. Every process calls this."""
@@ -292,9 +303,9 @@ class Checkpointer:
             if not alone:
                 self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            with contextlib.ExitStack() as stack:
+                if self._lock is not None:
+                    stack.callback(self._lock.release)
+                if self._writer is not None:
+                    stack.callback(self._writer.close)
+                self._writer = self._lock = None

@@ -15,7 +15,7 @@ import jax
 from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
-from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, make_manifest
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, bytes_below, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
@@ -90,7 +90,7 @@ def make_room(path: Path, needed: int, claim: Callable[[], None]) -> None:
       claim: called before that is removed; raises if another one is writing there.
     """
     check_path(path)
-    check_space(path, needed)
+    check_space(path, needed - bytes_below(unfinished(path)))  # which makes way
     with readable_errors(path, needed):
         path.parent.mkdir(parents=True, exist_ok=True)
         claim()
@@ -130,7 +130,7 @@ def start_save(
         state, base = without_frozen(state), frozen_digests(state)
     arrays = logical_arrays(state)
     check_dtypes(arrays)
-    documents = _documents(state, arrays, extra, config, metrics, base)
+    documents = _documents(path, state, arrays, extra, config, metrics, base)
     needed, partial = total_bytes(arrays.values()), unfinished(path)
     only_first(lambda: make_room(path, needed, claim))
     in_all(lambda: check_open_files(path))
@@ -148,8 +148,7 @@ def wait_for(writer: Any) -> None:
         if not all(together(writer.wait)):
             raise OSError(errno.EIO, "a process did not write its part of the checkpoint; earlier ones are untouched")
     except Exception:
-        if jax.process_index() == 0:
-            writer.remove_unfinished()
+        writer.remove_unfinished()
         raise
 
 
@@ -159,6 +158,7 @@ def bytes_of(state: TrainState) -> int:
 
 
 def _documents(
+    path: Path,
     state: TrainState,
     arrays: Mapping[str, Logical],
     extra: Any,
@@ -187,6 +187,7 @@ def _documents(
     manifest = make_manifest(
         {name: array.to_dict() for name, array in arrays.items()},
         step=int(state.step),
+        name=path.name,
         metrics=numbers,
         num_processes=jax.process_count(),
         base=base,

@@ -28,7 +28,7 @@ class Launch:
     The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. That one goes on from its last
     checkpoint when it is started again; give it --run-dir and --resume auto, so that it does under a new launcher too.
     On several hosts start one on each, by srun (one task per host), or with --nnodes, --node-rank and --rendezvous.
-    Exit status: that of the process of this host that failed first.
+    The exit status is the status of the first process of this host that failed.
     """
 
     nproc: Count = 1

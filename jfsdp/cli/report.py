@@ -250,12 +250,12 @@ def _not_planned(search: Search) -> Iterator[str]:
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
     """Print what is known without compiling."""
-    gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes")}
+    gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes", "limit_bytes")}
     ms = {name: (estimate[name] or 0.0) * 1e3 for name in ("wire_s", "compute_s", "step_s_at_least")}
-    memory = f"{cluster.gpu.memory_bytes / GIB:.1f} GiB per GPU"
+    verdict = "the state fits: it needs" if estimate["state_fits"] else "DOES NOT FIT: the state needs"
     lines = [
         f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.gpu.full_name}",
-        f"state {gib['state_bytes']:.2f} GiB of {memory}; the largest unit "
+        f"{verdict} {gib['state_bytes']:.2f} GiB of {gib['limit_bytes']:.2f} GiB per GPU; the largest unit "
         f"takes {gib['unit_bytes']:.2f} GiB while it is gathered",
         f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",
         f"computing at the datasheet's peak: {ms['compute_s']:.1f} ms per step",

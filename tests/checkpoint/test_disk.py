@@ -1,18 +1,29 @@
 """Disks that are full or cannot be written, and two who write to one place."""
 
+import contextlib
 import errno
 import functools
+import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import jfsdp
 from jfsdp.checkpoint.disk import commit, pieces, writer
 from jfsdp.checkpoint.disk.errors import check_open_files
+from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.lock import Lock
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.metrics import closing
+from jfsdp.trainer.run.training import Run
 from tests.checkpoint.test_damage import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -128,10 +139,10 @@ def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, mon
     """Simulated, since permissions do not stop root."""
     other = jfsdp.Checkpointer(tmp_path / "other")
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    def refuse(path: Path, *_: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
 
-    monkeypatch.setattr("jfsdp.checkpoint.disk.errors.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(pieces, "copy_pieces", lambda state: pytest.fail("copied"))
     with pytest.raises(OSError, match=r"Read-only file system.*: '.*/other'") as told:
         other.save(1, state_of(1))
@@ -250,3 +261,86 @@ def test_a_save_that_would_run_out_of_open_files_is_refused_before_it_begins(tmp
     with pytest.raises(OSError, match=r"ulimit -n") as told:
         check_open_files(tmp_path / "1")
     assert told.value.errno == errno.EMFILE and told.value.filename == str(tmp_path / "1")
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """A disk that has room for nothing as long as an unfinished save is on it, and then for everything."""
+    real, usage = tempfile.TemporaryFile, shutil.disk_usage
+
+    def write(**options: Any) -> Any:
+        if list(tmp_path.rglob("*.jfsdp-tmp")):
+            raise FULL
+        return real(**options)
+
+    def free(path: Path) -> Any:
+        return SimpleNamespace(free=100) if list(tmp_path.rglob("*.jfsdp-tmp")) else usage(path)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", write)
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    return tmp_path
+
+
+def test_what_a_full_disk_left_is_removed_before_the_next_save_needs_its_room(small_disk, run):
+    (small_disk / "run" / "9.jfsdp-tmp").mkdir()
+    run.close()
+    again = jfsdp.Checkpointer(small_disk / "run")
+    again.save(2, state_of(2))
+    again.close()
+    assert again.steps() == [1, 2]
+    (small_disk / "one.jfsdp-tmp").mkdir()
+    (small_disk / "one.jfsdp-tmp" / "half").write_bytes(bytes(2_000_000))
+    jfsdp.save(small_disk / "one", state_of(1))
+
+
+def test_a_run_removes_what_a_full_disk_left_before_it_writes_anything(small_disk):
+    held = object.__new__(Run)
+    held.run_dir, held.is_writer, held.config = small_disk, True, TrainConfig(resume="7")
+    (small_disk / "checkpoints" / "9.jfsdp-tmp").mkdir(parents=True)
+    with pytest.raises(ValueError, match="has no checkpoint of step 7"):
+        held._check_directory()
+    assert not list(small_disk.rglob("*.jfsdp-tmp"))
+
+
+def test_a_save_that_failed_is_removed_though_nobody_waits_for_the_others(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "hash_own", mock.Mock(side_effect=FULL))
+        run.save(2, state_of(2))
+        with pytest.raises(OSError, match="No space left"):
+            run.close(alone=True)
+    assert sorted(path.name for path in run.directory.iterdir()) == ["1"]
+
+
+def test_an_error_while_cleaning_up_does_not_replace_the_first(run, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "lock")
+
+    run.save(2, state_of(2))
+    run.wait()
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(ValueError, match="the first"), run:  # noqa: PT012
+        monkeypatch.setattr(writer, "hash_own", mock.Mock(side_effect=FULL))
+        run.save(3, state_of(3))
+        raise ValueError("the first")
+    run.close()
+    closed = []
+    with pytest.raises(DamagedError), contextlib.ExitStack() as stack:  # noqa: PT012
+        stack.push(closing(lambda: closed.append(fail())))
+        stack.push(closing(lambda: closed.append(1)))
+        raise DamagedError("the first")
+    assert closed == [1]
+    with pytest.raises(PermissionError), contextlib.ExitStack() as stack:
+        stack.push(closing(fail))
+
+
+def test_a_lock_on_a_full_disk_is_held_without_a_name(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        lock = Lock(tmp_path / "lock", "x is held by", "or go")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with pytest.raises(ValueError, match="x is held by another process; wait for it, or go"):
+        Lock(tmp_path / "lock", "x is held by", "or go")
+    lock.release()
+    assert not list(tmp_path.iterdir())

@@ -88,7 +88,15 @@ def test_a_recipe_gives_defaults_and_options_override_it(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"]["fsdp"] == 64
     assert main(["plan", "--recipe", "llama-8b", "--strategy", "ddp", "--analytic", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["strategy"] == "ddp"
+    found = json.loads(capsys.readouterr().out)
+    assert found["strategy"] == "ddp" and found["state_bytes"] > found["limit_bytes"]
+
+
+def test_an_analytic_plan_says_whether_the_state_fits(capsys):
+    assert main(["plan", "--recipe", "llama-8b", "--strategy", "ddp", "--analytic"]) == 3
+    assert "DOES NOT FIT: the state needs 89.75 GiB of 76" in capsys.readouterr().out
+    assert main(["plan", *TINY, "--analytic"]) == 0
+    assert "DOES NOT" not in (out := capsys.readouterr().out) and "the state fits" in out
 
 
 @pytest.mark.parametrize(

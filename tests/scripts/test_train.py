@@ -3,6 +3,7 @@
 What is about signals, other devices and exit statuses runs in a process of its own; all else in one (`serve`).
 """
 
+import errno
 import importlib.util
 import json
 import re
@@ -11,9 +12,11 @@ import signal
 import subprocess
 import time
 import typing
+from unittest import mock
 
 import pytest
 
+from jfsdp.launch.watch import Watch
 from jfsdp.trainer.groups import groups_of
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.run.config import TrainConfig
@@ -120,6 +123,17 @@ def test_sigterm_saves_the_step_it_was_in_and_exits_cleanly(stopped):
     assert (run_dir / "checkpoints" / str(last)).is_dir()
     assert json.loads((run_dir / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     assert (run_dir / "loss.png").exists()
+
+
+def test_a_stopped_run_keeps_its_last_evaluation_in_its_summary(options, tmp_path, serve):
+    stopping = ["--eval-every", 2, "--tracker", "tests.scripts.tracker:Stopping", "--run-dir", tmp_path / "run"]
+    done = serve(*options, *stopping)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    evaluated = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 2)
+    assert (summary["is_done"], summary["stopped_by"], summary["eval_step"]) == (False, "SIGTERM", 2)
+    assert (summary["eval_loss"], summary["eval_correct"]) == (evaluated["eval_loss"], evaluated["eval_correct"])
+    assert f"held-out loss after step 2 {summary['eval_loss']:.4f}" in done.stdout
 
 
 def test_resume_continues_bit_for_bit(stopped, unbroken, workspace, options):
@@ -398,6 +412,32 @@ def parse(*args):
     return script().parse(args)
 
 
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("Gloo all-reduce failed: [pair.cc:534] Timed out waiting 30000ms for recv operation to complete", 75),
+        ("DEADLINE_EXCEEDED: Gloo ReduceScatter timed out: 30000ms", 75),
+        ("Gloo all-reduce failed: Connection closed by peer [127.0.1.1]:4711", 1),
+        ("the socket timed out", 1),
+    ],
+)
+def test_a_collective_that_times_out_by_itself_is_a_hang(text, status, monkeypatch, capsys):
+    train, told = script(), []
+    monkeypatch.setattr(train, "train", mock.Mock(side_effect=RuntimeError(text)))
+    monkeypatch.setattr(train, "tell_and_end", lambda *said: told.append(said))
+    assert train.main([]) == status and told == [(f"RuntimeError: {text}", status)]
+
+
+def test_a_full_disk_is_told_with_the_run_directory(tmp_path, monkeypatch, capsys):
+    run = mock.Mock(run=mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")), loop=None, first=1)
+    train = script()
+    monkeypatch.setattr("jfsdp.trainer.run.training.Run", lambda *_: run)
+    monkeypatch.setattr("jfsdp.trainer.run.build.build", lambda *_: None)
+    config = train.parse(["--run-dir", str(tmp_path / "run")])
+    with pytest.raises(OSError, match=rf"run directory {tmp_path}/run: .*No space left on device"):
+        train._run(config, [], 0.0, Watch(0))
+
+
 def test_options_override_their_recipe_and_leave_the_rest():
     config = parse("--recipe", "stdlib", "--steps", "20", "--mesh", "fsdp=8", "--model-config", "dim=64", "tied=True")
     assert (config.model, config.steps, config.mesh, config.simulate_devices) == ("llama-tiny", 20, "fsdp=8", 8)
@@ -481,6 +521,8 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
     done = serve(*options, *begin, *still)
     assert done.returncode == 0, done.stderr
     assert "tokenizer byte" in done.stdout
+    if form == "hugging face":
+        assert f"model llama-tiny with the sizes of {tmp_path / 'hf'}: " in done.stdout
     lines, before = read_metrics(tmp_path / "run"), read_metrics(unbroken[0])
     assert lines[-1]["step"] == 1
     assert lines[-1]["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-5)

@@ -1,5 +1,7 @@
 """A tracker of a user's own, for the run that the tests of the script take apart."""
 
+import os
+import signal
 from pathlib import Path
 
 
@@ -14,3 +16,17 @@ class Tracker:
     def close(self):
         self.file.write("closed\n")
         self.file.close()
+
+
+class Stopping:
+    """Stops the run after step 3."""
+
+    def __init__(self, config):
+        pass
+
+    def write(self, record):
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self):
+        pass

@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,16 +79,3 @@ def check_open_files(path: Path) -> None:
     if limit != resource.RLIM_INFINITY and limit - used < OPEN_FILES:
         reason = f"checkpoint takes {OPEN_FILES} open files, and {used} of {limit} are open; raise the limit: ulimit -n"
         raise OSError(errno.EMFILE, f"{reason}. Nothing was written", str(path))
-
-
-def check_writable(directory: Path) -> None:
-    """Make a directory, and write into it, so that a read-only place is noticed before hours of training.
-
-    Raises:
-      OSError: naming the directory and the reason.
-    """
-    with readable_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(b"\0" * 4096)
-            os.fsync(file.fileno())

@@ -73,6 +73,7 @@ def make_manifest(
     arrays: Mapping[str, Mapping[str, Any]],
     *,
     step: int | None,
+    name: str,
     metrics: Mapping[str, float],
     num_processes: int,
     base: Mapping[str, int] | None = None,
@@ -81,6 +82,7 @@ def make_manifest(
 
     Args:
       arrays: by name, its logical shape, dtype and `key_impl`.
+      name: that of its directory: a step of a run is told from a copy of it under another number.
       base: by name, digests of the frozen leaves that are left out; None: none is.
     """
     import jax
@@ -88,6 +90,7 @@ def make_manifest(
     return {
         "format": FORMAT,
         "step": step,
+        "name": name,
         "metrics": dict(metrics),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"jax": jax.__version__, "orbax": importlib.metadata.version("orbax-checkpoint")},
@@ -127,6 +130,9 @@ def read_manifest(path: Any) -> dict[str, Any]:
             f"checkpoint {path}: has format {found}; this version of jfsdp reads {FORMAT}: a newer one wrote it, "
             "so upgrade jfsdp to read it"
         )
+    numbers = [name for name in (manifest.get("name", path.name), path.name) if name.isdecimal()]
+    if len(set(numbers)) == 2:
+        raise damaged(path, f"it was written as step {numbers[0]} and is not step {numbers[1]}: a copy, or renamed")
     documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
     return manifest | {name: read_json(path, file) for name, file in documents.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -23,19 +24,20 @@ class Lock:
 
     def __init__(self, path: Path, what: str, remedy: str):
         self._path = path
-        self._file = path.open("a+")
+        self._file = path.open("ab+", buffering=0)
         if not _lock(self._file) or not self._is_still():
             self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
+            holder = self._file.read().decode().strip() or "another process"
             self._file.close()
             raise ValueError(f"{what} {holder}; wait for it, {remedy}")
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {platform.node()}")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock does not name its process
+            self._file.write(f"process {os.getpid()} on {platform.node()}".encode())
 
     def release(self) -> None:
-        """Give the lock up and remove the file."""
-        self._path.unlink(missing_ok=True)
+        """Give the lock up and remove the file, if its directory can still be written: only an open file locks."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
         self._file.close()
 
     def _is_still(self) -> bool:
@@ -46,7 +48,7 @@ class Lock:
             return False
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

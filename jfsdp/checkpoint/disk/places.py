@@ -38,10 +38,9 @@ def existing_path(path: Any, what: str = "") -> Path:
         return found
     name, remedy = str(path), ""
     if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
-        folder = name.rpartition("/")[2]
+        command = f"hf download {name}{what} --local-dir {name.rpartition('/')[2]}"
         remedy = (
-            "; nothing is downloaded here: if this is a model of the Hugging Face Hub, get it by `hf download "
-            f"{name}{what} --local-dir {folder}` (pip install huggingface_hub), and give {folder}"
+            f"; to get a model of the Hugging Face Hub: pip install huggingface_hub; {command}, and give its directory"
         )
     raise ValueError(f"{name}: there is no such file or directory{remedy}")
 

@@ -236,13 +236,17 @@ class Writer:
         return 0 if self._partial is None else bytes_below(self._partial)
 
     def remove_unfinished(self) -> None:
-        """Remove what was half written; for process 0, after every process's `wait`."""
-        if self._partial is not None:
+        """Remove what was half written; process 0 does, after its own `wait`."""
+        if self._partial is not None and jax.process_index() == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait, and stop the threads."""
+        """Wait, and stop the threads. What did not become whole is removed."""
         try:
-            self.wait()
+            if not self.wait():
+                self.remove_unfinished()
+        except Exception:
+            self.remove_unfinished()
+            raise
         finally:
             self._orbax.close()

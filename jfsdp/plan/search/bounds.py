@@ -75,11 +75,13 @@ def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int =
     """
     planned = _shard(options, cluster)
     bound, layout = _bound(planned, cluster), planned.model.layout
+    limit = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
     return {
         "analytic": True,
         "state_bytes": bound.state_bytes,
         "host_state_bytes": bound.state.host_total,
-        "state_fits": bound.state_bytes <= limit_bytes(cluster.gpu.memory_bytes, reserve_bytes),
+        "limit_bytes": limit,
+        "state_fits": bound.state_bytes <= limit,
         "unit_bytes": max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
         "wire_bytes_theory": bound.wire_bytes,
         "wire_s": bound.wire_s,

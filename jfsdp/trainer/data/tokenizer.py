@@ -166,7 +166,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_tokenizer(tokenizer: str) -> tuple[Any, Path, bytes]:
-    """Read a `tokenizer.json`, or that of a directory; return it as the library has it, its path and its bytes.
+    """Read a `tokenizer.json`, or the one in a directory; return the library's tokenizer, its path and its bytes.
 
     Raises:
       ValueError: if the file is missing or not a tokenizer.

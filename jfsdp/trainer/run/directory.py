@@ -68,16 +68,22 @@ def check_writable(run_dir: Path) -> None:
     Raises:
       ValueError: if either fails, or a file is where its checkpoints go; names the directory and the reason.
     """
-    try:
+    with _named(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir) as file:
             file.write(b"\0" * 4096)
+    if (run_dir / "checkpoints").is_file():
+        raise ValueError(f"{str(run_dir / 'checkpoints')!r} is a file; remove it, or name another --run-dir")
+
+
+@contextlib.contextmanager
+def _named(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ValueError(
             f"run directory {str(run_dir)!r} cannot be written ({error.strerror}); name another with --run-dir"
         ) from error
-    if (run_dir / "checkpoints").is_file():
-        raise ValueError(f"{str(run_dir / 'checkpoints')!r} is a file; remove it, or name another --run-dir")
 
 
 def check_new(run_dir: Path) -> None:
@@ -194,13 +200,15 @@ def _step_of(line: str) -> int | None:
 
 @contextlib.contextmanager
 def only_writer(run_dir: Path) -> Iterator[None]:
-    """Hold the directory for this process, as long as it lives: two runs in one directory would destroy each other.
+    """Make the directory, and hold it for this process: two runs in one directory would destroy each other.
 
     Raises:
-      ValueError: if another process holds it; names it.
+      ValueError: if it cannot be made, or another process holds it; names it.
     """
     what = f"run directory {str(run_dir)!r} is in use by"
-    lock = Lock(run_dir / "lock", what, "stop it, or name another --run-dir")
+    with _named(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = Lock(run_dir / "lock", what, "stop it, or name another --run-dir")
     try:
         yield
     finally:

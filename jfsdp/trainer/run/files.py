@@ -64,32 +64,27 @@ def find_job(config: TrainConfig) -> Job:
 
 
 def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration that names its tokenizer: as given, as the run had it, or that of the first weights.
+    """Return a configuration that names its tokenizer: as given, as the run had it, or the tokenizer of the weights.
 
     Raises:
       ValueError: if these weights have none.
     """
-    if config.tokenizer is not None or job.vocab_size is None:
-        return config
-    return dataclasses.replace(config, tokenizer=stored.get("config", {}).get("tokenizer") or _tokenizer_of(config))
-
-
-def _tokenizer_of(config: TrainConfig) -> str:
-    path = weights_path(config)
+    found, path = config.tokenizer or stored.get("config", {}).get("tokenizer"), weights_path(config)
+    if found is not None or job.vocab_size is None:
+        return dataclasses.replace(config, tokenizer=found)
     is_unused = all(source.endswith(".bin") for source, _ in split_sources(config.data))  # by token files
-    if path is None or is_unused or not path.exists():  # what is not there `check_paths` refuses
-        return "byte"
-    if is_ours(path):
+    if path is None or is_unused or not path.exists():  # `check_paths` refuses a path without a file
+        found = "byte"
+    elif is_ours(path):
         found = (CheckpointSource(find_checkpoint(path)).manifest["config"] or {}).get("config", {}).get("tokenizer")
-    else:
-        directory = path if path.is_dir() else path.parent
-        found = str(directory) if (directory / "tokenizer.json").is_file() else None
+    elif (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
+        found = str(file.parent)
     if found is None:
         raise ValueError(
             f"--init-from {config.init_from}: has no tokenizer.json (transformers' AutoTokenizer.from_pretrained and "
             "save_pretrained write it); name the model's tokenizer by --tokenizer PATH, or byte for a model of bytes"
         )
-    return found
+    return dataclasses.replace(config, tokenizer=found)
 
 
 def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
@@ -107,13 +102,10 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
     openers |= {"chat_template": existing_path, "tokenizer": read_tokenizer}
-    if stored:
-        del openers["reference"]
-    if stored and not leaves_out_base(config):
-        del openers["init_from"]
-    for name, open_path in openers.items():
+    read_before = ["reference"] if leaves_out_base(config) else ["reference", "init_from"]
+    for name in [name for name in openers if not stored or name not in read_before]:
         try:
-            _ = getattr(config, name) not in (None, "byte") and open_path(getattr(config, name))
+            _ = getattr(config, name) not in (None, "byte") and openers[name](getattr(config, name))
         except ValueError as error:
             raise ValueError(f"{spell(name)}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -168,8 +169,11 @@ class Loop:
                 self._after_step(state, metrics, step, is_last, is_save)
                 if is_last:
                     break
-        finally:
-            self._stop_trace(None, None)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._stop_trace(None, None)
+            raise
+        self._stop_trace(None, None)
         return state, step
 
     def _take_step(self, state: TrainState, batch: Any, is_first: bool) -> tuple[TrainState, Metrics]:

@@ -35,7 +35,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,16 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def closing(close: Callable[[], Any]) -> Callable[..., None]:
+    """Return an exit callback that closes; after another error, that one is told and not what fails here."""
+
+    def leave(kind: Any, *_: Any) -> None:
+        with suppress(*[Exception] * (kind is not None)):
+            close()
+
+    return leave
 
 
 def read_jsonl(path: Path) -> list[Record]:

@@ -93,8 +93,6 @@ def open_model(
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
-    if tokenizer is None and not stored and not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"{path!r} has no tokenizer.json; name the model's by --tokenizer PATH, or byte")
     named = {"tokenizer": tokenizer, "chat_template": chat_template, "eod_token": eod_token}
     config = dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     is_restored = bool(stored) and _is_restored(

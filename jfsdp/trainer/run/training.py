@@ -32,7 +32,7 @@ from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
 from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
-from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, finite, read_jsonl
+from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closing, finite, read_jsonl
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.sources.pairs import PairSource
@@ -81,7 +81,6 @@ class Run:
           ValueError: for data, checkpoints or directories that cannot be used; before anything is written over.
           OSError: if the disk is full or not writable.
         """
-        runs.check_writable(self.run_dir)
         try:
             with contextlib.ExitStack() as held:
                 if self.is_writer:
@@ -107,6 +106,11 @@ class Run:
 
     def _check_directory(self) -> int:
         """Check the directory before any work is done; return how many steps are done already."""
+        if self.is_writer and (self.run_dir / "checkpoints").is_dir():
+            with open_checkpoints(self.config, self.run_dir) as left:
+                left.remove_unfinished()  # a disk that was full has space again
+        wait_for_all("removed unfinished saves")
+        runs.check_writable(self.run_dir)
         if self.config.resume is None:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
@@ -138,11 +142,12 @@ class Run:
         mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
         say = self.display.say
         say(f"run directory: {self.run_dir}")
-        say(f"data {config.data!r}: {source.describe()}; {source.num_eval} held out")
+        say(f"data {config.data!r}: {source.describe(self.theirs)}; {source.num_eval} held out")
+        sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
         if self.is_writer and (measured := source.measure()):
             say(measured)
         say(
-            f"model {self.parts.job.name}: {num_parameters(layout.leaves):,} parameters{_trained(layout)}, "
+            f"model {self.parts.job.name}{sizes}: {num_parameters(layout.leaves):,} parameters{_trained(layout)}, "
             f"{layout.strategy.name} on "
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
             f"{source.describe_batch(self.parts.global_batch)} per step"
@@ -153,7 +158,7 @@ class Run:
             self.parts.job, self.parts.model, self.parts.row_items, cross_documents=config.cross_documents
         ):
             say(f"attention: {attention}")
-        for warning in [*advise(layout), *source.contradicts(self.theirs)]:
+        for warning in advise(layout):
             say(f"note: {warning}")
         if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
@@ -173,7 +178,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
             checkpoints = open_checkpoints(self.config, self.run_dir)
-            stack.callback(iterator.close)
+            stack.push(closing(iterator.close))
             with self.watch.at("trackers, and removing old snapshots", PATIENT):
                 loop = self.loop = self._make_loop(stack, iterator, checkpoints, stop, described)
                 self.snapshots.keep(self.snapshot)
@@ -285,7 +290,7 @@ class Run:
             if parts.tracker is not None:
                 writers.append(parts.tracker(described | {"run_dir": str(self.run_dir)}))
         for writer in writers:
-            stack.callback(writer.close)
+            stack.push(closing(writer.close))
         return Loop(
             config=parts.loop,
             step=parts.step,
@@ -341,13 +346,18 @@ class Run:
             self._sample(state)
         if not self.is_writer:
             return
-        self._save_curve()
-        record = loop.last_record or {}
+        from jfsdp.trainer.run.curves import save_loss_curve
+
+        records = read_jsonl(self.run_dir / "metrics.jsonl")
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.counted)
+        evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {
             "steps": steps,
             "is_done": is_done,
             "stopped_by": None if is_done else loop.stop.name,
-            **{name: record.get(name) for name in ("loss", "eval_loss", "eval_correct")},
+            "loss": (loop.last_record or {}).get("loss"),
+            **{name: evaluated.get(name) for name in ("eval_loss", "eval_correct")},
+            "eval_step": evaluated.get("step"),
             "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
             "restarts": int(os.environ.get(RESTART, 0)),
@@ -367,14 +377,9 @@ class Run:
         if loss is not None:
             levels = ", ".join(f"{name} {value:.4f}" for name, value in self.source.levels.items())
             beside = f" (corpus: {levels})" if levels else ""
-            say(f"held-out loss {loss:.4f} nats per {self.source.counted}{accuracy(summary)}{beside}")
+            after = "" if summary["is_done"] else f" after step {summary['eval_step']}"
+            say(f"held-out loss{after} {loss:.4f} nats per {self.source.counted}{accuracy(summary)}{beside}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
-
-    def _save_curve(self) -> None:
-        from jfsdp.trainer.run.curves import save_loss_curve
-
-        records = read_jsonl(self.run_dir / "metrics.jsonl")
-        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.counted)
 
     def _sample(self, state: TrainState) -> None:
         try:

@@ -52,11 +52,8 @@ class ImageSource:
     def num_eval(self) -> int:
         return len(self.data.eval)
 
-    def describe(self) -> str:
+    def describe(self, theirs: Mapping[str, Any]) -> str:
         return str(self.data)
-
-    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
-        return []
 
     def describe_batch(self, rows: int) -> str:
         return f"{rows} images"

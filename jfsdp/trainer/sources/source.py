@@ -35,12 +35,8 @@ class Source(Protocol):
         """Return how many documents or images are held out."""
         ...
 
-    def describe(self) -> str:
-        """Say what was found, in a line."""
-        ...
-
-    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
-        """Say in lines what of the data is not as the weights that the run begins with say of themselves."""
+    def describe(self, theirs: Mapping[str, Any]) -> str:
+        """Describe the data in a line, and where they contradict `theirs`, the `config.json` of the first weights."""
         ...
 
     def describe_batch(self, rows: int) -> str:

@@ -74,24 +74,16 @@ class TokenSource:
     def num_eval(self) -> int:
         return len(self.data.eval)
 
-    def describe(self) -> str:
-        named = f"; tokenizer {self.config.tokenizer}" if self.data.tokenizer else ""
-        return f"{self.data.found}{self._padding()}{named}"
-
-    def contradicts(self, theirs: Mapping[str, Any]) -> list[str]:
-        """Say where rows and documents are others than the weights that the run begins with are for.
-
-        Args:
-          theirs: their `config.json`, as far as it is known.
-        """
-        told, tokenizer, length = [], self.data.tokenizer, theirs.get("max_position_embeddings")
+    def describe(self, theirs: Mapping[str, Any]) -> str:
+        tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
+        told, length = f"{self.data.found}{self._padding()}", theirs.get("max_position_embeddings")
+        if tokenizer:
+            told += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:
-            told.append(f"rows of {self.seq_len} tokens are longer than the weights' max_position_embeddings={length}")
-        ends = theirs.get("eos_token_id")
-        is_known = tokenizer is None or ends is None or self.data.has_conversations
-        if not is_known and tokenizer.eod_id not in (ends if isinstance(ends, list) else [ends]):
-            end = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
-            told.append(f"documents end with {end}, and the weights say eos_token_id={ends}; --eod-token names another")
+            told += f"; NOTE: rows of {self.seq_len} tokens exceed the weights' max_position_embeddings={length}"
+        if tokenizer and end and not self.data.has_conversations and tokenizer.eod_id not in np.atleast_1d(end):
+            ours = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
+            told += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
         return told
 
     def _padding(self) -> str:

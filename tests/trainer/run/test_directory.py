@@ -88,6 +88,9 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file/run' cannot be written \(Not a directory\); name another"):
         runs.check_writable(tmp_path / "file" / "run")
+    in_vain = pytest.raises(ValueError, match=r"file/run' cannot be written \(Not a directory\); name another")
+    with in_vain, runs.only_writer(tmp_path / "file" / "run"):
+        pass
 
 
 def test_the_newest_run_of_a_name_is_the_last_one_that_saved_something(tmp_path):
