@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except Exception as error:
         say(traceback.format_exc())
-        # Gloo, for CPUs, has its own time limit of 30 s: another process hangs in a collective, or does not reach it.
+        # Gloo, for CPUs, has its own time limit: another process hangs in a collective, or does not reach it.
         status = STUCK if "Gloo" in str(error) and "timed out" in str(error).lower() else 1
         tell_and_end(f"{type(error).__name__}: {error}", status)
         return status

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +50,7 @@ def test_a_plan_lowers_what_the_script_runs(case, target, data):
     devices = jax.devices() if target == "cpu" else hlo.h100s(1)
     options = StepOptions(**CASES[case])
     path, weights = data.with_name("pairs.jsonl") if options.preference else data, data.with_name("w.safetensors")
-    begin = {"init_from": str(weights), "tokenizer": "byte"} if options.preference else {}
+    begin: dict[str, Any] = {"init_from": str(weights), "tokenizer": "byte"} if options.preference else {}
     config = TrainConfig(**dataclasses.asdict(options), data=str(path), **begin)
     parts = build(config, {}, devices)
     source = open_source(parts.config, parts.job, parts.row_items)

@@ -95,6 +95,8 @@ def open_model(
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
     named = {"tokenizer": tokenizer, "chat_template": chat_template, "eod_token": eod_token}
     config = dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
+    assert config.tokenizer is not None
+    loaded = load_tokenizer(config.tokenizer, eod_token=config.eod_token)
     is_restored = bool(stored) and _is_restored(
         dataclasses.replace(config, init_adapter=stored["config"].get("init_adapter"))
     )
@@ -107,8 +109,6 @@ def open_model(
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
         model, state, said = load_frozen(config, job, weights)
-    assert config.tokenizer is not None
-    loaded = load_tokenizer(config.tokenizer, eod_token=config.eod_token)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
             f"--tokenizer {config.tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "

@@ -97,7 +97,8 @@ class Run:
             self.source = open_source(self.config, self.parts.job, self.parts.row_items)
             decides = self._check_decides()
         self.display = make_display(self.config.steps, self.first, self.is_writer)
-        with contextlib.closing(self.display):
+        with contextlib.ExitStack() as stack:
+            stack.push(closing(self.display.close))
             self._greet()
             if self.first >= self.config.steps:
                 self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")

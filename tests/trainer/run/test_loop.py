@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,16 @@ class Records:
         return 0.5
 
 
-def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, records=None, checkpoint_every=0, **config):
+def run_loop(
+    first=0,
+    stop_after=None,
+    loss_of=jnp.float32,
+    batches=None,
+    records=None,
+    checkpoint_every=0,
+    run_dir=None,
+    **config,
+):
     records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
     records.checkpoint_every = checkpoint_every
 
@@ -79,7 +89,7 @@ def run_loop(first=0, stop_after=None, loss_of=jnp.float32, batches=None, record
         stop=stop,
         display=Silent(),
         writers=[records],
-        run_dir=None,  # type: ignore[arg-type]
+        run_dir=run_dir,  # type: ignore[arg-type]
         watch=Watch(0),
         snapshots=records,
         goodput=Goodput(None, 0.0, is_writer=False),  # type: ignore[arg-type]
@@ -177,6 +187,20 @@ def test_a_line_tells_of_its_own_step():
     assert records.lines[0]["step_s"] is None, "the step that compiles has no rate"
     assert records.lines[1]["step_s"] is not None
     assert records.lines[0]["correct"] == 1, "what the loss returns as aux is kept"
+
+
+def test_an_error_of_the_profiler_does_not_replace_what_ended_the_run(monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    def batches():
+        yield 1
+        raise ValueError("the data end")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    with pytest.raises(ValueError, match="the data end"):
+        run_loop(steps=5, profile=(1, 4), batches=batches(), run_dir=Path("run"))
 
 
 def test_a_resumed_loop_counts_on():
