@@ -60,7 +60,7 @@ class Evaluate(OpenOptions):
         config = DataConfig(
             self.data,
             seq_len=self.seq_len or theirs.seq_len or min(job.seq_len, _SEQ_LEN),
-            tokenizer=theirs.tokenizer,
+            tokenizer=theirs.tokenizer or "byte",
             chat_template=theirs.chat_template,
             eod_token=theirs.eod_token,
             answers=self.answers or theirs.answers,

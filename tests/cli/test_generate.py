@@ -120,7 +120,8 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     [
         (["{dir}"], "--prompt"),
         (["{dir}", "--prompt", "a", "--data", "b"], "--prompt"),
-        (["nothere", "--prompt", "a"], "neither the directory of a run"),
+        (["nothere", "--prompt", "a"], "nothere: there is no such .*hf download nothere --local-dir nothere"),
+        (["{other}", "--prompt", "a"], "neither the directory of a run"),
         (["{dir}", "--prompt", "a", "--tokenizer", "{other}"], "cannot|not|No such"),
         (["{dir}", "--prompt", "a", "--adapter", "nothere"], "nothere"),
         (["{dir}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"),
@@ -144,7 +145,7 @@ def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path,
 @pytest.mark.parametrize(
     ("stored", "args", "expected"),
     [
-        ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 is no str; write another value"),
+        ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 is no str"),
         ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, which says its model itself; leave it out"),
     ],
 )

@@ -93,10 +93,11 @@ def open_model(
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
-    named = {"tokenizer": tokenizer, "chat_template": chat_template, "eod_token": eod_token}
+    named = {"chat_template": chat_template, "eod_token": eod_token}
     config = dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
-    assert config.tokenizer is not None
-    loaded = load_tokenizer(config.tokenizer, eod_token=config.eod_token)
+    tokenizer = tokenizer or config.tokenizer or "byte"  # a run on images has none
+    config = dataclasses.replace(config, tokenizer=tokenizer)
+    loaded = load_tokenizer(tokenizer, eod_token=config.eod_token)
     is_restored = bool(stored) and _is_restored(
         dataclasses.replace(config, init_adapter=stored["config"].get("init_adapter"))
     )
@@ -111,15 +112,15 @@ def open_model(
         model, state, said = load_frozen(config, job, weights)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
-            f"--tokenizer {config.tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "
+            f"--tokenizer {tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "
             f"below {job.vocab_size}; give the model's own tokenizer"
         )
-    load = functools.partial(load_template, config.tokenizer, config.chat_template)
+    load = functools.partial(load_template, tokenizer, config.chat_template)
     prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
-    named = [config.init_from, None if config.tokenizer == "byte" else config.tokenizer]
+    named = [config.init_from, None if tokenizer == "byte" else tokenizer]
     beside = [directory, *(Path(place).expanduser() for place in named if place)]
-    stop = _stop_ids(loaded, prompts, find_template(config.tokenizer, config.chat_template) is not None, beside)
-    return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {config.tokenizer}")
+    stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, beside)
+    return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {tokenizer}")
 
 
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
