@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import core
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.random import define_prng_impl
 from jax.interpreters.partial_eval import dce_jaxpr
 

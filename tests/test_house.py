@@ -248,7 +248,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_a_type_checker_resolves_the_package_outside_of_the_clone(tmp_path):
-    """What an editor sees after `make install`: an import hook would hide the package from it, and py.typed marks it."""
+    """As an editor does after `make install`: it reads paths in .pth files and py.typed, and no import hooks."""
     (tmp_path / "user.py").write_text("import jfsdp\nreveal_type(jfsdp.fully_shard)\n")
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "user.py"]
     found = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout)

@@ -113,7 +113,7 @@ def test_an_offload_policy_of_another_kind_is_refused(offload):
         make_table({"w": (64, 64)}, offload=offload)
 
 
-OFFLOADING = {
+OFFLOADING: dict[str, Any] = {
     "names": jfsdp.SaveNames(offload=("mlp_hidden",)),
     "names and saved": jfsdp.SaveNames(save=("qkv",), offload=("mlp_hidden",)),
     "save_and_offload_only_these_names": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -128,7 +128,8 @@ OFFLOADING = {
 
 @pytest.mark.parametrize("name", OFFLOADING)
 def test_activations_are_offloaded_on_gpus_only_by_a_compiler_that_keeps_their_order(name, monkeypatch):
-    job, on_gpus = find_job("llama-tiny"), {"mesh": jfsdp.make_mesh(devices=hlo.h100s(1)), "remat": OFFLOADING[name]}
+    job = find_job("llama-tiny")
+    on_gpus: dict[str, Any] = {"mesh": jfsdp.make_mesh(devices=hlo.h100s(1)), "remat": OFFLOADING[name]}
     monkeypatch.setattr(checks, "misorders_offloads", lambda: True)
     with pytest.raises(ValueError, match=r"'layers'.*46231.*0\.11\.1") as refused:
         jfsdp.fully_shard(job.model, units=job.units, **on_gpus)

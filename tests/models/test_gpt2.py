@@ -202,7 +202,7 @@ def test_bfloat16_weights_meet_no_float32_matmul_with_a_weight(stacked, dropout)
 
         return losses.next_token_loss(call, batch_of(tokens)).total
 
-    avals = list(matmuls(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr))
+    avals: list[Any] = list(matmuls(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr))
     weight_matmuls = [operands for operands in avals if any(a.ndim == 2 or 3 in a.shape for a in operands)]  # [D 3 H A]
     assert len(weight_matmuls) >= 3 * 5, "the search for matmuls found too few of them"
     assert all(a.dtype == jnp.bfloat16 for operands in weight_matmuls for a in operands)

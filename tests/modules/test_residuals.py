@@ -118,7 +118,7 @@ def weights_saved(name, remat, reshard):
 
     jaxpr = jax.make_jaxpr(kept)(state.params, state.model_state, X).jaxpr
     sizes = SIZE**2, LAYERS * SIZE**2
-    return sum(var.aval.size in sizes and var not in jaxpr.invars for var in jaxpr.outvars)
+    return sum(var.aval.size in sizes and var not in jaxpr.invars for var in jaxpr.outvars)  # pyright: ignore
 
 
 @pytest.mark.parametrize("remat", POLICIES)

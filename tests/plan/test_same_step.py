@@ -55,7 +55,7 @@ def test_a_plan_lowers_what_the_script_runs(case, target, data):
     parts = build(config, {}, devices)
     source = open_source(parts.config, parts.job, parts.row_items)
     if isinstance(source, PairSource):
-        source.reference = np.zeros((source.num_documents, 2), np.float32)
+        source.reference = np.zeros((source.num_documents, 2), np.float32)  # pyright: ignore
     batch = source.prepare(next(source.train_batches(batch_size=parts.global_batch)))
     run = lowered(
         parts.step, parts.model, parts.tx, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jfsdp.compat import ClosedJaxpr
+from jfsdp.compat import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jfsdp.engine.driver.backward import Backward
 from jfsdp.engine.driver.forward import Forward
 from jfsdp.engine.driver.program import read_program

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr
+from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jfsdp.engine.dataflow import (
     all_eqns,
     calls_back,
