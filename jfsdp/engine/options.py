@@ -42,6 +42,7 @@ from jfsdp.layout.units import ROOT
 COMBINE_BYTES = 30 * 2**20  # XLA's own threshold: small leaves of a step are combined up to it in any case
 COMBINE_SHARD_BYTES = 2**20
 NUM_IN_FLIGHT = 8  # fewer than 4 leave a third of the bytes bare
+LIST_IN_FLIGHT = 2  # a gather and a reduction; with 1, JAX 0.12 leaves every second reduction bare
 MEMORY_PERCENT = 120
 MANUAL_MEMORY_PERCENT = 200
 SLICE_COPIES = "dynamic-slice-copy-fusion-async-wrapper"
@@ -67,14 +68,15 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_scheduled: b
         return options
     options |= {} if layout.packed else _combined(layout)
     options["xla_gpu_enable_latency_hiding_scheduler"] = True  # XLA's default on an H100, and not on an A100
-    several = {"xla_gpu_experimental_parallel_collective_overlap_limit": NUM_IN_FLIGHT}
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     if is_scheduled:
         options["xla_disable_hlo_passes"] += f",{SLICE_COPIES}"
-        # In a list, where no loop bounds them, several in flight let whole gradients pile up: 18.9 GiB, and one 15.8.
-        loops = several | {"xla_gpu_memory_limit_slop_factor": MANUAL_MEMORY_PERCENT}
-        return options | (loops if any(unit.stacked for unit in layout.units) else {})
+        if not any(unit.stacked for unit in layout.units):
+            # In a list, where no loop bounds them, whole gradients pile up: 15.8 GiB with 1 in flight, 18.9 with 8.
+            return options | {limit: LIST_IN_FLIGHT}
+        return options | {limit: NUM_IN_FLIGHT, "xla_gpu_memory_limit_slop_factor": MANUAL_MEMORY_PERCENT}
     return options | {
-        **several,
+        limit: NUM_IN_FLIGHT,
         "xla_gpu_memory_limit_slop_factor": MEMORY_PERCENT,
         **pipelining("all_gather", "all_reduce"),
     }

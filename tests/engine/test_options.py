@@ -49,6 +49,13 @@ def test_slices_of_stacks_are_copied_asynchronously_where_xla_orders_the_gathers
     assert (SLICE_COPIES in options["xla_disable_hlo_passes"].split(",")) == is_scheduled
 
 
+@pytest.mark.parametrize(("stacked", "num"), [(True, 8), (False, 2)])
+def test_a_list_of_layers_has_a_gather_and_a_reduction_in_flight(stacked, num):
+    _, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2, stacked=stacked)
+    options = compiler_options(model.mesh, model.layout, is_scheduled=True)
+    assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == num
+
+
 def test_options_are_overridden_and_taken_away_by_name():
     job, model = sharded(jfsdp.make_mesh(devices=hlo.h100s(1)), num_layers=2)
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"

@@ -1,5 +1,6 @@
 """Offload: which stages of which leaves wait in pinned host memory. And globs, which say of which units."""
 
+import functools
 from typing import Any
 
 import jax
@@ -128,17 +129,17 @@ OFFLOADING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OFFLOADING)
 def test_activations_are_offloaded_on_gpus_only_by_a_compiler_that_keeps_their_order(name, monkeypatch):
-    job = find_job("llama-tiny")
-    on_gpus: dict[str, Any] = {"mesh": jfsdp.make_mesh(devices=hlo.h100s(1)), "remat": OFFLOADING[name]}
+    job, gpus = find_job("llama-tiny"), jfsdp.make_mesh(devices=hlo.h100s(1))
+    shard = functools.partial(jfsdp.fully_shard, job.model, units=job.units)
     monkeypatch.setattr(checks, "misorders_offloads", lambda: True)
     with pytest.raises(ValueError, match=r"'layers'.*46231.*0\.11\.1") as refused:
-        jfsdp.fully_shard(job.model, units=job.units, **on_gpus)
+        shard(mesh=gpus, remat=OFFLOADING[name])
     assert ("mlp_hidden" if "names" in name.split() else name) in str(refused.value)
-    jfsdp.fully_shard(job.model, units=job.units, **(on_gpus | {"remat": "full"}))  # the remedies
-    jfsdp.fully_shard(job.model, units=job.units, **(on_gpus | {"remat": jfsdp.SaveNames(save=("mlp_hidden",))}))
-    jfsdp.fully_shard(job.model, units=job.units, remat=OFFLOADING[name])  # on CPUs
+    for remedy in ("full", jfsdp.SaveNames(save=("mlp_hidden",))):
+        shard(mesh=gpus, remat=remedy)
+    shard(remat=OFFLOADING[name])  # on CPUs
     monkeypatch.setattr(checks, "misorders_offloads", lambda: False)
-    jfsdp.fully_shard(job.model, units=job.units, **on_gpus)
+    shard(mesh=gpus, remat=OFFLOADING[name])
 
 
 # Pattern -> what it matches of the paths below.
