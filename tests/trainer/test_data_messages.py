@@ -14,6 +14,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.pairs import PairSource
 from tests.trainer.chats import (
     CHATML,
+    ENDED,
     GEMMA,
     LLAMA3_TOOLS,
     MARKED,
@@ -116,6 +117,28 @@ def test_thoughts_have_other_names_too(tmp_path, name):
     assert _shown(_open(tmp_path, [record], QWEN3)) == _shown(_open(tmp_path, [REASONED], QWEN3))
 
 
+def test_thoughts_under_several_names_are_one_text(tmp_path):
+    def record(**thoughts):
+        return {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], **thoughts}]}
+
+    expected = _shown(_open(tmp_path, [REASONED], QWEN3))
+    by_thinking = QWEN3.replace("m.reasoning_content", "m.thinking")
+    for template in (QWEN3, by_thinking):
+        for thoughts in ({"reasoning_content": "", "thinking": "hm"}, {"thinking": "", "reasoning_content": "hm"}):
+            assert _shown(_open(tmp_path, [record(**thoughts)], template)) == expected
+    for wrong in ({"reasoning_content": "hm", "thinking": "ah"}, {"thinking": ["hm"]}):
+        with pytest.raises(ValueError, match=r"line 1: .*message 2 .*thoughts .*thinking"):
+            _open(tmp_path, [record(**wrong)], QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("end", "begin"), [("</s>", "</s>"), ("<|im_end|>", "")], ids=["begins so too", "ends turns so too"]
+)
+def test_a_conversation_may_end_with_a_token_that_is_elsewhere_too(tmp_path, end, begin):
+    data = _open(tmp_path, [PLAIN], begin + ENDED.replace("{{ eos_token }}", end))
+    assert _shown(data) == f"{begin}<|im_start|>user\nHi{END}\n<|im_start|>assistant\n[[Yo{END}]]\n{end}"
+
+
 def test_tools_and_calls_reach_the_template(tmp_path):
     data = _open(tmp_path, [CALLED, {**CALLED, "tools": json.dumps(TOOLS)}], LLAMA3_TOOLS)
     assert _shown(data, 0) == _shown(data, 1)
@@ -150,6 +173,13 @@ def test_fields_that_nothing_is_made_of_are_said(tmp_path):
     record["messages"][0]["stamp"] = 7
     data = _open(tmp_path, [PLAIN, record])
     assert "fields not read: source, stamp of messages" in data.found
+    # Of Alpaca's own file, what was trained before its form was known.
+    data = _open(tmp_path, [{"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}])
+    assert "form alpaca" in data.found and "fields not read: text (--text-field text trains it)" in data.found
+    data = _open(tmp_path, [{"instruction": "Hi", "output": "Yo", "text": "Hi Yo"}], text_field="text")
+    assert data.form == "text"
+    data = _open(tmp_path, [{"conversations": None, "text": "Hi Yo"}])
+    assert data.form == "text"
 
 
 def test_the_gemma_template_takes_what_it_says(tmp_path):
@@ -253,8 +283,13 @@ ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be br
         ),
         (ALPACA, chat("Be brief.", "Hi", "Yo", "Add.\n2+2", "4", roles="suaua")),
         ({"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}, PLAIN),
+        (
+            {"messages": None, "prompt": PLAIN["messages"][:1], "completion": PLAIN["messages"][1:]},
+            PLAIN,
+        ),
+        ({"conversations": None, "messages": PLAIN["messages"], "instruction": None, "text": None}, PLAIN),
     ],
-    ids=["sharegpt", "sharegpt with roles", "sharegpt with weights", "alpaca", "alpaca without input"],
+    ids=["sharegpt", "sharegpt with roles", "sharegpt with weights", "alpaca", "alpaca without input", "null", "nulls"],
 )
 def test_records_of_others_are_conversations(tmp_path, record, same):
     assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [same], LLAMA3_TOOLS))

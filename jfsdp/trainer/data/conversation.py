@@ -78,18 +78,15 @@ class Conversation:
     def _by_prefixes(self, text: str, trained: list[int]) -> tuple[np.ndarray, np.ndarray]:
         ids, another = self._ids(text), self._before_another(text)
         mask = np.zeros(len(ids), bool)
-        try:
-            for at in trained:
+        for at in reversed(trained):
+            try:
                 mask[self._find(at, ids, another)] = True
-            return ids, mask
-        except ValueError as error:
-            why, remedies = error, ["train the last answer of each conversation only by --answers last"]
-        try:
-            self._find(trained[-1], ids, another)
-        except ValueError as error:
-            why, remedies = error, []
-        remedies = [*why.args[1:], *remedies, "give a template with {% generation %} for all of it by --chat-template"]
-        raise ValueError(f"{why.args[0]}; {', or '.join(remedies)}") from why
+            except ValueError as error:
+                what, *remedies = error.args
+                remedies += ["train the last answer of each conversation only by --answers last"] * (at != trained[-1])
+                remedies += ["give a template with {% generation %} for all of it by --chat-template"]
+                raise ValueError(f"{what}; {', or '.join(remedies)}") from error
+        return ids, mask
 
     def _find(self, at: int, ids: np.ndarray, another: str) -> slice:
         """Return which tokens are an answer.
@@ -109,7 +106,8 @@ class Conversation:
             raise ValueError(f"{which} with {written[:20]!r} where the prompt for it has {before[same:][:20]!r}")
         if not written or not self._is_end(rest):
             raise ValueError(f"{which} otherwise where more follow: it rewrites history, so that it cannot be told")
-        if any(one in before for one in self.special.findall(rest)):
+        asked = before[self._shared(before, self._render(at)) :] or before[-len(rest) :]  # or: always asked
+        if any(one in asked for one in self.special.findall(rest)):
             raise ValueError(f"{which} with {rest!r} after it, as if another answer were asked for")
         stops = [one.end() for one in self.special.finditer(written)]
         if not stops:

@@ -73,7 +73,7 @@ class Examples:
           ValueError: if nothing or everything of it would be trained, or the template cannot render it; see
             [Note: answers].
         """
-        self.unread.update(record.keys() - READ[self.form])
+        self.unread.update(name for name, value in record.items() if name not in READ[self.form] and value is not None)
         tools = read_tools(record.get("tools"))
         return [self._cut(*self._encode(*parts, tools)) for parts in self._parts(record)]
 

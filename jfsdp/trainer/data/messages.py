@@ -46,14 +46,15 @@ def read_messages(messages: Any) -> list[Message]:
 
 def _read_message(message: Message, number: int) -> Message:
     message = {name: value for name, value in message.items() if value is not None}
-    if thoughts := next((message[name] for name in _THOUGHTS if name in message), None):
-        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    thoughts = [message[name] for name in _THOUGHTS if message.get(name)]
+    message |= dict.fromkeys(_THOUGHTS, thoughts[0]) if thoughts else {}
     content = message.get("content", "" if calls_of(message) else None)
     texts = texts_of(content)
-    if len(texts) < (len(content) if isinstance(content, list) else 1) or not isinstance(thoughts, str | None):
+    num_parts = len(content) if isinstance(content, list) else 1
+    if len(texts) < num_parts or any(one != str(thoughts[0]) for one in thoughts):
         raise ValueError(
-            f"the content of message {number} is neither text nor a list of parts with text, or its thoughts are not "
-            "text; write text there, or take the record out"
+            f"the content of message {number} is neither text nor a list of parts with text, or its thoughts "
+            f"({', '.join(_THOUGHTS)}) are not one text; write text there, or take the record out"
         )
     return {**message, "content": "".join(texts)}
 
@@ -97,9 +98,8 @@ def calls_of(message: Message) -> list[Any]:
       ValueError: if they are not objects with a function.
     """
     calls = message.get("tool_calls") or []
-    if not all(isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) for one in calls) or not all(
-        isinstance(one["function"].get("name"), str) for one in calls
-    ):
+    functions = [one.get("function") if isinstance(one, Mapping) else None for one in calls]
+    if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions):
         raise ValueError(
             'its tool_calls are not all {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
         )
@@ -115,10 +115,9 @@ def with_arguments(messages: list[Message], *, as_text: bool) -> list[Message]:
 
     def convert(call: Any, number: int) -> Any:
         given = call["function"].get("arguments")
-        try:
+        parsed = given
+        with contextlib.suppress(ValueError):
             parsed = json.loads(given or "{}") if isinstance(given, str) else given
-        except ValueError:
-            parsed = given
         if not isinstance(parsed, Mapping | None):
             raise ValueError(f"message {number} has a call whose arguments are not a JSON object; write them as one")
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

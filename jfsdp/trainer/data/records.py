@@ -33,7 +33,8 @@ def form_of(record: Record, text_field: str | None) -> str | None:
     """
     if text_field is not None:
         return "text" if isinstance(record.get(text_field), str) else None
-    return next((form for form, fields in FORMS.items() if all(field in record for field in fields)), None)
+    there = {name for name, value in record.items() if value is not None}
+    return next((form for form, fields in FORMS.items() if there.issuperset(fields)), None)
 
 
 def read_record(line: bytes, path: Path, offset: int) -> Record:
@@ -60,7 +61,7 @@ def check_form(record: Record, form: str | None, text_field: str | None, path: P
     found = form_of(record, text_field)
     if found is not None and form in (None, found):
         return found
-    fields = ", ".join(sorted(record)) or "no fields"
+    fields = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "no fields"
     if found is not None:
         raise ValueError(
             f"{place(path, offset)}: its fields ({fields}) make it of form {found}, and the data before it are of form "

@@ -51,7 +51,8 @@ class Survey:
         if self.num_left_out:
             line += f"; {self.num_left_out:,} left out, whose answer was cut off whole (first: {self.left_out})"
         line += "; raise --seq-len to cut none" if self.num_cut else ""
-        return line + (f"; fields not read: {', '.join(self.unread)}" if self.unread else "")
+        unread = [f"{one} (--text-field text trains it)" if one == "text" else one for one in self.unread]
+        return line + (f"; fields not read: {', '.join(unread)}" if unread else "")
 
 
 def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
