@@ -120,9 +120,9 @@ class Export(_ModelOptions):
         check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
         source = CheckpointSource(path)
-        stored, layout = (source.manifest[part] or {} for part in ("config", "layout"))
+        stored = {name: found for name in ("config", "pretrained") if isinstance(found := source.stated(name), dict)}
         job = _find_job(self, stored)
-        if layout.get("adapters"):
+        if (source.manifest["layout"] or {}).get("adapters"):
             return self._export_adapters(source, job)
         config = stored.get("pretrained")
         if config is None and as_name_map(job.pretrained).to_config is not None:
@@ -156,7 +156,7 @@ class Export(_ModelOptions):
 
         if self.max_length is not None:
             raise ValueError(f"{source.path}: holds adapters of a base; leave out --max-length")
-        layout, config = source.manifest["layout"], source.manifest["config"] or {}
+        layout = source.manifest["layout"]
         adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
         names = [leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]]
         if f"params.{names[0]}" not in source.arrays:
@@ -173,7 +173,7 @@ class Export(_ModelOptions):
             job.pretrained,
             adapters,
             _leaves(job),
-            base=config.get("config", {}).get("init_from"),
+            base=source.stated("config", "init_from"),
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,
         )

@@ -51,6 +51,13 @@ class CheckpointSource:
         """By name, the rng implementation of arrays that are the data of keys."""
         return {name: entry["key_impl"] for name, entry in self.manifest["arrays"].items()}
 
+    def stated(self, *names: str) -> Any:
+        """Return what is under nested names in the `config` it was saved with, which may be any JSON; None: nothing."""
+        found = self.manifest["config"]
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
     def check(self, names: Iterable[str]) -> None:
         """Check every file that reading these arrays needs; the processes share the work. Every process calls this.
 

@@ -212,7 +212,7 @@ def _open_ours(
 ) -> tuple[Source, Callable[[], None]]:
     """Return the parameters of a checkpoint of ours, and what checks their files, for which processes wait."""
     source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
-    stated = (source.manifest["config"] or {}).get("pretrained")
+    stated = source.stated("pretrained")
     if stated and config is not None and names is not None:
         names = as_name_map(names)
         if names.from_config is not None:
@@ -328,8 +328,7 @@ def stated_config(path: Any) -> dict[str, Any]:
     """
     if has_config(path):
         return read_config(path)
-    manifest = CheckpointSource(find_checkpoint(path)).manifest if is_ours(path) else {}
-    return (manifest.get("config") or {}).get("pretrained") or {}
+    return (CheckpointSource(find_checkpoint(path)).stated("pretrained") if is_ours(path) else None) or {}
 
 
 def has_config(path: Any) -> bool:

@@ -171,14 +171,14 @@ def read_tokenizer(tokenizer: str) -> tuple[Any, Path, bytes]:
     Raises:
       ValueError: if the file is missing or not a tokenizer.
     """
-    tokenizers, path = load("tokenizers"), existing_path(tokenizer, " --include 'tokenizer*'")
+    tokenizers, path = load("tokenizers"), existing_path(tokenizer, " --include '*.j*'")
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         content = path.read_bytes()
         loaded = tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise ValueError(
-            f"tokenizer {str(path)!r}: {error.strerror}; pass 'byte' or the path of a tokenizer.json"
+            f"tokenizer {str(path)!r}: {error.strerror}; name a tokenizer.json by --tokenizer PATH, or byte"
         ) from error
     except Exception as error:  # the library raises plain Exception and ValueError
         raise ValueError(
@@ -193,8 +193,7 @@ def _find_eod(loaded: Any, path: Path, eod_token: str | None) -> int:
     stated = read_special_tokens(path.parent).get("eos_token")
     candidates = (*END_OF_DOCUMENT_TOKENS, *filter(None, [stated])) if eod_token is None else (eod_token,)
     for token in candidates:
-        eod_id = loaded.token_to_id(token)
-        if eod_id is not None:
+        if (eod_id := loaded.token_to_id(token)) is not None:
             return eod_id
     raise ValueError(
         f"tokenizer {str(path)!r}: none of {', '.join(candidates)} is in its vocabulary of {loaded.get_vocab_size()} "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.disk.places import existing_path, find_checkpoint
+from jfsdp.checkpoint.disk.places import find_checkpoint
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.pretrained import (
@@ -21,6 +22,7 @@ from jfsdp.checkpoint.foreign.pretrained import (
 from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, Period, parse_best
 from jfsdp.train.state import TrainState
+from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
 from jfsdp.trainer.data.tokens import split_sources
 from jfsdp.trainer.job import Job, load_job, parse_config
@@ -72,19 +74,17 @@ def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> 
     found, path = config.tokenizer or stored.get("config", {}).get("tokenizer"), weights_path(config)
     if found is not None or job.vocab_size is None:
         return dataclasses.replace(config, tokenizer=found)
-    is_unused = all(source.endswith(".bin") for source, _ in split_sources(config.data))  # by token files
-    if path is None or is_unused or not path.exists():  # `check_paths` refuses a path without a file
-        found = "byte"
-    elif is_ours(path):
-        found = (CheckpointSource(find_checkpoint(path)).manifest["config"] or {}).get("config", {}).get("tokenizer")
-    elif (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
+    if path and is_ours(path):
+        found = CheckpointSource(find_checkpoint(path)).stated("config", "tokenizer")
+    elif path and (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
         found = str(file.parent)
-    if found is None:
+    is_used = not all(source.endswith(".bin") for source, _ in split_sources(config.data))  # not by token files
+    if found is None and is_used and path and path.exists():  # `check_paths` refuses a path without a file
         raise ValueError(
             f"--init-from {config.init_from}: has no tokenizer.json (transformers' AutoTokenizer.from_pretrained and "
             "save_pretrained write it); name the model's tokenizer by --tokenizer PATH, or byte for a model of bytes"
         )
-    return dataclasses.replace(config, tokenizer=found)
+    return dataclasses.replace(config, tokenizer=found or "byte")
 
 
 def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
@@ -101,11 +101,12 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
         return CheckpointSource(find_checkpoint(path)) if is_ours(path) else foreign_source(path, key)
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
-    openers |= {"chat_template": existing_path, "tokenizer": read_tokenizer}
+    openers |= {"tokenizer": read_tokenizer, "chat_template": partial(find_template, config.tokenizer or "byte")}
     read_before = ["reference"] if leaves_out_base(config) else ["reference", "init_from"]
     for name in [name for name in openers if not stored or name not in read_before]:
         try:
-            _ = getattr(config, name) not in (None, "byte") and openers[name](getattr(config, name))
+            if (value := getattr(config, name)) not in (None, "byte"):
+                openers[name](value)
         except ValueError as error:
             raise ValueError(f"{spell(name)}: {error}") from error
 

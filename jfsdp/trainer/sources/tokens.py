@@ -81,7 +81,8 @@ class TokenSource:
             told += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:
             told += f"; NOTE: rows of {self.seq_len} tokens exceed the weights' max_position_embeddings={length}"
-        if tokenizer and end and not self.data.has_conversations and tokenizer.eod_id not in np.atleast_1d(end):
+        ends = [] if end is None else np.atleast_1d(end).tolist()
+        if tokenizer and ends and not self.data.has_conversations and tokenizer.eod_id not in ends:
             ours = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
             told += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
         return told

@@ -3,10 +3,14 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 import safetensors.numpy
+from flax import nnx
 
-from jfsdp.checkpoint.foreign.pretrained import config_json
+import jfsdp
+from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
+from jfsdp.cli.commands import main
 from jfsdp.layout.mesh import make_mesh, parse_mesh
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run import rules
@@ -15,7 +19,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import check_paths, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
-from tests.trainer.chats import save_tokenizer
+from tests.trainer.chats import CHATML, save_tokenizer
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}
@@ -187,6 +191,31 @@ def test_weights_without_a_tokenizer_are_not_trained_on_bytes_unasked(weights):
     assert build(ids, {}).config.tokenizer == "byte", "token files take none"
 
 
+def test_a_run_on_token_files_has_the_tokenizer_of_its_weights_too(weights):
+    begun = dataclasses.replace(CONFIG, init_from=str(weights), data="a.bin")
+    assert with_tokenizer(begun, find_job("llama-tiny"), {}).tokenizer == str(weights)
+
+
+@pytest.mark.parametrize("config", [["x"], {"config": "x"}, None])
+def test_a_checkpoint_with_a_config_of_another_form_says_nothing(config, tmp_path, capsys):
+    model = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 8, rngs=rngs), min_size=8)
+    jfsdp.save(tmp_path / "c", model.init(optax.sgd(0.1), 0), config=config)
+    begun = dataclasses.replace(CONFIG, init_from=str(tmp_path / "c"), data="a.txt")
+    with pytest.raises(ValueError, match="--tokenizer PATH, or byte"):
+        with_tokenizer(begun, find_job("llama-tiny"), {})
+    assert stated_config(tmp_path / "c") == {}
+    assert main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "hf")]) == 2
+    assert "give --model NAME" in capsys.readouterr().err
+
+
+def test_a_chat_template_may_be_one_of_the_tokenizer_by_its_name(tmp_path):
+    named = [{"name": "default", "template": CHATML}, {"name": "rag", "template": CHATML}]
+    tokenizer = save_tokenizer(tmp_path / "t", named)
+    check_paths(dataclasses.replace(CONFIG, tokenizer=tokenizer, chat_template="rag"), {})
+    with pytest.raises(ValueError, match=r"--chat-template: .*'other'"):
+        check_paths(dataclasses.replace(CONFIG, tokenizer=tokenizer, chat_template="other"), {})
+
+
 def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weights, tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 400)
     begun = dataclasses.replace(CONFIG, init_from=str(weights), data=str(tmp_path / "a.txt"), eval_fraction=0)
@@ -194,11 +223,11 @@ def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weigh
     assert (parts.row_items, parts.job.vocab_size) == (64, 300)
     assert build(dataclasses.replace(begun, model_config=(), seq_len=128), {}).row_items == 128
     told = {}
-    for seq_len, end in ((64, [7, 257]), (128, 299)):
+    for seq_len, end in ((64, [7, 257]), (128, 299), (32, 0)):
         source = open_source(dataclasses.replace(parts.config, seq_len=seq_len), parts.job, seq_len)
         told[seq_len] = source.describe({"max_position_embeddings": 64, "eos_token_id": end})
         assert f"tokenizer {weights}" in told[seq_len]
-    assert "NOTE" not in told[64]
+    assert "NOTE" not in told[64] and "eos_token_id=0" in told[32]
     for words in ("128", "max_position_embeddings=64", "'</s>' (257)", "eos_token_id=299", "--eod-token"):
         assert words in told[128]
 
@@ -212,9 +241,9 @@ def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weigh
         ({"init_from": "HF", "init_adapter": "org/lora"}, "--init-adapter: .*hf download org/lora"),
         ({"init_from": "HF", "init_adapter": "HF"}, "--init-adapter: .*adapter_config.json"),
         ({"init_from": "HF", "preference": "dpo", "reference": "org/ref"}, "--reference: .*hf download org/ref"),
-        ({"tokenizer": "org/t"}, r"--tokenizer: .*hf download org/t --include 'tokenizer\*' --local-dir t"),
+        ({"tokenizer": "org/t"}, r"--tokenizer: .*hf download org/t --include '\*\.j\*' --local-dir t"),
         ({"tokenizer": "HF/config.json"}, "config.json': not a tokenizer.json"),
-        ({"chat_template": "x.jinja", "tokenizer": "HF"}, "--chat-template: x.jinja: there is no such"),
+        ({"chat_template": "x.jinja", "tokenizer": "HF"}, "--chat-template: .*'x.jinja': cannot be read"),
         ({"init_from": "HF/torn.safetensors", "tokenizer": "byte"}, "--init-from: .*torn.safetensors"),
     ],
 )
