@@ -35,7 +35,7 @@ class Show:
     start: Count = 0
     """The first to show, counted from 0."""
     chat_template: Location = None
-    """A file with the jinja template of conversations. none: the tokenizer's own."""
+    """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
     answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
     """Which of the assistant's messages in a conversation are trained."""
     eod_token: Name = None

@@ -35,9 +35,9 @@ class OpenOptions:
     tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
     """none: that of the run, or of the directory."""
     eod_token: Name = None
-    """The token of a tokenizer.json that ends a document. none: as the run had it, or found."""
+    """The token of a tokenizer.json that ends a document. none: as the run had it with its tokenizer, or found."""
     chat_template: Location = None
-    """A file with the jinja template of conversations. none: the tokenizer's own."""
+    """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
 
     def open(self) -> Opened:
         """Open the model.

@@ -146,13 +146,16 @@ def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path,
     ("stored", "args", "expected"),
     [
         ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 is no str"),
+        ({"tokenizer": "gone", "eod_token": "<end>"}, ["--tokenizer", "byte"], "holds no safetensors"),
+        ({"tokenizer": "byte", "eod_token": "<end>"}, ["--tokenizer", "byte"], "--eod-token <end>"),
+        ({"tokenizer": "gone"}, ["--tokenizer", "{dir}"], "tokenizer.json.*--tokenizer PATH, or byte"),
         ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, which says its model itself; leave it out"),
     ],
 )
 def test_a_run_that_cannot_be_opened_is_refused_in_a_line(stored, args, expected, capsys, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps({"config": {"model": "llama-tiny"} | stored, "decides": {}}))
-    assert main(["generate", str(tmp_path), "--prompt", "a", *args]) == 2
+    assert main(["generate", str(tmp_path), "--prompt", "a", *(arg.format(dir=tmp_path) for arg in args)]) == 2
     assert re.search(expected, capsys.readouterr().err)
 
 

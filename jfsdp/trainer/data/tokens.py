@@ -44,7 +44,7 @@ class DataConfig:
       documents_per_row: the most documents of a row, its padding included; the row is padded where it would hold more.
         None: any number. Means nothing where documents are crossed.
       shuffle_rows: rows of a training window that are shuffled among themselves; 0 keeps those of a document together.
-      chat_template: a file with the template of conversations; None: the tokenizer's own.
+      chat_template: a file with the template of conversations, or the name of one of the tokenizer's; None: its own.
       answers: "all" or "last": which of the assistant's messages in a conversation are trained.
     """
 

@@ -28,7 +28,7 @@ class TrainConfig(StepOptions):
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
     chat_template: Location = None
-    """A file with the jinja template of conversations. none: the tokenizer's own."""
+    """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
     answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
     """Which of the assistant's messages in a conversation are trained."""
     eod_token: Name = None

@@ -71,8 +71,8 @@ def open_model(
       given: mesh, dtype, strategy, adapter and model; of what it leaves out, a run knows its own.
       step: of the run's checkpoints; "auto": the newest.
       tokenizer: None: that of the run, or of the directory.
-      chat_template: a file in place of the tokenizer's own template.
-      eod_token: the tokenizer's token that ends a document; None: as the run had it, or found.
+      chat_template: a file in place of the tokenizer's own template, or the name of one of several.
+      eod_token: the tokenizer's token that ends a document; None: as the run had it with its own tokenizer, or found.
 
     Raises:
       ValueError: if there is no such model, weights do not fit it, or the tokenizer has ids that it does not know.
@@ -93,14 +93,13 @@ def open_model(
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
-    named = {"chat_template": chat_template, "eod_token": eod_token}
-    config = dataclasses.replace(config, **{name: value for name, value in named.items() if value is not None})
     tokenizer = tokenizer or config.tokenizer or "byte"  # a run on images has none
-    config = dataclasses.replace(config, tokenizer=tokenizer)
+    chat_template = chat_template or config.chat_template
+    eod_token = eod_token or (config.eod_token if tokenizer == config.tokenizer else None)  # another has other tokens
+    config = dataclasses.replace(config, tokenizer=tokenizer, chat_template=chat_template, eod_token=eod_token)
     loaded = load_tokenizer(tokenizer, eod_token=config.eod_token)
-    is_restored = bool(stored) and _is_restored(
-        dataclasses.replace(config, init_adapter=stored["config"].get("init_adapter"))
-    )
+    begun = dataclasses.replace(config, init_adapter=stored.get("config", {}).get("init_adapter"))
+    is_restored = bool(stored) and (leaves_out_base(begun) or begun.ema is not None)
     if is_restored:
         if given.init_adapter is not None:
             raise ValueError(f"{path!r} has adapters or averages of its own; --adapter goes with a model without")
@@ -117,8 +116,8 @@ def open_model(
         )
     load = functools.partial(load_template, tokenizer, config.chat_template)
     prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
-    named = [config.init_from, None if tokenizer == "byte" else tokenizer]
-    beside = [directory, *(Path(place).expanduser() for place in named if place)]
+    places = [config.init_from, None if tokenizer == "byte" else tokenizer]
+    beside = [directory, *(Path(place).expanduser() for place in places if place)]
     stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, beside)
     return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {tokenizer}")
 
@@ -134,10 +133,6 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     plain = ("strategy", "sharding_factor", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
-
-
-def _is_restored(config: TrainConfig) -> bool:
-    return leaves_out_base(config) or config.ema is not None
 
 
 def _job_of(directory: Path, given: TrainConfig) -> Job:
