@@ -190,9 +190,9 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
             raise
         raise UsageError(str(error)) from error
     except OSError as error:
-        if str(run_dir) in str(error):
+        if error.filename or str(run_dir) in str(error):
             raise
-        raise OSError(f"run directory {run_dir}: {error}") from error
+        raise OSError(error.errno, f"{error.strerror or error}; the run directory is {run_dir}") from error
 
 
 if __name__ == "__main__":

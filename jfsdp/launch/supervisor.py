@@ -183,9 +183,10 @@ class Supervisor:
         # An error that Python reported (1), a damaged checkpoint (4), and what follows from others may be of all.
         is_cause = failed.process.returncode not in (1, DAMAGED, STUCK, ENDED_BY_OTHERS, -signal.SIGABRT)
         hung = {child.local for child in self.children if child.rank in self.killed}
-        # The others of one that hangs end by their own time, or by JAX, which misses its heartbeats.
-        is_of_hang = failed.process.returncode in (STUCK, -signal.SIGABRT)
-        suspects = {failed.local} if is_cause else hung if is_of_hang else set()
+        # The others of one that hangs end by their own time, or by JAX, which misses its heartbeats. But where as many
+        # had to be killed as ended, the one that aborted may be the cause, and they only waited for it.
+        aborted = failed.process.returncode == -signal.SIGABRT and len(hung) < len(self.children) - len(hung)
+        suspects = {failed.local} if is_cause else hung if aborted or failed.process.returncode == STUCK else set()
         absent = self.absent | (suspects & self.suspects)
         if self.min_nproc is not None and self.hosts.num_nodes * self.nproc - len(absent) >= self.min_nproc:
             self.absent = absent

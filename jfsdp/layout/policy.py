@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.arguments import check_call, checked
@@ -53,8 +53,17 @@ def offloads(remat: Remat) -> str:
     """Return the values that a remat offloads: names, or the policy of `jax.checkpoint_policies`; "" if it does not."""
     if isinstance(remat, SaveNames):
         return ", ".join(remat.offload)
-    policy = getattr(remat, "__qualname__", "").partition(".")[0] if callable(remat) else ""
-    return policy if "offload" in policy else ""
+    return next((name for name in _policy_names(remat) if "offload" in name), "")
+
+
+def _policy_names(policy: Any) -> Iterator[str]:
+    """Yield the functions of `jax.checkpoint_policies` that a policy was made by, also those that it combines."""
+    if callable(policy):
+        yield getattr(policy, "__qualname__", "").partition(".")[0]
+        cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+        for value in (*cells, getattr(policy, "func", None), *getattr(policy, "args", ())):
+            for one in value if isinstance(value, tuple) else (value,):
+                yield from _policy_names(one)
 
 
 @checked

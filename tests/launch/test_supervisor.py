@@ -124,6 +124,8 @@ def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_tu
     hangs = f"time.sleep(60 if rank == 0 else 0.2); {end}"
     supervisor, status = supervise(hangs, max_restarts=2, min_nproc=2, grace_s=0.5)
     assert status == ended_with and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
+    supervisor, _ = supervise("time.sleep(60) if rank else os.abort()", max_restarts=2, min_nproc=1, grace_s=0.5)
+    assert len(os.listdir(supervisor.log_dir / "2")) == 3, "those that wait for one that aborts are not the cause"
     supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, min_nproc=1)
     assert len(os.listdir(supervisor.log_dir / "2")) == 3
 

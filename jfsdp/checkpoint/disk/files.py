@@ -132,7 +132,9 @@ def read_manifest(path: Any) -> dict[str, Any]:
         )
     numbers = [name for name in (manifest.get("name", path.name), path.name) if name.isdecimal()]
     if len(set(numbers)) == 2:
-        raise damaged(path, f"it was written as step {numbers[0]} and is not step {numbers[1]}: a copy, or renamed")
+        written, named = numbers
+        why = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"
+        raise damaged(path, why)
     documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
     return manifest | {name: read_json(path, file) for name, file in documents.items()}
 

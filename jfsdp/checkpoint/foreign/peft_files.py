@@ -183,7 +183,10 @@ def open_peft(path: Any) -> PeftAdapter:
             raise ValueError(f"{file}: option {name}={value!r} is not available here; others are read")
     is_torch = not (directory / WEIGHTS).exists() and (directory / TORCH_WEIGHTS).exists()
     source = open_torch(directory / TORCH_WEIGHTS) if is_torch else SafetensorsSource(directory / WEIGHTS)
-    adapter = PeftAdapter(directory, options, Renamed(source, {plain_name([name]): name for name in source.arrays}))
+    plain = {plain_name([name]): name for name in source.arrays}
+    if twice := set(source.arrays) - {*plain.values()}:
+        raise ValueError(f"{directory}: has {min(twice)} with and without the names of wrappers; remove one")
+    adapter = PeftAdapter(directory, options, Renamed(source, plain))
     _check_arrays(adapter)
     return adapter
 

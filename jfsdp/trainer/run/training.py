@@ -107,7 +107,7 @@ class Run:
 
     def _check_directory(self) -> int:
         """Check the directory before any work is done; return how many steps are done already."""
-        if self.is_writer and (self.run_dir / "checkpoints").is_dir():
+        if self.is_writer and self.config.resume is not None and (self.run_dir / "checkpoints").is_dir():
             with open_checkpoints(self.config, self.run_dir) as left:
                 left.remove_unfinished()  # a disk that was full has space again
         wait_for_all("removed unfinished saves")
