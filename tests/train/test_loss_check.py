@@ -397,6 +397,11 @@ def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xl
             in_microbatches(loss, mesh=jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1]), num=4)
 
 
+def test_a_mean_with_a_guard_is_accepted_in_microbatches():
+    guarded = lambda model, batch: by_one(masked)(model, batch)._replace(weight=1.0 * (batch["w"].sum() > 0))  # noqa: E731
+    np.testing.assert_allclose(in_microbatches(guarded)["loss"], in_microbatches(by_one(masked))["loss"], rtol=1e-6)
+
+
 class Normed(Net):
     def __init__(self, rngs):
         super().__init__(rngs)

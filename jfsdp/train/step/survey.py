@@ -196,7 +196,7 @@ def weights_of(
 
 
 def check_weight(layout: Layout, traced: Traced) -> None:
-    """Refuse a weight of a loss of which one device would take a gradient, and a step takes none.
+    """Refuse a loss whose weight has a gradient: a step differentiates the total only.
 
     Raises:
       ValueError: naming a parameter from which it comes.
