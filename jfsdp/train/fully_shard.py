@@ -128,6 +128,8 @@ def fully_shard(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
+    if isinstance(model, ShardedModel):
+        raise ValueError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with model_mesh(mesh):

@@ -401,6 +401,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
         (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
         (lambda: make(placements=["embed"]), r"placements \(a list\) must be a dict or None"),
         (lambda: jfsdp.fully_shard(Tower, units=3), "units=3 is neither"),
+        (lambda: jfsdp.fully_shard(model), "model: a ShardedModel is sharded already"),
         (
             lambda: model.train_step(TX, token_loss),
             r"train_step: loss_fn \(a GradientTransformationExtraArgs\) must be a function",
