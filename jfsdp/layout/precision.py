@@ -66,7 +66,7 @@ def is_key(value: Any) -> bool:
 
 def is_float(dtype: object) -> bool:
     """Tell whether mixed precision may cast this dtype."""
-    return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))  # type: ignore[arg-type]
+    return bool(jnp.issubdtype(dtype, jnp.floating))  # type: ignore[arg-type]
 
 
 def is_inexact(dtype: object) -> bool:

@@ -26,7 +26,7 @@ from jfsdp.layout.report import list_differences
 from jfsdp.layout.units import is_within, list_modules
 from jfsdp.modules.linen_unit import IN_UNIT, Labelled, NotGathered, is_box, make_interceptor
 from jfsdp.modules.model import Arrays, Hooks, ParamTree, join_path, local_rules, struct_of
-from jfsdp.modules.parted import Parted, map_arrays
+from jfsdp.modules.parted import Parted, can_cast, map_arrays
 
 PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
@@ -230,15 +230,15 @@ class BoundModel:
             self._num_calls += 1
         captures = bool(kwargs.get("capture_intermediates"))
         allowed = list(self._state) if mutable is None else mutable
-        inputs = Parted((args, kwargs))
+        inputs = Parted((args, kwargs), can_cast, is_data=can_cast)
         if method in (None, "__call__"):
             args, kwargs = map_arrays(self._hooks.cast_inputs, inputs, (args, kwargs))
         out = self.apply(self._state, *args, rngs=rngs, mutable=allowed, method=method, **kwargs)
         out, after = out if allowed is not False or captures else (out, {})
         self._state = {name: after.get(name, value) for name, value in self._state.items()}
         if method in (None, "__call__"):
-            inputs.check_unwritten("the model")
-            out = map_arrays(self._hooks.cast_outputs, Parted(out), out)
+            inputs.write_back()
+            out = map_arrays(self._hooks.cast_outputs, Parted(out, can_cast, is_data=can_cast), out)
         return out if mutable in (None, False) and not captures else (out, after)
 
     def apply(self, variables: Mapping[str, Any], *args: Any, mutable: Any = False, **kwargs: Any) -> Any:

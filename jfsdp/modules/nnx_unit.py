@@ -21,7 +21,7 @@ from flax.errors import TraceContextError
 
 from jfsdp.layout.units import UnitInfo
 from jfsdp.modules.model import Arrays, Hooks, join_path, state_in_transform, with_leaves
-from jfsdp.modules.parted import Parted, is_array, map_arrays, part_output
+from jfsdp.modules.parted import Parted, can_cast, is_array, map_arrays, part_output
 
 
 def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
@@ -40,11 +40,11 @@ def hook_root(module: nnx.Module, hooks: Hooks) -> None:
 
     @functools.wraps(cls.__call__)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = _inputs(args, kwargs)
+        inputs = Parted((args, kwargs), can_cast, _is_node, can_cast)
         args, kwargs = map_arrays(hooks.cast_inputs, inputs, (args, kwargs))
         out = _bind(method, self)(*args, **kwargs)
-        inputs.check_unwritten("the model")
-        return map_arrays(hooks.cast_outputs, Parted(out), out)
+        inputs.write_back()
+        return map_arrays(hooks.cast_outputs, Parted(out, can_cast, is_data=can_cast), out)
 
     _set_class(module, _subclass(cls, {"__call__": hooked}))
 
@@ -62,7 +62,7 @@ def _methods(cls: type) -> list[str]:
 
 def _is_method(value: Any) -> bool:
     """Tell a method from other attributes of a class: functions, and what decorators make of them (`nnx.jit`)."""
-    if isinstance(value, (type, staticmethod, classmethod)) or not hasattr(type(value), "__get__"):
+    if isinstance(value, (type, staticmethod, classmethod, functools.partial)) or not hasattr(type(value), "__get__"):
         return False
     return callable(value) or isinstance(value, (functools.partialmethod, functools.singledispatchmethod))
 
@@ -102,7 +102,7 @@ def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[...,
     @functools.wraps(getattr(cls, name))
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         hook = type(self)
-        inputs = _inputs(args, kwargs)
+        inputs = Parted((args, kwargs), lambda x: is_array(x) or _is_node(x), _is_node)
         _set_class(self, cls)
         try:
             run = _PureCall(method, unit, self, inputs)
@@ -124,9 +124,8 @@ def _write(nodes: Any, state: nnx.State, unit: str) -> None:
         raise state_in_transform(unit, [join_path(path[1:]) for path, _ in nnx.to_flat_state(state)], "nnx") from error
 
 
-def _inputs(args: Any, kwargs: Any) -> Parted:
-    is_node = lambda x: isinstance(x, (nnx.Module, nnx.Variable, nnx.Rngs))  # noqa: E731
-    return Parted((args, kwargs), lambda x: is_array(x) or is_node(x), is_node)
+def _is_node(value: Any) -> bool:
+    return isinstance(value, (nnx.Module, nnx.Variable, nnx.Rngs))
 
 
 def _filters(own: Mapping[str, str]) -> Sequence[Any]:

@@ -3,13 +3,14 @@
 [Note: containers that JAX does not know]
 A pytree is a leaf to JAX if its class is not registered: a plain dataclass, a subclass of dict or list, any object with
 attributes. Flax runs a model inside one trace, where that does not matter. A unit's call is a trace, and precision
-casts arrays; so such containers are opened here, where they hold arrays, and copied around others.
+casts arrays; so such containers are opened here, where they hold arrays, and copied around others. A unit must not
+write to such a copy. What the model writes to a copy is written back to the original.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator, ValuesView
 from typing import Any
@@ -22,7 +23,7 @@ from jfsdp.layout.precision import is_float
 
 Test = Callable[[Any], bool]
 _LAZY = (Iterator, ValuesView)  # JAX warns of these
-_CLOSED = (types.ModuleType, linen.Module, nnx.Module, nnx.Variable)
+_CLOSED = (types.FunctionType, types.MethodType, types.ModuleType, type, linen.Module, nnx.Module, nnx.Variable)
 
 
 def is_array(value: Any) -> bool:
@@ -30,9 +31,9 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray))
 
 
-def _is_data(value: Any) -> bool:
-    # In a container, arrays of numpy that are not floating may be settings, whose values a call reads.
-    return is_array(value) and (isinstance(value, jax.Array) or is_float(value.dtype))
+def can_cast(value: Any) -> bool:
+    """Tell the arrays that precision may cast."""
+    return is_array(value) and is_float(value.dtype)
 
 
 class Parted:
@@ -44,23 +45,28 @@ class Parted:
     """
 
     def __init__(
-        self, values: Any, is_dynamic: Test = is_array, is_leaf: Test = lambda x: False, parent: Parted | None = None
+        self,
+        values: Any,
+        is_dynamic: Test = is_array,
+        is_leaf: Test = lambda x: False,
+        is_data: Test = lambda x: isinstance(x, jax.Array),  # in a container, those of numpy may be settings
+        parent: Parted | None = None,
     ):
         self._seen: set[int] = parent._seen if parent else set()
-        self._copies: list[tuple[Any, list[Any]]] = parent._copies if parent else []
-        leaves, self._tree = jax.tree.flatten(values, is_leaf=lambda x: is_leaf(x) or isinstance(x, _LAZY))
+        self._copies: list[tuple[Any, Any, list[Any]]] = parent._copies if parent else []
+        leaves, self._tree = jax.tree.flatten(values, is_leaf=lambda x: is_leaf(x) or _is_lazy(x))
         self.dynamic, self.static, self._parts = [], [], []
         for x in leaves:
             mark = is_dynamic(x)
-            inside = None if mark or is_array(x) or id(x) in self._seen else self._open(x, is_leaf)
+            inside = None if mark or is_array(x) or id(x) in self._seen else self._open(x, is_leaf, is_data)
             self._parts.append((x, mark, inside))
             self.dynamic += [x] if mark else inside.dynamic if inside else []
             self.static += [] if mark else inside.static if inside else [x]
 
-    def _open(self, container: Any, is_leaf: Test) -> Parted | None:
+    def _open(self, container: Any, is_leaf: Test, is_data: Test) -> Parted | None:
         """Part what a container holds; None if there is not an array in it."""
         self._seen.add(id(container))
-        found = Parted(_held(container), _is_data, is_leaf, self)
+        found = Parted(_held(container), is_data, is_leaf, is_data, self)
         self._seen -= {id(container)} if found.dynamic else set()
         return found if found.dynamic else None
 
@@ -70,24 +76,38 @@ class Parted:
         for x, mark, inside in self._parts:
             leaves.append(next(values) if mark else _copy_around(x, inside.rebuild(values)) if inside else x)
             if inside:
-                self._copies.append((leaves[-1], _leaves(leaves[-1])))
+                self._copies.append((x, leaves[-1], _leaves(_held(leaves[-1]))))
         return jax.tree.unflatten(self._tree, leaves)
+
+    def _written(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield the containers to whose copies a call has written, the copies, and what these hold now, uncast."""
+        while self._copies:
+            old, new, put = self._copies.pop()
+            given, held = _held(old), _held(new)
+            for name in held[1].keys() - given[1].keys():
+                if isinstance(getattr(type(new), name, None), functools.cached_property):
+                    del held[1][name]  # read by the call, not written
+            if list(map(id, _leaves(held))) != list(map(id, put)):
+                back = dict(zip(map(id, put), _leaves(given)))
+                yield old, new, jax.tree.map(lambda x, back=back: back.get(id(x), x), held, is_leaf=_is_lazy)
 
     def check_unwritten(self, who: str) -> None:
         """Refuse a call that has written to a container that `rebuild` copied: the caller's would not change."""
-        while self._copies:
-            copied, before = self._copies.pop()
-            after = _leaves(copied)
-            if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-                raise ValueError(
-                    f"{who}: its call writes to an argument (a {type(copied).__name__}), of which it has a copy; "
-                    "return the new values"
-                )
+        for old, _, _ in self._written():
+            raise ValueError(
+                f"{who}: its call writes to an argument (a {type(old).__name__}), of which it has a copy; "
+                "return the new values"
+            )
+
+    def write_back(self) -> None:
+        """Write to the containers that `rebuild` copied what a call has written to the copies."""
+        for old, new, held in self._written():
+            _fill(old, new, held)
 
 
 def map_arrays(fn: Callable[[Any], Any], parts: Parted, values: Any) -> Any:
     """Return the values of which `parts` is made with their arrays mapped; themselves if that changes none."""
-    new = [fn(x) if is_array(x) else x for x in parts.dynamic]
+    new = [fn(x) for x in parts.dynamic]
     return values if all(a is b for a, b in zip(new, parts.dynamic, strict=True)) else parts.rebuild(new)
 
 
@@ -107,27 +127,41 @@ def part_output(unit: str, out: Any) -> Parted:
 
 
 def _held(value: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the items and the attributes of a container; functions and modules are none."""
-    if callable(value) or isinstance(value, _CLOSED):
+    """Return the items and the attributes of a container; functions and modules have none."""
+    if isinstance(value, _CLOSED):
         return [], {}
-    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
-    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    names = dict.fromkeys([*fields, *getattr(value, "__dict__", ())])
+    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else []
+    bases = [vars(base) for base in type(value).__mro__ if "__slots__" in vars(base)]
+    slots = [name for base in bases for name, x in base.items() if isinstance(x, types.MemberDescriptorType)]
+    names = dict.fromkeys([*slots, *getattr(value, "__dict__", ())])
     return items, {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _leaves(container: Any) -> list[Any]:
-    return jax.tree.leaves(_held(container), is_leaf=lambda x: isinstance(x, _LAZY))
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, _LAZY)
+
+
+def _leaves(held: Any) -> list[Any]:
+    return jax.tree.leaves(held, is_leaf=_is_lazy)
 
 
 def _copy_around(value: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
     """Return a copy of an object with other items and attributes."""
-    new, (items, attributes) = copy.copy(value), held
-    if isinstance(value, list):
-        new[:] = items
-    elif isinstance(value, dict):
-        for key, x in zip(value, items, strict=True):
-            new[key] = x
+    is_tuple = isinstance(value, tuple)
+    new = tuple.__new__(type(value), held[0]) if is_tuple else copy.copy(value)  # type: ignore[type-var]
+    return _fill(new, value, held)
+
+
+def _fill(target: Any, source: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
+    """Write items, by the keys of `source`, and attributes to an object."""
+    items, attributes = held
+    if isinstance(target, list):
+        target[:] = items
+    elif isinstance(target, dict):
+        for key in [key for key in target if key not in source]:
+            del target[key]
+        for key, x in zip(source, items, strict=True):
+            target[key] = x
     for name, x in attributes.items():
-        object.__setattr__(new, name, x)
-    return new
+        object.__setattr__(target, name, x)
+    return target

@@ -37,6 +37,23 @@ class List(list):
 class Plain:
     def __init__(self, x):
         self.x, self.name = x, "plain"
+        self.scale: Any = 1.0
+
+
+class Slots:
+    __slots__ = ("name", "x")
+
+    def __init__(self, x):
+        self.x, self.name = x, "slots"
+
+
+class Pair(tuple):
+    pass
+
+
+class Callable(Plain):
+    def __call__(self):
+        return self.x
 
 
 class Output(collections.OrderedDict):
@@ -65,6 +82,9 @@ KINDS = {
     "object": (Plain, lambda box: box.x),
     "namespace": (lambda x: types.SimpleNamespace(x=x), lambda box: box.x),
     "nested": (lambda x: Record({"a": Dict(b=Plain(x))}), lambda box: box.x["a"]["b"].x),
+    "slots": (Slots, lambda box: box.x),
+    "tuple": (lambda x: Pair([x, "text"]), lambda box: box[0]),
+    "callable": (Callable, lambda box: box()),
     "output": (as_output, lambda box: box.x + 0 * box["x"]),
 }
 
@@ -177,24 +197,82 @@ def test_settings_in_a_container_stay_python():
     check_nnx(lambda rngs: nnx.Sequential(Shaped(rngs)), mean, data(), [Shaped], steps=1)
 
 
-@pytest.mark.parametrize("where", ["unit", "model"])
-def test_a_write_to_a_container_that_is_copied_is_refused(where):
-    class Writer(nnx.Module):
+class Cached(Plain):
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.x
+
+
+def test_settings_of_numpy_and_cached_properties_of_an_argument_are_read():
+    class Reader(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
 
         def __call__(self, box):
-            box.x = self.linear(box.x)
-            return box.x
+            return self.linear(box.twice) * np.outer(box.scale, box.scale).sum()
 
-    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
-    source = {"unit": lambda rngs: nnx.Sequential(Writer(rngs)), "model": Writer}[where]
-    model = jfsdp.fully_shard(source, units=[Writer] if where == "unit" else [], mp_policy=policy)
-    who = "unit 'layers.0'" if where == "unit" else "the model"
-    with pytest.raises(ValueError, match=rf"{who}: its call writes to an argument \(a Record\).*return the new"):
+    def mean(model, x):
+        box = Cached(x)
+        box.scale = np.ones(2, np.float32)
+        return (model(box) ** 2).mean()
+
+    check_nnx(lambda rngs: nnx.Sequential(Reader(rngs)), mean, data(), [Reader], steps=1)
+
+
+class Writer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, box):
+        box.x = self.linear(box.x)
+        return box.x
+
+
+def test_a_write_of_a_unit_to_a_container_that_is_copied_is_refused():
+    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Writer(rngs)), units=[Writer])
+    with pytest.raises(
+        ValueError, match=r"unit 'layers.0': its call writes to an argument \(a Record\).*return the new"
+    ):
         model.train_step(lambda model, x: (model(Record(x)) ** 2).mean(), TX)(model.init(TX), data())
-    kept = jfsdp.fully_shard(Writer)  # nothing is cast, and so nothing is copied
-    kept.train_step(lambda model, x: (model(Record(x)) ** 2).mean(), TX)(kept.init(TX), data())
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_what_the_model_writes_to_an_argument_is_there_after_its_call(api, dtype):
+    def call(linear, box):
+        box.x["out"] = linear(box.x["in"])
+        box.seen.append(box.x["out"])
+        box.new = box.x.twice
+        return box.new
+
+    class Logger(Writer):
+        def __call__(self, box):
+            return call(self.linear, box)
+
+    class LinenLogger(linen.Module):
+        @linen.compact
+        def __call__(self, box):
+            return call(linen.Dense(DIM), box)
+
+    class Twice(Dict):
+        @functools.cached_property
+        def twice(self):
+            return 2 * self["in"]
+
+    make = lambda x: types.SimpleNamespace(x=Twice({"in": x, "old": 1}), seen=[], rest=(x,))  # noqa: E731
+
+    def mean(model, x):
+        box = make(x)
+        box.key = jax.random.key(0)
+        model(box)
+        found = box.x["in"], box.rest[0], box.x["out"], box.seen[0], box.new, box.x["old"]
+        assert found[0] is x and found[1] is x and found[2] is found[3] and found[5] == 1
+        assert {y.dtype.name for y in found[2:5]} == {dtype or "float32"}
+        return (found[2].astype(jnp.float32) ** 2).mean()
+
+    source = Logger if api == "nnx" else (LinenLogger(), (make(jnp.zeros((1, DIM))),))
+    model = jfsdp.fully_shard(source, mp_policy=jfsdp.MixedPrecisionPolicy(dtype))
+    model.train_step(mean, TX)(model.init(TX), data())
 
 
 class Later(nnx.Module):
