@@ -11,6 +11,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.modules.nnx import NNXModel
+from jfsdp.modules.nnx_unit import _methods
 from tests.modules.parity import DIM, ROWS, TX, check_nnx, count_calls, data, tokens, train_sharded
 from tests.thin import thin
 
@@ -374,6 +375,13 @@ class Methods(nnx.Module):
 
 
 METHODS = ("__call__", "plain", "jitted", "checkpointed", "partial", "dispatched")
+
+
+def test_a_function_that_a_class_keeps_as_a_partial_is_not_a_method():
+    class Kept(Methods):
+        act = functools.partial(jax.nn.gelu, approximate=True)
+
+    assert set(_methods(Kept)) == set(METHODS)
 
 
 def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):
