@@ -168,7 +168,7 @@ def test_gathered_layouts_keep_names_shapes_and_dims(layout):
 
 
 @given(arguments())
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_layouts_of_the_same_arguments_are_equal_and_hash_alike(given):
     one, same = make_table(**given), make_table(**given)
     assert one is not same
