@@ -1,4 +1,4 @@
-"""What both ways of moving weights share: one unit's call, casts, padding, and copies between memories."""
+"""What both programs share: the call of a unit, casts, padding, and copies between memories."""
 
 from __future__ import annotations
 
@@ -119,48 +119,42 @@ class Engine(abc.ABC):
         leaf = self.layout.by_path[path]
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
-    # What follows is for a program that sees the rows of all devices together, and sums each microbatch over all axes.
-
+    @abc.abstractmethod
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
-        """Run `compute(*arrays)` on the rows that this program sees at once: of all devices, or of each by itself.
+        """Run `compute(*arrays)` on the rows that the program sees at once: of all devices, or of each by itself.
 
         Args:
           arrays: weights at rest, the model's state, a batch, and what else is whole.
           specs: of the results, for a program that sees the rows of a device.
         """
-        del specs
-        return compute(*arrays)
 
+    @abc.abstractmethod
     def sum_rows(self, value: jax.Array) -> jax.Array:
         """Sum a scalar over what the rows at hand are not all of. Cost: at most an all-reduce of it."""
-        return value
 
+    @abc.abstractmethod
     def max_rows(self, value: jax.Array) -> jax.Array:
         """Return the maximum of a scalar over what the rows at hand are not all of. Cost: as `sum_rows`."""
-        return value
 
+    @abc.abstractmethod
     def own_state(self, state: Arrays) -> Arrays:
         """Return a model's state with rng keys for the rows at hand."""
-        return state
 
+    @abc.abstractmethod
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
         """Return a model's state for all rows, where it was `before`, and `after` the rows at hand."""
-        del before
-        return after
 
+    @abc.abstractmethod
     def finished_spec(self, path: str) -> PartitionSpec:
         """Return how a gradient stands after `finish`, where `on_rows` asks for it."""
-        del path
-        return PartitionSpec()
 
+    @abc.abstractmethod
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the axes that waited for the last microbatch.
 
         Args:
           weight: what to divide by before and to multiply by after; None: the sums are in range.
         """
-        del weight
-        return grads
 
     def split_rows(self, batch: Any, num: int) -> Any:
         """Cut the rows at hand [B, ...] into [A, B/A, ...]; scalars are repeated.

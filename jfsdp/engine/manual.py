@@ -1,28 +1,65 @@
-"""Program `manual`: inside a `shard_map` every gather and every reduction stands where a schedule puts it."""
+"""Program `manual`: one `shard_map` over the data axes, in which every collective of the list of movements is written.
+
+[Note: cuts in a shard_map]
+The model's axes (`tensor`) are left to XLA there: a value is whole along them, and XLA knows how it is split. XLA does
+not split a collective of ours, though: it would make whole what `tensor` splits, run the collective, and split again.
+So each runs in a `shard_map` of its own over the model's axes, in which a device sees its part alone, and nothing
+crosses them (seen in the HLO of JAX 0.10.2 and 0.12).
+A dim may be cut by `tensor` and split by data axes. `tensor` is major, so that what a gather brings lies in one piece,
+and the outer `shard_map`, which knows the data axes alone, could not name that order. So such a dim passes its border
+as two: [D/(tensor fsdp)] = [tensor D/tensor/fsdp].
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
 from jfsdp.compat import warn
-from jfsdp.engine.collectives import LocalEngine
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.engine import Pull
+from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
+from jfsdp.engine.movements import (
+    BACKWARD,
+    CALL,
+    FORWARD,
+    GATHER,
+    LAST,
+    REDUCE,
+    SCATTER,
+    Move,
+    accumulator_axes,
+    last_axes,
+    of_leaf,
+)
 from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.precision import is_key
 
 
 @dataclasses.dataclass(frozen=True)
-class ManualEngine(LocalEngine):
-    """Runs a step by a schedule; see [Note: how a step runs] in engine/driver/run.py.
+class ManualEngine(Engine):
+    """Sees the rows of one device; leaves are shards of their stored shape. Runs by a schedule: see [Note: how a step
+    runs] in engine/driver/run.py.
 
     Attributes:
+      deferred: the data axes over which gradients are summed after the last microbatch.
+      own: the mesh axes that are left to XLA and to what the model states.
       prefetch: how far gathers run ahead.
       is_asked: whether the user asked for a schedule, and is told where there is none.
     """
 
+    writes_order = True
+
+    deferred: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     is_asked: bool = True
 
@@ -40,3 +77,243 @@ class ManualEngine(LocalEngine):
                 "when they are called, without prefetch; for a remat use jfsdp's own (remat=)"
             )
         return outs, pull
+
+    @functools.cached_property
+    def _moves(self) -> Mapping[tuple[str, str], Sequence[Move]]:
+        found: dict[tuple[str, str], list[Move]] = {}
+        for leaf in self.layout.by_path.values():
+            for move in of_leaf(self.layout, leaf, self.deferred):
+                found.setdefault((leaf.path, move.when), []).append(move)
+        return found
+
+    def _move(self, when: str, leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
+        """Do what the list says of a leaf."""
+        for move in self._moves.get((leaf.path, when), ()):
+            axes = self._names(leaf, move.stage) if move.kind == GATHER else self.layout.axes_on(self.mesh, move.axes)
+            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, gone)
+        return value
+
+    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, gone: int) -> jax.Array:
+        dim = None if leaf.dim is None else leaf.dim - gone
+
+        def collect(value: jax.Array) -> jax.Array:
+            if kind == REDUCE:
+                return jax.lax.psum(value, axes)
+            assert dim is not None, leaf.path
+            if kind == GATHER:
+                return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
+            return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+
+        return self._by_part(leaf, gone, collect, value)
+
+    def _by_part(self, leaf: Leaf, gone: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
+        """Compute `fn` on what a device has of a leaf; see [Note: cuts in a shard_map].
+
+        Layout:  [.. D/tensor ..] -> [.. D'/tensor ..] where the leaf is cut; else whole along the model's axes.
+        """
+        if not self.own:
+            return fn(value)
+        return self._over_own(fn, leaf.cut_spec(gone), leaf.cut_spec(gone), value)
+
+    def _over_own(
+        self, fn: Callable[[jax.Array], jax.Array], before: PartitionSpec, after: PartitionSpec, value: jax.Array
+    ) -> jax.Array:
+        return jax.shard_map(fn, in_specs=before, out_specs=after, axis_names=set(self.own), check_vma=False)(value)
+
+    def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
+        """Run on each device by itself, with its part of the weights and its rows of the batch."""
+        source, *others = arrays
+        leaves = {path: self.layout.by_path[path] for path in source}
+        at_rest = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
+        opened = {path: source[path].reshape(_open_shape(leaf)) for path, leaf in leaves.items()}
+        whole = PartitionSpec()
+        rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
+        given: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
+        axes = {axis for axis in self.mesh.axis_names if axis not in self.own}
+
+        def local(opened: Arrays, *others: Any) -> T:
+            return compute({path: self._close(leaf, opened[path]) for path, leaf in leaves.items()}, *others)
+
+        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(opened, *others)
+
+    def _close(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        """Bring what has come in into the shape of its leaf. Moves no data between devices."""
+        if not _is_doubled(leaf):
+            return value
+        opened = _open_spec(leaf, leaf.cut_spec(), ())
+        return self._over_own(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
+
+    def _open(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+        """Bring what goes out into the shape in which it passes. Moves no data between devices."""
+        if not _is_doubled(leaf):
+            return value
+        opened = _open_spec(leaf, leaf.cut_spec(), ())
+        return self._over_own(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), opened, value)
+
+    @property
+    def _data(self) -> tuple[str, ...]:
+        return self.layout.axes_on(self.mesh, self.layout.data_axes)
+
+    def sum_rows(self, value: jax.Array) -> jax.Array:
+        """Sum a scalar over devices."""
+        return jax.lax.psum(value, self._data)
+
+    def max_rows(self, value: jax.Array) -> jax.Array:
+        """Return the maximum of a scalar over devices."""
+        return jax.lax.pmax(value, self._data)
+
+    def own_state(self, state: Arrays) -> Arrays:
+        """Return a state whose keys are folded with this device's place along the data axes."""
+        index = jax.lax.axis_index(self._data)
+
+        def fold(keys: jax.Array) -> jax.Array:
+            return jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), index).reshape(keys.shape)
+
+        return {name: fold(value) if is_key(value) else value for name, value in state.items()}
+
+    def common_state(self, before: Arrays, after: Arrays) -> Arrays:
+        """Return what is the same on all devices: the state afterwards, with the keys as they were."""
+        return {name: before[name] if is_key(value) else value for name, value in after.items()}
+
+    def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of this device's part of an accumulator."""
+        leaf, whole = self.layout.by_path[path], super().sum_shape(path)
+        parts = self.layout.num_shards(accumulator_axes(leaf, self.deferred))
+        shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
+        return jax.ShapeDtypeStruct(shape, whole.dtype)
+
+    def finished_spec(self, path: str) -> PartitionSpec:
+        """Return how a gradient stands after `finish`: split further where the last sum is scattered."""
+        leaf = self.layout.by_path[path]
+        split = (*accumulator_axes(leaf, self.deferred), *last_axes(leaf, self.deferred))
+        return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
+
+    def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
+        """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
+
+        def last(leaf: Leaf, grad: jax.Array) -> jax.Array:
+            grad = to_device(grad) if weight is None else to_device(grad) / weight
+            summed = self._open(leaf, self._move(LAST, leaf, 0, grad).astype(leaf.stage("grad").dtype))
+            return summed if weight is None else summed * weight
+
+        return {path: last(self.layout.by_path[path], grad) for path, grad in grads.items()}
+
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
+        """All-gather leaves along their split dim.
+
+        Layout:  [D/axes F] -> [D F]
+        Cost:    one all-gather each; (N-1)/N of its bytes received per device.
+        """
+        # What is computed from the gathered weights must not be moved before the gather of another unit.
+        here = jax.lax.optimization_barrier(shards)
+        return {leaf.path: self._move(FORWARD, leaf, gone, here[leaf.path]) for leaf, gone in pairs}
+
+    def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
+        """Cut whole leaves to what is kept of them. Moves no data between devices."""
+
+        def cut(leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
+            axes, dim = self._names(leaf, "kept"), (leaf.dim or 0) - gone
+            if not axes:
+                return value
+            size = value.shape[dim] // jax.lax.axis_size(axes)
+            return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
+
+        own = {leaf.path: functools.partial(cut, leaf, gone) for leaf, gone in pairs}
+        return {leaf.path: self._by_part(leaf, gone, own[leaf.path], whole[leaf.path]) for leaf, gone in pairs}
+
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+        """All-gather leaves from what was kept of them."""
+        return {leaf.path: self._move(BACKWARD, leaf, gone, kept[leaf.path]) for leaf, gone in pairs}
+
+    def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum whole gradients, of logical shape, over the axes that are not deferred.
+
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}, that of their accumulator
+        Dtype:   summed in `reduce_dtype`, returned in the accumulator's.
+        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
+        """
+        padded = pad_all(pairs, grads)
+        return {
+            leaf.path: self._move(CALL, leaf, gone, padded[leaf.path]).astype(leaf.stage("grad").dtype)
+            for leaf, gone in pairs
+        }
+
+    def reduce_later(self, grads: Arrays) -> Arrays:
+        """Sum gradients of stored shape, that several microbatches have added to, as `reduce_whole` does of each."""
+        leaves = [self.layout.by_path[path] for path in grads]
+        return {x.path: self._move(CALL, x, 0, grads[x.path]).astype(x.stage("grad").dtype) for x in leaves}
+
+    def constrain(self, values: Arrays, stage: str) -> Arrays:
+        """Leave values as they are: inside a `shard_map` a layout is a fact."""
+        del stage
+        return values
+
+    def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        """Sum gradients over the axes that split their source, into its layout, where no schedule reaches a call.
+
+        A derivative has the shape of its value: over all other axes `finish_in_place` sums.
+
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced other axes}
+        Cost:    one reduce-scatter each.
+        """
+        reduced = {}
+        for leaf, gone in pairs:
+            grad, axes = grads[leaf.path].astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
+            reduced[leaf.path] = self._collect(SCATTER, grad, axes, leaf, gone) if axes else grad
+        return reduced
+
+    def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
+        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
+        leaf = self.layout.by_path[path]
+        done, held = leaf.stage(leaf.source).axes, accumulator_axes(leaf, self.deferred)
+        grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
+        further = self.layout.axes_on(self.mesh, [axis for axis in held if axis not in done])
+        if further:
+            grad = self._collect(SCATTER, grad, further, leaf, 0)
+        rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *held)]
+        if rest:
+            grad = self._collect(REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
+        grad = grad.astype(leaf.stage("grad").dtype)
+        if set(done) <= set(held):
+            return grad
+        # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.
+
+        def fill(grad: jax.Array) -> jax.Array:
+            assert leaf.dim is not None, path
+            start = jax.lax.axis_index(self._names(leaf, leaf.source)) * grad.shape[leaf.dim]
+            return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(leaf.cut_shape, grad.dtype), grad, start, leaf.dim)
+
+        return self._by_part(leaf, 0, fill, grad)
+
+    def _names(self, leaf: Leaf, stage: str) -> tuple[str, ...]:
+        """Return the axes of the mesh that split a stage."""
+        return () if leaf.dim is None else self.layout.stage_axes_on(self.mesh, leaf.stage(stage))
+
+
+def _is_doubled(leaf: Leaf) -> bool:
+    """Tell whether a leaf's split dim is cut too; see [Note: cuts in a shard_map]."""
+    return any(cut.dim == leaf.dim for cut in leaf.cuts)
+
+
+def _open_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Return the shape in which a leaf as it is stored passes the border of the outer `shard_map`."""
+    if not _is_doubled(leaf):
+        return leaf.stored_shape
+    shape, dim = leaf.stored_shape, leaf.dim or 0
+    parts = math.prod(cut.parts for cut in leaf.cuts if cut.dim == dim)
+    return (*shape[:dim], parts, leaf.cut_shape[dim], *shape[dim + 1 :])
+
+
+def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return how data axes split a leaf in that shape."""
+    return _open_spec(leaf, [None] * len(leaf.shape), axes)
+
+
+def _open_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return the spec of a leaf in that shape: of its dims as `entries` says, and `axes` of what is left of its split
+    dim."""
+    if leaf.dim is None:
+        return PartitionSpec(*entries)
+    dim = leaf.dim
+    before = entries[: dim + 1] if _is_doubled(leaf) else entries[:dim]
+    return PartitionSpec(*before, axes or None, *entries[dim + 1 :])

@@ -25,7 +25,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.collectives import LocalEngine
 from jfsdp.engine.driver.backward import Backward
 from jfsdp.engine.driver.forward import Forward, typed
 from jfsdp.engine.driver.program import Block
@@ -33,6 +32,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import zeros
 from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.movements import StageCalls
 from jfsdp.engine.pipeline.parts import without_weights
 from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, Ticks, lay_out
@@ -130,7 +130,7 @@ class _Pipeline:
         repeats: int,
     ):
         engine, layout = apply.engine, apply.layout
-        assert isinstance(engine, LocalEngine)
+        assert isinstance(engine, ManualEngine)
         self.engine, self.cotangent = engine, cotangent
         self.staged = {name: x for name, x in source.items() if layout.by_path[name].is_staged}
         self.rest = {name: x for name, x in source.items() if name not in self.staged}

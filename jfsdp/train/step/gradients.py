@@ -147,7 +147,7 @@ class Gradients:
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
         with _naming_axes(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
-        # A dim that is cut and split has come out as two; see [Note: cuts in a shard_map] in engine/collectives.py.
+        # A dim that is cut and split has come out as two; see [Note: cuts in a shard_map] in engine/manual.py.
         stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
         return sums._replace(grads=stored)
 
