@@ -113,11 +113,6 @@ def test_a_forbidden_import_would_be_seen(tmp_path, monkeypatch):
     assert violations("layout") == ["layout.bad imports jfsdp", "layout.bad imports jfsdp.engine.xla"]
 
 
-def test_no_file_is_longer_than_400_lines():
-    lines = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
-    assert not {name: num for name, num in lines.items() if num > 400}, "split it where a room of its own begins"
-
-
 def test_no_import_leads_back_to_where_it_stands():
     """In functions and for type checkers alike."""
     graph = {module_name(file): {name.removeprefix("jfsdp.") for name in imports(file)} for file in FILES}

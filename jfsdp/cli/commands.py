@@ -25,7 +25,6 @@ from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
-from jfsdp.cli.published import Published
 from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
@@ -40,7 +39,6 @@ To train, use scripts/train.py of the repository, or `import jfsdp` in your own 
 
 COMMANDS = {
     "plan": PlanJob,
-    "published": Published,
     "audit": AuditProgram,
     "explain": Explain,
     "checkpoint": Checkpoint,

@@ -152,7 +152,6 @@ class PlanJob(StepOptions):
         return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
     def _search(self, cluster: Cluster) -> int:
-        from jfsdp.plan.published.trust import trust_in
         from jfsdp.plan.search.pareto import plot_front
         from jfsdp.plan.search.search import search_job
         from jfsdp.trainer.recipes import read_recipe
@@ -168,8 +167,7 @@ class PlanJob(StepOptions):
             search.write_recipe(Path(self.write_recipe).expanduser())
         if self.plot and any(one.is_planned for one in search.tried):
             plot_front(search, Path(self.plot).expanduser())
-        found = search.to_dict() | {"trust": trust_in(cluster.gpu).to_dict()}
-        return self._tell(found, lambda: print_search(search, cluster.gpu), fits=search.best is not None)
+        return self._tell(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
 
     def _machine(self) -> dict[str, Any]:
         from jfsdp.plan.cluster.target import read_target_config

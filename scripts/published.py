@@ -1,27 +1,30 @@
-"""Published runs as data: what was run, by which software, what was measured, who says so.
+"""Runs that others measured and published, as data, and what a plan predicts for them; fit_clock.py fits to them.
 
 [Note: which runs]
 A run is here if model, mesh, rows and what it recomputes are published or follow from its software's defaults of the
 time, and it trains in bfloat16 without axes that jfsdp lacks. `differs` says what our plan of it does otherwise, and
 what we read into the source; `doubts` what the source leaves open. Where that decides the time, as with a network known
-within eight times only, the run is planned, but is no basis for the clock and for what a plan says of itself. Nothing
-is adjusted for one run. Its program is the one of `command`; its seconds are those of its software (`rates`).
+within eight times only, the run is planned, but the clock is not fitted to it. Nothing is adjusted for one run. Its
+program is the one of `command`; its seconds are those of its software (`rates`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
-import importlib.resources
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+from jfsdp.layout.mesh import parse_mesh
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.program.collectives import Collective, find_collectives
+from jfsdp.plan.program.hlo import Module, parse_module
 from jfsdp.plan.time.rates import CUDNN_ATTENTION, Rates
-
-if TYPE_CHECKING:
-    from jfsdp.trainer.options import StepOptions
+from jfsdp.plan.time.timeline import simulate
+from jfsdp.plan.time.work import Work
+from jfsdp.trainer.options import StepOptions
 
 GB = 1e9
 
@@ -81,8 +84,6 @@ class PublishedRun:
     @property
     def step_options(self) -> StepOptions:
         """The options of `jfsdp plan` that come closest. Its rows are one document each."""
-        from jfsdp.trainer.options import StepOptions  # extra `cli`
-
         config = tuple(f"{name}={json.dumps(value)}" for name, value in self.model_config.items())
         return StepOptions(model=self.model, model_config=config, cross_documents=True, **self.options)
 
@@ -106,23 +107,23 @@ class PublishedRun:
 @functools.cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """Return all runs, in the order of their sources."""
-    texts = ("differs", "doubts")
-    return tuple(PublishedRun(**row | {name: tuple(row[name]) for name in texts}) for row in read_data("runs.json"))
+    rows = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return tuple(PublishedRun(**row | {name: tuple(row[name]) for name in ("differs", "doubts")}) for row in rows)
 
 
-def find_runs(pattern: str) -> list[PublishedRun]:
-    """Return the runs whose names match a glob.
-
-    Raises:
-      ValueError: if there is none; names some that there are.
-    """
-    found = [run for run in published_runs() if fnmatch.fnmatchcase(run.id, pattern)]
-    if not found:
-        heads = ", ".join(dict.fromkeys(f"{run.id.partition('-')[0]}*" for run in published_runs()))
-        raise ValueError(f"--runs {pattern}: no published run has such a name; there are {heads}; --list names all")
-    return found
+def program_of(run: PublishedRun, text: str) -> tuple[Module, tuple[Collective, ...]]:
+    """Read the compiled program of a run's plan."""
+    module = parse_module(text)
+    return module, tuple(find_collectives(module, run.cluster.num_devices, parse_mesh(run.options["mesh"])))
 
 
-def read_data(name: str) -> Any:
-    """Read a JSON file of this room."""
-    return json.loads(importlib.resources.files("jfsdp.plan.published").joinpath(name).read_text())
+def predict(
+    run: PublishedRun,
+    module: Module,
+    collectives: Iterable[Collective],
+    *,
+    works: dict[str, Work] | None = None,
+    **constants: float,
+) -> float:
+    """Return the seconds of a step of that program at the rates of the run's software, `works` as in `simulate`."""
+    return simulate(module, collectives, run.rates(**constants), works=works).step_s
