@@ -304,21 +304,6 @@ def test_more_processes_than_documents_share_them(one_row_documents):
     assert len(set(rows)) == NUM_DOCUMENTS
 
 
-def test_a_state_from_before_lanes_goes_on_where_one_process_read_all_rows(uneven_documents):
-    data = open_data(_config(uneven_documents, seq_len=64))
-    iterator = make_train_iterator(data, batch_size=2)
-    _take(iterator, 5)
-    state = iterator.get_state()
-    stream = {name: value for name, value in state["stream"].items() if name not in ("global_batch", "num_lanes")}
-    stream |= {"batch_size": 2, "process_index": 0, "process_count": 1}
-    older = {"version": 1, "stream": stream, "position": state["position"]["lanes"]["0"][1]}
-    restored = make_train_iterator(data, batch_size=2)
-    restored.set_state(older)
-    _assert_batches_equal(_take(restored, 5), _take(iterator, 5))
-    with pytest.raises(ValueError, match=r"version 1, .* --restart-data"):
-        restored.set_state(older | {"stream": stream | {"process_count": 2}})
-
-
 def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_documents):
     data = open_data(_config(one_row_documents, eval_fraction=0))
     with pytest.raises(ValueError, match="no documents are held out; set eval_fraction above 0"):

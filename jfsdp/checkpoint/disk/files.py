@@ -33,7 +33,6 @@ ARRAYS, MANIFEST, LAYOUT, CONFIG, EXTRA, SUMS = (
     "SHA256SUMS",
 )
 UNFINISHED = ".jfsdp-tmp"
-_MANIFEST_OF_FORMAT_1 = Path("manifest") / "metadata"
 
 
 class DamagedError(ValueError):
@@ -107,11 +106,6 @@ def read_manifest(path: Any) -> dict[str, Any]:
       ValueError: if the directory is no complete checkpoint, is damaged, or of another format.
     """
     path = Path(path)
-    if (path / _MANIFEST_OF_FORMAT_1).is_file():
-        raise ValueError(
-            f"checkpoint {path}: has format 1, which jfsdp 0.1.0 was the last to read: with that version, "
-            "`jfsdp checkpoint convert` writes it in the format of today"
-        )
     if (path / MANIFEST).is_file():
         manifest = read_json(path, MANIFEST)
     elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
@@ -127,10 +121,10 @@ def read_manifest(path: Any) -> dict[str, Any]:
     found = manifest.get("format")
     if found != FORMAT:
         raise ValueError(
-            f"checkpoint {path}: has format {found}; this version of jfsdp reads {FORMAT}: a newer one wrote it, "
-            "so upgrade jfsdp to read it"
+            f"checkpoint {path}: has format {found}, and this jfsdp reads format {FORMAT}; read it with the jfsdp that "
+            "wrote it"
         )
-    numbers = [name for name in (manifest.get("name", path.name), path.name) if name.isdecimal()]
+    numbers = [name for name in (manifest["name"], path.name) if name.isdecimal()]
     if len(set(numbers)) == 2:
         written, named = numbers
         why = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"

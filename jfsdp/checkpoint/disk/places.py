@@ -52,7 +52,7 @@ def find_checkpoints(path: Any) -> list[Path]:
       ValueError: if there is none.
     """
     path = local_path(path)
-    if any((path / name).exists() for name in (MANIFEST, SUMS, ARRAYS)) or (path / "manifest" / "metadata").exists():
+    if any((path / name).exists() for name in (MANIFEST, SUMS, ARRAYS)):
         return [path]
     for directory in (path, path / "checkpoints"):
         if steps := step_paths(directory):

@@ -68,9 +68,8 @@ class DataIterator(Iterator[Batch]):
         Raises:
           ValueError: if a state belongs to another stream (data, seed, seq_len, global batch..); names what differs.
         """
-        states = tuple(map(_upgrade, states))
-        num_lanes = states[0].get("stream", {}).get("num_lanes")
-        if self._lanes is not None and num_lanes is not None and num_lanes != self._stream["num_lanes"]:
+        num_lanes = states[0]["stream"].get("num_lanes")
+        if self._lanes is not None and num_lanes != self._stream["num_lanes"]:
             dataset, self._stream = self._lanes(num_lanes)  # a run goes on with the lanes that it began with
             _close_all(self._open)
             self._open.append(iter(dataset))
@@ -93,20 +92,6 @@ class DataIterator(Iterator[Batch]):
                 f"the checkpoint's place is in other data: {pairs}; resume with the same settings, or begin the data "
                 "anew with --resume STEP --restart-data"
             )
-
-
-def _upgrade(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state from before 2026-11-23 as one of today, where a single process read all rows: then in one lane."""
-    stream = state.get("stream", {})
-    if state.get("version") != 1 or stream.get("process_count") != 1:
-        return state
-    kept = {name: value for name, value in stream.items() if name not in ("process_index", "process_count")}
-    kept["global_batch"] = kept.pop("batch_size")
-    is_tokens, position = "seq_len" in stream, state["position"]
-    if is_tokens:
-        kept = {"documents_per_row": None, "num_lanes": 1} | kept
-        position = {"taken": 0, "lanes": {"0": [0, position]}}
-    return {"version": _STATE_VERSION, "stream": kept, "position": position}
 
 
 def _close_all(iterators: list[Any]):

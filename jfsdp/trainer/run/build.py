@@ -90,7 +90,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
         )
-    job = _as_begun(find_job(config), config, stored.get("decides", {}))
+    job = find_job(config)
     row_items = check_source(config, job)
     config = with_tokenizer(config, job, stored)
     check_paths(config, stored)
@@ -131,14 +131,6 @@ def _paths_by_kind(adapters: Mapping[str, Adapter]) -> dict[str, list[str]] | No
     for adapter in adapters.values():
         paths.setdefault(adapter.kind, []).append(adapter.path)
     return paths or None
-
-
-def _as_begun(job: Job, config: TrainConfig, decides: Mapping[str, Any]) -> Job:
-    """Return a job with any number of documents in a row, where a run began so: before 2026-11-23 all did."""
-    name = "documents_per_row"
-    is_given = any(pair.startswith(f"{name}=") for pair in config.model_config)
-    has_bound = not decides or decides.get(f"model_config.{name}") is not None
-    return job if has_bound or is_given or not hasattr(job.config, name) else job.with_config(**{name: None})
 
 
 def find_tracker(spec: str) -> Callable[[dict[str, Any]], Any]:

@@ -54,7 +54,7 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
     """Return those options that losses depend on by more than rounding, each in one spelling only.
 
     What is computed of several (rows per step, the schedule, the fields of the model) `build` adds, and a source what
-    its data are. The names are those in `config.json` of older runs, which are resumed too.
+    its data are.
     """
     dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "frozen_dtype")
     plain = ("accumulate", "ema", "seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")

@@ -13,7 +13,6 @@ from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 from jfsdp.cli.commands import main
 from jfsdp.layout.mesh import make_mesh, parse_mesh
 from jfsdp.trainer.job import find_job
-from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import check_paths, with_tokenizer
@@ -285,21 +284,6 @@ def test_what_changes_rounding_only_is_not():
 def test_a_run_whose_loss_is_scaled_skips_what_is_not_finite():
     assert not build(CONFIG, {}).loop.skips_nonfinite
     assert build(dataclasses.replace(CONFIG, param_dtype="float16"), {}).loop.skips_nonfinite
-
-
-def test_a_run_from_before_the_bound_on_documents_goes_on_without_it():
-    """Its rows, and the states of its data, are those of a stream that nothing is filled into."""
-    new = build(CONFIG, {})
-    older = {name: value for name, value in new.decides.items() if name != "model_config.documents_per_row"}
-    assert (new.job.documents_per_row, build(CONFIG, {"decides": new.decides}).job.documents_per_row) == (64, 64)
-    resumed = build(CONFIG, {"decides": older})
-    assert resumed.job.documents_per_row is None and resumed.job.config.documents_per_row is None
-    assert rules.differences(older, resumed.decides) == {}
-    again = build(CONFIG, {"decides": resumed.decides})
-    assert rules.differences(resumed.decides, again.decides) == {}
-    asked = dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "documents_per_row=8"))
-    found = rules.differences(older, build(asked, {"decides": older}).decides)
-    assert found == {"model_config.documents_per_row": [None, 8]}, "who asks for another bound is refused"
 
 
 @pytest.mark.parametrize(
