@@ -196,7 +196,7 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
         candidate("failed", "RuntimeError: " + "much " * 50, remat="dots"),
         candidate("impossible", "layers.attn: " + "it does not divide " * 6, mesh="fsdp=-1,tensor=8"),
     ]
-    print_search(Search(tuple(tried), "token", 2**36, 60.0, True, "llama-8b on 64 h100"), find_gpu("h100"))
+    print_search(Search(tuple(tried), "token", 2**36, 60.0, True, "llama-8b on 64 h100"))
     lines = capsys.readouterr().out.splitlines()
     table = lines[: next(i for i, line in enumerate(lines) if line.startswith("best: "))]
     assert max(map(len, map(str.rstrip, table))) <= 100
