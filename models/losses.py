@@ -267,13 +267,3 @@ def token_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[
         weights = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.float32)
         batch |= {"weights": weights, "segment_ids": ids, "positions": ids}
     return batch
-
-
-def image_batch(shape: tuple[int, int, int], batch_size: int, seq_len: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch for `classification_loss`: images of `shape` H W C. A row has no length."""
-    del seq_len
-    return {
-        "images": jax.ShapeDtypeStruct((batch_size, *shape), jnp.float32),
-        "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((batch_size,), jnp.float32),
-    }

@@ -22,24 +22,6 @@ RECIPES = {
     "stdlib": _STDLIB,
     # The same with GPT-2, a model in Flax Linen.
     "gpt2-stdlib": _STDLIB | {"model": "gpt2-tiny"},
-    # A small Vision Transformer on scikit-learn's handwritten digits, 1438 to learn from and 359 held out.
-    "vit-digits": {
-        "model": "vit-tiny",
-        "data": "digits",
-        "eval_fraction": 0.2,
-        "batch_per_device": 8,
-        "steps": 900,
-        "decay_steps": 900,
-        "learning_rate": 2e-3,
-        "min_learning_rate": 0.01,
-        "remat": "none",
-        "eval_every": 100,
-        "eval_batches": 0,
-        "checkpoint_every": 300,
-        "log_every": 10,
-        "sample_tokens": 0,
-        "simulate_devices": 8,
-    },
     # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: give --data, --tokenizer and --run-dir.
     "llama-8b": {
         "model": "llama-8b",

@@ -1,4 +1,4 @@
-"""The Vision Transformer in plain Flax NNX, and the jobs that train it.
+"""The Vision Transformer in plain Flax NNX; examples/vit.py trains it.
 
 An encoder over the patches of an image: learned positions, a norm before each half of a block, biases everywhere, GELU.
 The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding, but what
@@ -25,7 +25,6 @@ Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929), 
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +36,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend
 from .elementwise import gelu, layer_norm
-from .losses import LossSums, classification_loss, image_batch
+from .losses import LossSums, classification_loss
 from .optimizers import NORMS_AND_BIASES, decay_mask
 from .over_tensor import HEADS, Cuts, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
-from .vit_config import PRESETS, ViTConfig, flops_per_image
+from .vit_config import ViTConfig
 
 _kernel_init = nnx.initializers.truncated_normal(0.02)
 _token_init = nnx.initializers.normal(0.02)
@@ -221,34 +220,3 @@ def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
 def cuts() -> Cuts:
     """Return which dim of which weights mesh axis `tensor` cuts: the kernels of attention and MLP."""
     return make_cuts(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))
-
-
-def make_job(config: ViTConfig) -> dict[str, Any]:
-    """Describe a training job as plain data.
-
-    Returns:
-      `model` (rngs -> module), `config`, `loss`, `eval_loss`, `units`, `data` ("images"), `batch` ((batch_size,
-      seq_len) -> shapes), `optimizer`, `num_classes`, `flops_per_token` (of one image) and `configure` (changed fields
-      of the config, by keyword -> another job).
-    """
-
-    def configure(**overrides: Any) -> dict[str, Any]:
-        return make_job(replace(config, **overrides))
-
-    return {
-        "model": partial(ViT, config),
-        "config": config,
-        "loss": classification_loss,
-        "eval_loss": evaluation_loss,
-        "units": [{"match": EncoderBlock, "stacked": int(config.stacked)}],
-        "data": "images",
-        "batch": partial(image_batch, (config.image_size, config.image_size, config.channels)),
-        "optimizer": adamw,
-        "num_classes": config.num_classes,
-        "flops_per_token": partial(flops_per_image, config),
-        "configure": configure,
-        "cuts": cuts(),
-    }
-
-
-JOBS: dict[str, dict[str, Any]] = {name: make_job(config) for name, config in PRESETS.items()}

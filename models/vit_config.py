@@ -119,7 +119,7 @@ def flops_per_image(config: ViTConfig, num_keys: float = 1) -> float:
 
 
 PRESETS: dict[str, ViTConfig] = {
-    # For the 8 x 8 digits of scikit-learn; small enough to learn on a CPU.
+    # Small enough to learn on a CPU.
     "vit-tiny": ViTConfig(
         image_size=8, channels=1, patch_size=2, num_classes=10, dim=64, num_layers=4, num_heads=4, ffn_dim=256
     ),

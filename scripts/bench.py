@@ -129,7 +129,7 @@ def _finish(
     from benchmark.report import collect, show, too_far
 
     job = find_job(options)
-    seq_len = 1 if job.data == "images" else options.seq_len or job.seq_len
+    seq_len = 1 if job.item == "row" else options.seq_len or job.seq_len
     rows = count_rows(options, num_devices)
     dtype = options.param_dtype or "none"
     title = f"{options.model or options.factory} on {num_devices} x {kind}, {rows} rows of {seq_len}, {dtype}"

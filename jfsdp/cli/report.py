@@ -105,7 +105,7 @@ def short(place: str) -> str:
     return place.replace(f"{Path.cwd()}/", "")
 
 
-_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "images/s/GPU", "MFU")
+_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
 
 
 def _table(*columns: str) -> Any:

@@ -43,9 +43,9 @@ class Work:
     """What a step is for: the units that throughput is counted in.
 
     Attributes:
-      items: tokens or images per device and step.
-      rows: sequences or images per device and step.
-      item: "token" or "image".
+      items: tokens or rows per device and step.
+      rows: of the batch, per device and step.
+      item: "token" or "row".
       item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
         frozen weights; None if unknown. Attention counts all keys of a row.
       causal_flops: the same, but attention counts the keys that a token sees: half of its document's.
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def items_per_s(self) -> float:
-        """Tokens (or images) per second and GPU; all devices along the model's own axes work on the same ones."""
+        """Tokens (or rows) per second and GPU; all devices along the model's own axes work on the same ones."""
         return self.work.items / self.layout.num_shards(MODEL_AXES) / self.step_s
 
     @property

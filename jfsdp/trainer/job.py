@@ -16,7 +16,7 @@ from jfsdp.layout.cuts import AxisRules
 from jfsdp.trainer.parse import split_pair
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
-DATA_KINDS = ("tokens", "images", "pairs")
+DATA_KINDS = ("tokens", "pairs")
 
 
 @checked
@@ -38,17 +38,19 @@ class Job:
         statistics. None: `loss`.
       row_loss: `f(model, batch) -> object` with `total` and `weight` [B]: what `loss` sums, of each row by itself and
         without dropout; for losses of preferences. None: the job cannot be trained on them.
-      data: what batches hold, for tools that make them: "tokens" (dicts with `tokens` and `targets` [B T]), "images"
-        (dicts with `images` [B H W C] and `labels` [B]), or "pairs" (dicts with `tokens`, `targets` and `weights`
-        [B 2 T], and `reference` [B 2]: two answers to choose between). The library itself takes any batch.
-      seq_len: default sequence length; means nothing for images.
+      data: what the training script trains on: "tokens" (batches are dicts with `tokens` and `targets` [B T]), "pairs"
+        (dicts with `tokens`, `targets` and `weights` [B 2 T], and `reference` [B 2]: two answers to choose between), or
+        `f(share)`, which returns data of the job's own: a `grain.MapDataset` of rows, or an iterable over this
+        process's batches whose iterator has `get_state` and `set_state` (docs/models.md). The library itself takes any
+        batch.
+      eval_data: `f(share)` as in `data`, of held-out rows; with data of the job's own only. None: nothing is evaluated.
+      seq_len: default sequence length; means nothing where rows are no tokens.
       documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
         keep to it. None: any number.
       attention: `f(dtype, seq_len, is_packed=...) -> str`: which kernel computes attention on the device that a trace
         is for, and why, in words; None: nothing is said of it.
       vocab_size: how many token ids the model knows; None for models without tokens.
-      num_classes: how many labels the model knows; None for models without classes.
-      flops_per_token: `f(num_keys) -> FLOPs` forward and backward of one token (where `data` is "images": of one image)
+      flops_per_token: `f(num_keys) -> FLOPs` forward and backward of one token (of a row, where `item` is "row")
         that attends to so many keys, for MFU; called with `seq_len`, and for MFU of causal attention with the mean
         number that tokens see. None if unknown.
       configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
@@ -74,12 +76,12 @@ class Job:
     name: str = "job"
     eval_loss: Callable[[Any, Any], Any] | None = None
     row_loss: Callable[[Any, Any], Any] | None = None
-    data: str = "tokens"
+    data: str | Callable[[Any], Any] = "tokens"
+    eval_data: Callable[[Any], Any] | None = None
     seq_len: Count = 1024
     documents_per_row: Count | None = None
     attention: Callable[..., str] | None = None
     vocab_size: Count | None = None
-    num_classes: Count | None = None
     flops_per_token: Callable[[float], float] | None = None
     configure: Callable[..., Any] | None = None
     config: Any = None
@@ -89,14 +91,22 @@ class Job:
     cache: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.data not in DATA_KINDS:
+        if not callable(self.data) and self.data not in DATA_KINDS:
             raise ValueError(
-                f"job {self.name!r}: data {self.data!r} is no kind of data; the kinds are {', '.join(DATA_KINDS)}"
+                f"job {self.name!r}: data={self.data!r} is not a kind of data; the kinds are {', '.join(DATA_KINDS)}, "
+                "or a function f(share) that returns data of the job's own"
             )
+        if self.eval_data is not None and not callable(self.data):
+            raise ValueError(f"job {self.name!r}: eval_data= goes with data=f(share), not with data={self.data!r}")
         if self.configure is not None and not isinstance(self.configure, _Configure):
             names = [field.name for field in dataclasses.fields(self) if field.name not in ("config", "configure")]
             made = {name: getattr(self, name) for name in names}
             object.__setattr__(self, "configure", _Configure(self.configure, made))
+
+    @property
+    def item(self) -> str:
+        """What rates and losses are per: "token", or "row" for data of the job's own without a vocabulary."""
+        return "row" if callable(self.data) and self.vocab_size is None else "token"
 
     def with_config(self, **fields: Any) -> Job:
         """Return this job with fields of its model configuration changed.

@@ -164,7 +164,7 @@ class StepOptions(ShardingOptions):
     """All that decides the program of a training step."""
 
     batch_per_device: Count = 1
-    """Rows (sequences or images) per step for each of the replica x fsdp data shards."""
+    """Rows per step for each of the replica x fsdp data shards."""
     seq_len: Number = None
     """Tokens per sequence. none: the model's."""
     cross_documents: bool = False

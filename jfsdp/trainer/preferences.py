@@ -129,7 +129,7 @@ def with_preference(job: Job, kind: str | None, beta: float) -> Job:
             raise ValueError(f"--beta {beta:g}: goes with --preference")
         return job
     if job.data != "tokens":
-        raise ValueError(f"--preference {kind} is for models of tokens, and job {job.name!r} takes {job.data}")
+        raise ValueError(f"--preference {kind} is for models of tokens, and job {job.name!r} has data={job.data!r}")
     _check(kind, beta)
     _need_row_loss(job)
 

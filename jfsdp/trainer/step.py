@@ -62,11 +62,9 @@ def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = F
     """Return the shapes of a global batch as the data of a run make it; as the job says, where no run could train it.
 
     Rows of tokens hold several documents, so they come with weights, segment ids and positions; with `cross_documents`
-    a row is one document, and has weights alone. Images have a weight each.
+    a row is one document, and has weights alone.
     """
     batch = job.batch(rows, row_items)
-    if job.data == "images" and isinstance(batch, Mapping) and "images" in batch:
-        return {"weights": jax.ShapeDtypeStruct((rows,), np.float32), **batch}
     if job.data != "tokens" or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
         return batch
     shape = (rows, row_items)

@@ -349,7 +349,10 @@ BAD = {
     "missing": (("import", "PT", "OUT", *MODEL), "missing from the checkpoint: "),
     "no model": (("import", "HF", "OUT"), "give --model NAME, or --factory"),
     "unknown model": (("import", "HF", "OUT", "--model", "llama-9b"), "llama-9b"),
-    "no names": (("import", "HF", "OUT", "--model", "vit-tiny"), "says nothing of how others call its parameters"),
+    "no names": (
+        ("import", "HF", "OUT", "--factory", "examples.vit:job"),
+        "says nothing of how others call its parameters",
+    ),
     "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "these are safetensors"),
     "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
     "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),

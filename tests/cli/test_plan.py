@@ -149,7 +149,7 @@ class Net(nnx.Module):
 
 def make():
     return dict(
-        model=Net, loss=lambda model, batch: model(batch).mean(), units=[], optimizer=optax.adamw, data="images",
+        model=Net, loss=lambda model, batch: model(batch).mean(), units=[], optimizer=optax.adamw,
         batch=lambda rows, seq_len: jax.ShapeDtypeStruct((rows, 64), jnp.float32),
     )
 """

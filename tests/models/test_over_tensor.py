@@ -1,5 +1,7 @@
 """Values that the models split over mesh axis `tensor`: only where a mesh in context has it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jfsdp
+from examples import vit
 from jfsdp.engine.dataflow import all_eqns
-from jfsdp_models import gpt2, llama, vit  # pyright: ignore[reportMissingImports]
+from jfsdp_models import gpt2, llama  # pyright: ignore[reportMissingImports]
 from jfsdp_models.over_tensor import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
     by_heads,
     fused_heads,
@@ -124,7 +127,7 @@ def test_attention_is_written_out_where_no_other_axis_splits_anything(sizes, is_
 WHOLE = {
     "gpt2": {"wte.embedding", "wpe.embedding"},  # 50257 words
     "gpt2-tiny": {"wpe.embedding"},
-    "vit-b16": {"embed.patch.kernel", "head.kernel"},
+    "vit": {"embed.patch.kernel", "head.kernel"},
     "llama-tiny": set(),
 }
 
@@ -132,7 +135,7 @@ WHOLE = {
 @pytest.mark.filterwarnings("ignore:mesh axis .tensor. .* repeats")
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_jobs_cut_all_kernels_of_their_layers(name):
-    job = (llama.JOBS | gpt2.JOBS | vit.JOBS)[name]
+    job = (llama.JOBS | gpt2.JOBS | {"vit": dataclasses.asdict(vit.job())})[name]
     leaves = jfsdp.fully_shard(job["model"], mesh=mesh(2), units=job["units"], cuts=job["cuts"]).layout.leaves
     wide = [leaf for leaf in leaves if leaf.path.endswith(("kernel", "embedding"))]
     assert {leaf.path for leaf in wide if not leaf.cuts} == WHOLE[name]

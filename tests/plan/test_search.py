@@ -358,9 +358,9 @@ def test_frozen_weights_need_no_gradient_and_no_reduction():
     tied = StepOptions(model="gpt2", frozen=("wte",))
     planned = shard_planned(tied, find_planned_job(tied), num_devices=8)
     assert matmul_elements(planned.job, planned.model.layout, trainable=False) == 50257 * 768
-    images = StepOptions(model="vit-b16", frozen=("blocks",))
-    planned = shard_planned(images, find_planned_job(images), num_devices=8)
-    assert planned.work.item_flops is None and bound_job(images, NODE).compute_s == 0
+    rows = StepOptions(factory="examples.vit:job", frozen=("blocks",))
+    planned = shard_planned(rows, find_planned_job(rows), num_devices=8)
+    assert planned.work.item_flops is None and bound_job(rows, NODE).compute_s == 0
 
 
 def test_the_names_of_values_are_the_models():

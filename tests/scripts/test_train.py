@@ -297,12 +297,12 @@ def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path, se
 JOBS_OF_OUR_OWN = """
 import dataclasses
 import jfsdp
+from examples import vit
 
 def with_evaluation_of_its_own():
     def eval_loss(model, batch):
         return jfsdp.Loss(42.0 * batch["weights"].sum(), batch["weights"].sum())
-    job = jfsdp.find_job("vit-tiny").with_config(dim=16, num_layers=1, num_heads=2, ffn_dim=32)
-    return dataclasses.replace(job, eval_loss=eval_loss)
+    return dataclasses.replace(vit.job(), eval_loss=eval_loss)
 """
 BIGRAM = """
 import jax, jfsdp, optax
@@ -322,36 +322,30 @@ def bigram():
     ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
     return jfsdp.Job(model=Bigram, loss=loss, batch=ids, units=["table"], optimizer=optax.sgd, vocab_size=264)
 """
-DIGITS = ["--data", "digits", "--eval-fraction", 0.2, "--eval-batches", 0, "--batch-per-device", 16]
-
-
-@pytest.fixture(scope="module")
-def image_options(workspace):
-    model = ["--model", "vit-tiny", "--model-config", "dim=16", "num_layers=2", "num_heads=2", "ffn_dim=32"]
-    when = ["--log-every", 1, "--checkpoint-every", 10, "--eval-every", 10, "--learning-rate", 1e-2]
-    more = ["--simulate-devices", 2, "--cache-dir", workspace / "cache", "--remat", "none"]
-    return [*model, "norm=batch", *DIGITS, *when, "--decay-steps", 30, *more]
 
 
 @pytest.mark.proof
-def test_a_model_for_images_reports_images_and_accuracy_and_resumes_bit_for_bit(workspace, image_options):
-    """Its state holds batch statistics and the counts of its dropout, which a resume must bring back too."""
-    whole, parted = workspace / "images", workspace / "images-parted"
-    done = train(*image_options, "--steps", 30, "--run-dir", whole)
+def test_a_job_with_data_of_its_own_reports_rows_and_accuracy_and_resumes_bit_for_bit(workspace):
+    """Its state holds the counts of its dropout, which a resume must bring back too."""
+    when = ["--log-every", 1, "--checkpoint-every", 5, "--eval-every", 5, "--learning-rate", 2e-3, "--decay-steps", 15]
+    more = ["--batch-per-device", 16, "--eval-batches", 0, "--simulate-devices", 2, "--cache-dir", workspace / "cache"]
+    options = ["--factory", "examples.vit:job", *when, *more, "--remat", "none"]
+    whole, parted = workspace / "rows", workspace / "rows-parted"
+    done = train(*options, "--steps", 15, "--run-dir", whole)
     assert done.returncode == 0, done.stderr
     lines = read_metrics(whole)
-    assert [line["images_seen"] for line in lines] == [32 * step for step in range(1, 31)]
+    assert [line["rows_seen"] for line in lines] == [32 * step for step in range(1, 16)]
     evaluated = [line for line in lines if line["eval_loss"] is not None]
-    assert [(line["step"], line["eval_images"]) for line in evaluated] == [(10, 359), (20, 359), (30, 359)]
+    assert [(line["step"], line["eval_rows"]) for line in evaluated] == [(5, 200), (10, 200), (15, 200)]
     assert all(0 < line["eval_correct"] <= 1 for line in evaluated)
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["eval_correct"] == evaluated[-1]["eval_correct"] and summary["entropies"] is None
-    assert not (whole / "sample.txt").exists(), "a model for images writes no text"
-    assert "1797 images of 8 x 8 x 1 in 10 classes; 359 held out" in done.stdout and "32 images per step" in done.stdout
-    assert f"nats per image, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
-    assert "images/s" in done.stdout and "tokens" not in done.stdout
-    for steps, resume in ((20, []), (30, ["--resume"])):
-        done = train(*image_options, "--steps", steps, "--run-dir", parted, *resume)
+    assert not (whole / "sample.txt").exists(), "a job with data of its own writes no text"
+    assert "data of job 'vit'" in done.stdout and "32 rows per step" in done.stdout
+    assert f"nats per row, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
+    assert "rows/s" in done.stdout and "tokens" not in done.stdout
+    for steps, resume in ((10, []), (15, ["--resume"])):
+        done = train(*options, "--steps", steps, "--run-dir", parted, *resume)
         assert done.returncode == 0, done.stderr
     assert read_losses(parted) == read_losses(whole)
 
@@ -360,9 +354,9 @@ def test_a_model_for_images_reports_images_and_accuracy_and_resumes_bit_for_bit(
 def test_evaluation_takes_the_jobs_own_loss(workspace, tmp_path):
     (tmp_path / "own_jobs.py").write_text(JOBS_OF_OUR_OWN)
     more = ["--steps", 2, "--simulate-devices", 2, "--cache-dir", workspace / "cache", "--run-dir", tmp_path / "run"]
-    done = train("--factory", "own_jobs:with_evaluation_of_its_own", *DIGITS, *more, cwd=tmp_path)
+    done = train("--factory", "own_jobs:with_evaluation_of_its_own", *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "held-out loss 42.0000 nats per image" in done.stdout
+    assert "held-out loss 42.0000 nats per row" in done.stdout
     assert read_metrics(tmp_path / "run")[-1]["loss"] < 10
 
 
@@ -381,22 +375,6 @@ def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_b
         assert done.returncode == 0, done.stderr
     assert [line[:3] for line in read_losses(parted)] == [line[:3] for line in read_losses(whole)]
     assert read_losses(parted)[-1] == read_losses(whole)[-1]
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--recipe", "vit-digits", "--data", "stdlib"], "job 'vit-tiny' takes images, and data 'stdlib' are none"),
-        (
-            ["--recipe", "gpt2-stdlib", "--data", "digits"],
-            "--data 'digits' are images, and job 'gpt2-tiny' takes tokens",
-        ),
-    ],
-)
-def test_data_of_the_wrong_kind_cost_one_line_and_status_2(args, words, tmp_path, serve):
-    done = serve(*args, "--run-dir", tmp_path / "run")
-    assert done.returncode == 2 and done.stderr.startswith(f"train.py: error: {words}")
-    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def script():
@@ -450,7 +428,7 @@ def test_the_launchers_devices_override_a_recipes(monkeypatch):
     assert parse("--recipe", "stdlib", "--simulate-devices", "4").simulate_devices == 4, "which is refused"
 
 
-@pytest.mark.parametrize(("recipe", "model"), [("gpt2-stdlib", "gpt2-tiny"), ("vit-digits", "vit-tiny")])
+@pytest.mark.parametrize(("recipe", "model"), [("gpt2-stdlib", "gpt2-tiny"), ("stdlib", "llama-tiny")])
 def test_recipes_run_on_eight_simulated_devices(recipe, model):
     config = parse("--recipe", recipe)
     assert (config.recipe, config.model, config.simulate_devices) == (recipe, model, 8)
@@ -471,7 +449,7 @@ def test_a_factory_takes_the_place_of_the_recipes_model():
 def test_an_unknown_recipe_costs_one_line_and_status_2():
     done = train("--recipe", "imagenet")
     assert (done.returncode, done.stdout) == (2, "")
-    known = "none, gpt2-stdlib, llama-8b, stdlib, vit-digits, or a file *.json"
+    known = "none, gpt2-stdlib, llama-8b, stdlib, or a file *.json"
     assert done.stderr == f"train.py: error: --recipe 'imagenet' is unknown; the recipes are {known}\n"
 
 

@@ -240,5 +240,5 @@ def test_a_recipe_with_values_of_another_type_is_refused_by_field(fields, tmp_pa
 
 
 def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():
-    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=vit-digits"]) == "vit-digits"
+    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=gpt2-stdlib"]) == "gpt2-stdlib"
     assert option_value("--recipe", ["--steps", "2"]) is None

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from examples import vit
 from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, score_answers, with_preference
 from tests.pairwise import cover
 from tests.thin import thin
@@ -164,8 +165,8 @@ def test_what_no_preference_is_is_refused_by_name():
             preference_loss(scores, scores, scores, **given)
     with pytest.raises(ValueError, match=r"\(3,\).*give \[B, 2\] each"):
         preference_loss(scores, scores[:, 0], scores)
-    with pytest.raises(ValueError, match="job 'vit-tiny' takes images"):
-        with_preference(jfsdp.find_job("vit-tiny"), "dpo", 0.1)
+    with pytest.raises(ValueError, match="models of tokens, and job 'vit'"):
+        with_preference(vit.job(), "dpo", 0.1)
     own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
     with pytest.raises(ValueError, match=r"job 'mine' sums no losses of single rows.*`row_loss`"):
         with_preference(jfsdp.Job(**own, name="mine"), "dpo", 0.1)

@@ -116,7 +116,7 @@ class Search:
 
     Attributes:
       tried: every candidate in the order in which it was considered; the first is what the user gave.
-      item: "token" or "image".
+      item: "token" or "row".
       limit_bytes: what a step may take of a GPU's memory.
       elapsed_s: seconds that the search took.
       is_complete: whether it ended by itself and not by its budget.

@@ -87,20 +87,19 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
 
 
 def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
-    """Return what a step of a job is for; an item is a token, or an image."""
-    per_row = {"tokens": seq_len, "pairs": 2 * seq_len, "images": 1}[job.data]
+    """Return what a step of a job is for; an item is a token, or a row."""
+    per_row = 1 if job.item == "row" else 2 * seq_len if job.data == "pairs" else seq_len
     dtype = model.layout.mp_policy.param_dtype or "float32"
     dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
     rows = options.batch_per_device
-    item = "image" if job.data == "images" else "token"
-    return Work(rows * per_row, rows, item, _item_flops(job, model.layout, seq_len), dtype)
+    return Work(rows * per_row, rows, job.item, _item_flops(job, model.layout, seq_len), dtype)
 
 
 def _item_flops(job: Job, layout: Layout, *keys: float) -> float | None:
     """Return the mean FLOPs of items that attend to so many keys; frozen weights need two less per token."""
     frozen = matmul_elements(job, layout, trainable=False)
-    # How often an image meets each weight is the model's own affair.
-    if job.flops_per_token is None or (frozen and job.data == "images"):
+    # How often a row meets each weight is the model's own affair.
+    if job.flops_per_token is None or (frozen and job.item == "row"):
         return None
     return causal_flops(job.flops_per_token, keys) - 2 * frozen
 

@@ -1,20 +1,15 @@
-"""Text and images to batches: sources, tokens, held-out split, packing, shuffling, resumable iteration.
+"""Text to batches: sources, tokens, held-out split, packing, shuffling, resumable iteration.
 
 data = open_data(DataConfig("stdlib", seq_len=1024), vocab_size=257)
 batches = make_train_iterator(data, batch_size=8)
 
-images = open_images(ImageConfig("digits", eval_fraction=0.2), shape=(8, 8, 1), num_classes=10)
-batches = make_image_train_iterator(images, batch_size=8)
-
-Importing this needs numpy only; grain, tokenizers and scikit-learn are imported where they are used.
+Importing this needs numpy only; grain and tokenizers are imported where they are used.
 """
 
 from jfsdp.trainer.data.corpus import Corpus, CorpusStats, Document, open_corpus
 from jfsdp.trainer.data.documents import Documents
 from jfsdp.trainer.data.entropy import NgramEntropies, ngram_entropies
 from jfsdp.trainer.data.files import standard_library_path
-from jfsdp.trainer.data.image_pipeline import make_image_eval_iterator, make_image_train_iterator
-from jfsdp.trainer.data.images import ImageConfig, ImageData, open_images
 from jfsdp.trainer.data.iterator import DataIterator
 from jfsdp.trainer.data.pipeline import make_eval_iterator, make_pass_iterator, make_train_iterator
 from jfsdp.trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -28,20 +23,15 @@ __all__ = [
     "DataIterator",
     "Document",
     "Documents",
-    "ImageConfig",
-    "ImageData",
     "NgramEntropies",
     "TokenData",
     "Tokenizer",
     "load_tokenizer",
     "make_eval_iterator",
-    "make_image_eval_iterator",
-    "make_image_train_iterator",
     "make_pass_iterator",
     "make_train_iterator",
     "ngram_entropies",
     "open_corpus",
     "open_data",
-    "open_images",
     "standard_library_path",
 ]

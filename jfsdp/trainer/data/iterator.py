@@ -18,7 +18,7 @@ Batch = dict[str, np.ndarray]
 class DataIterator(Iterator[Batch]):
     """Batches of arrays by name, and where in the data they are. Moves no data to devices.
 
-    What the arrays are: [Note: batches of tokens], [Note: batches of images].
+    What the arrays are: [Note: batches of tokens].
 
     Args:
       dataset: of grain; yields batches, and its iterator has `get_state`, `set_state` and `close`.

@@ -20,8 +20,7 @@ class TrainConfig(StepOptions):
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = "stdlib"
     """What to train on: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources); or several
     with weights, a.jsonl:0.7,b.jsonl:0.3. JSONL may hold texts, conversations, prompts and completions, or choices;
-    `jfsdp data show FILE` shows how it is read.
-    For image models: digits (those of scikit-learn), or a file *.npz with arrays images and labels."""
+    `jfsdp data show FILE` shows how it is read."""
     tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
     """byte, or the path of a tokenizer.json or of its directory. none: the tokenizer of --init-from; without that byte;
     on resume, what it was."""
@@ -40,7 +39,7 @@ class TrainConfig(StepOptions):
     eod_id: Number = None
     """The id between documents, for token files without a sidecar."""
     eval_fraction: Real = 0.05
-    """The part of the documents or images that is held out."""
+    """The part of the documents that is held out."""
     shuffle_rows: Count = 1024
     """Rows that are shuffled among themselves. 0: keep the rows of a document together."""
 

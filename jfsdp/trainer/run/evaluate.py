@@ -1,4 +1,4 @@
-"""Held-out loss: an exact mean over what a fixed set of batches counts (tokens, images)."""
+"""Held-out loss: an exact mean over what a fixed set of batches counts (tokens, rows)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       loss: the mean over what was counted.
-      weight: how much that was (tokens, images).
+      weight: how much that was (tokens, rows).
       aux: what the loss returns beside, by name: means, and maxima over all batches.
     """
 

@@ -5,11 +5,11 @@ same file. Logged are multiples of `log_every`, steps with an evaluation, and th
 or null; a number that JSON has no word for (a loss that is NaN) is null.
 
     step                      from 1
-    loss                      of this step alone: the mean over its tokens (images), before its update
+    loss                      of this step alone: the mean over its tokens (or rows), before its update
     grad_norm                 before clipping
     learning_rate             that this step's update used
     tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
-    tokens_per_s_per_device   (of models for images these read images_per_s, and so on)
+    tokens_per_s_per_device   (of jobs whose rows are no tokens these read rows_per_s, and so on)
     mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
     mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
@@ -24,7 +24,7 @@ or null; a number that JSON has no word for (a loss that is NaN) is null.
     loss_scale                with --param-dtype float16: the factor that this step's loss was multiplied by
 
 What the job's loss returns as `aux` is added under its own names, and that of an evaluation with `eval_` before it:
-`correct` and `eval_correct` are the share of tokens or images that the models of this repository get right.
+`correct` and `eval_correct` are the share of tokens (or rows) that the models of this repository get right.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class Throughput:
     """Counts steps and the time they took, leaving out what is done under `paused`.
 
     Args:
-      items_per_step: tokens (or images) of all devices together: every row of the global batch counts, once.
+      items_per_step: tokens (or rows) of all devices together: every row of the global batch counts, once.
       num_devices: all of the mesh.
       flops_per_item: `f(num_keys)`, forward and backward, of an item that attends to so many keys; None if unknown.
       row_items: tokens of a row: the keys that MFU counts.
       device_kind: to look the peak up.
-      item: what is counted: "token" or "image".
+      item: what is counted: "token" or "row".
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class Run:
         mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
         say = self.display.say
         say(f"run directory: {self.run_dir}")
-        say(f"data {config.data!r}: {source.describe(self.theirs)}; {source.num_eval} held out")
+        say(f"data {source.describe(self.theirs)}")
         sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
         if self.is_writer and (measured := source.measure()):
             say(measured)
@@ -318,7 +318,7 @@ class Run:
         return Throughput(items, num_devices, flops, device_kind, self.source.item, parts.row_items)
 
     def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
-        if not self.source.num_eval:
+        if not self.source.has_eval:
             return None
 
         def batches() -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from jfsdp.trainer.data import DataIterator
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.sources.images import ImageSource
+from jfsdp.trainer.sources.own import OwnSource
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.tokens import TokenSource
 
@@ -17,8 +17,8 @@ class Source(Protocol):
     """The data of a run: opened once, in every process.
 
     Attributes:
-      item: what rates are per: "token" or "image".
-      counted: what losses are per: "token", "image" or "pair".
+      item: what rates are per: "token" or "row".
+      counted: what losses are per: "token", "row" or "pair".
       num_rows: rows of items that a row of a batch has: 2 where it is a pair.
       levels: losses worth a line in the curve, by name: known after `measure`.
       makes_text: whether `sample` can be asked for.
@@ -31,8 +31,8 @@ class Source(Protocol):
     makes_text: bool
 
     @property
-    def num_eval(self) -> int:
-        """Return how many documents or images are held out."""
+    def has_eval(self) -> bool:
+        """Tell whether anything is held out."""
         ...
 
     def describe(self, theirs: Mapping[str, Any]) -> str:
@@ -68,7 +68,8 @@ class Source(Protocol):
         ...
 
 
-KINDS = {"tokens": TokenSource, "images": ImageSource, "pairs": PairSource}
+def _kind(job: Job) -> type[TokenSource] | type[OwnSource]:
+    return OwnSource if callable(job.data) else {"tokens": TokenSource, "pairs": PairSource}[job.data]
 
 
 def check_source(config: TrainConfig, job: Job) -> int:
@@ -77,7 +78,7 @@ def check_source(config: TrainConfig, job: Job) -> int:
     Raises:
       ValueError: says what does not fit together.
     """
-    return KINDS[job.data].check(config, job)
+    return _kind(job).check(config, job)
 
 
 def open_source(config: TrainConfig, job: Job, row_items: int) -> Source:
@@ -86,4 +87,4 @@ def open_source(config: TrainConfig, job: Job, row_items: int) -> Source:
     Raises:
       ValueError: for data that cannot be had, or do not fit the model.
     """
-    return KINDS[job.data](config, job, row_items)
+    return _kind(job)(config, job, row_items)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from jfsdp.trainer.data import (
     open_data,
 )
 from jfsdp.trainer.data.documents import START
-from jfsdp.trainer.data.images import is_images
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import without_packing
@@ -64,19 +61,20 @@ class TokenSource:
         if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
             raise ValueError(
                 f"job {job.name!r} does not take batches of tokens and targets (with a vocab_size), which is what "
-                "field `data` of a job, 'tokens', says; a job for images says 'images'"
+                "field `data` of a job, 'tokens', says; a job may bring other data by data=f(share)"
             )
-        if is_images(config.data) and not Path(config.data).is_dir():
-            raise ValueError(f"data {config.data!r} are images, and job {job.name!r} takes tokens; choose other --data")
         return seq_len
 
     @property
-    def num_eval(self) -> int:
-        return len(self.data.eval)
+    def has_eval(self) -> bool:
+        return bool(len(self.data.eval))
 
     def describe(self, theirs: Mapping[str, Any]) -> str:
         tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
-        told, length = f"{self.data.found}{self._padding()}", theirs.get("max_position_embeddings")
+        told, length = (
+            f"{self.config.data!r}: {self.data.found}{self._padding()}",
+            theirs.get("max_position_embeddings"),
+        )
         if tokenizer:
             told += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:
@@ -85,7 +83,7 @@ class TokenSource:
         if tokenizer and ends and not self.data.has_conversations and tokenizer.eod_id not in ends:
             ours = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
             told += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
-        return told
+        return f"{told}; {len(self.data.eval)} held out"
 
     def _padding(self) -> str:
         """Say how much of a row is padding because of its bounded number of documents, where that is much.
@@ -140,11 +138,3 @@ class TokenSource:
         return sample_texts(
             model, state, self.data.tokenizer, num_tokens=config.sample_tokens, max_len=self.seq_len, **options
         )
-
-
-def token_options(config: TrainConfig) -> list[str]:
-    """List the options given that mean something for tokens only."""
-    names = ("tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "cross_documents", "seq_len", "prompt")
-    names += ("chat_template", "answers", "eod_token")
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != defaults[name]]

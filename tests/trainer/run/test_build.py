@@ -21,7 +21,7 @@ from jfsdp.trainer.step import make_schedule
 from tests.trainer.chats import CHATML, save_tokenizer
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
-VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_layers=1", "ffn_dim=32")}
+VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
         ({"preference": "dpo", "init_from": "x", "beta": -1.0}, "beta=-1.0: must be positive"),
         ({"preference": "dpo"}, "--preference dpo: .*--init-from"),
         ({"reference": "x"}, "--reference x: goes with --preference"),
-        ({**VIT, "preference": "dpo", "init_from": "x"}, "takes images"),
+        ({**VIT, "preference": "dpo", "init_from": "x"}, "for models of tokens"),
         ({"steps": 0}, "--steps 0 must be a number from 1"),
         ({"seed": 3_000_000_000}, "--seed 3000000000 must be a number from 0 to 2,147,483,647"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
@@ -68,16 +68,7 @@ VIT = {"model": "vit-tiny", "data": "digits", "model_config": ("dim=16", "num_la
             {"model": None, "factory": "tests.trainer.run.test_build:image_job", "model_config": ()},
             "tokens and targets",
         ),
-        (
-            {"model": None, "factory": "tests.trainer.run.test_build:classless_job", "model_config": ()},
-            r"does not take batches of images and labels \(with num_classes\), which is what its field",
-        ),
-        ({"data": "digits"}, "data 'digits' are images, and job 'llama-tiny' takes tokens; choose other --data"),
-        ({**VIT, "data": "stdlib"}, "job 'vit-tiny' takes images, and data 'stdlib' are none; pass --data digits"),
-        (
-            {**VIT, "tokenizer": "t.json", "seq_len": 8, "prompt": "x"},
-            "takes images: --tokenizer, --seq-len, --prompt mean nothing for it; leave them out",
-        ),
+        ({**VIT, "tokenizer": "t.json", "seq_len": 8}, "--tokenizer, --seq-len mean nothing for it; leave them out"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_memory_is_used(changes, words):
@@ -90,11 +81,6 @@ def image_job():
 
     none = {"model": None, "loss": lambda model, batch: 0.0, "units": [], "optimizer": optax.sgd}
     return none | {"batch": lambda b, t: {"image": b}}
-
-
-def classless_job():
-    batch = lambda b, t: {"images": b, "labels": b}  # noqa: E731
-    return {**image_job(), "batch": batch, "data": "images"}
 
 
 def test_a_prolonged_run_keeps_the_schedule_that_it_began_with():
@@ -114,38 +100,19 @@ def test_a_false_field_of_the_model_is_false():
         build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=no")), {})
 
 
-def test_a_row_of_an_image_job_is_one_image():
+def test_a_row_without_tokens_is_one_item():
     parts = build(dataclasses.replace(CONFIG, **VIT, batch_per_device=2), {})
     assert (parts.row_items, parts.global_batch, parts.decides["seq_len"]) == (1, 16, 1)
     assert build(CONFIG, {}).row_items == 256
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"model_config": (*VIT["model_config"], "channels=3")},
-            r"images are \[8, 8, 1\] \(H W C\), and the model takes",
-        ),
-        ({"model_config": (*VIT["model_config"], "num_classes=9")}, "labels go up to 9, and the model has 9 classes"),
-        ({"data": "nothing.npz"}, "nothing.npz: No such file or directory"),
-        ({"eval_fraction": 1.0}, "eval_fraction=1.0: must be at least 0 and below 1"),
-    ],
-)
-def test_images_that_do_not_fit_are_refused_when_they_are_opened(changes, words):
-    config = dataclasses.replace(CONFIG, **VIT | changes)
-    parts = build(config, {})
-    with pytest.raises(ValueError, match=words):
-        open_source(config, parts.job, parts.row_items)
 
 
 def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 400)
     (tmp_path / "b.txt").write_text("bcd " * 400)
     text = dataclasses.replace(CONFIG, data=str(tmp_path), eval_fraction=0.5)
-    image = dataclasses.replace(CONFIG, **VIT)
+    own = dataclasses.replace(CONFIG, **VIT)
     asked = {}
-    for config in (text, image):
+    for config in (text, own):
         parts = build(config, {})
         source = open_source(parts.config, parts.job, parts.row_items)
         batch = source.prepare(next(source.train_batches(batch_size=2, process_index=0, process_count=1)))
@@ -155,7 +122,7 @@ def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
         measured = source.measure()
         assert (measured is not None) == bool(source.levels) == source.makes_text
         asked[source.item] = source.describe_batch(8)
-    assert asked == {"token": "8 rows of 256 tokens", "image": "8 images"}
+    assert asked == {"token": "8 rows of 256 tokens", "row": "8 rows"}
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Evaluation and sampling of sharded models, of both Flax APIs, against the same done plainly."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from examples import vit
 from jfsdp.trainer.data import ByteTokenizer
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.evaluate import Evaluator
@@ -102,7 +106,9 @@ def test_a_prompt_that_fills_the_window_is_refused(sharded):
 @pytest.fixture(scope="module")
 def images():
     """A Vision Transformer with dropout and batch statistics, after a few steps of training."""
-    job = find_job("vit-tiny").with_config(dim=16, num_layers=2, num_heads=2, ffn_dim=32, norm="batch", dropout=0.3)
+    sizes = {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32}
+    config = dataclasses.replace(vit.CONFIG, **sizes, norm="batch", dropout=0.3)
+    job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
     model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
     tx = job.optimizer(1e-2)
     state, step = model.init(tx, seed=0), model.train_step(job.loss, tx)
