@@ -17,8 +17,17 @@ from pathlib import Path
 import tyro
 
 TRAIN = Path(__file__).with_name("train.py")
-# Those that need more to be said: hpZ keeps parameters inside a host, and the devices here are all on one.
-MORE = {"hpz": ["--reshard-after-forward", "2"]}
+FULL, BOTH = ["--strategy", "full_shard"], ["--opt-over", "replica,fsdp"]
+WAYS = {
+    "ddp": ["--strategy", "ddp"],
+    "zero1": ["--strategy", "zero1"],
+    "zero2": ["--strategy", "zero2"],
+    "zero2 over both axes": ["--strategy", "zero2", *BOTH],
+    "full_shard": FULL,
+    "full_shard, kept": [*FULL, "--reshard-after-forward", "false"],
+    "full_shard, kept over 2": [*FULL, "--reshard-after-forward", "2"],
+    "full_shard, states over both axes": [*FULL, *BOTH],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +35,15 @@ class CompareConfig:
     """Which runs to compare.
 
     Attributes:
-      strategies: names; empty: all there are.
+      ways: keys of `WAYS`; empty: all there are.
       recipe: of scripts/train.py.
-      mesh: two data axes, so that the hybrid strategies are hybrid.
+      mesh: two data axes, so that there are replicas.
       steps: of each run.
       plot: where the picture goes.
       keep: a directory for the runs; None throws them away.
     """
 
-    strategies: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
     recipe: str = "stdlib"
     mesh: str = "replica=2,fsdp=4"
     steps: int = 200
@@ -42,16 +51,16 @@ class CompareConfig:
     keep: Path | None = None
 
 
-def train(config: CompareConfig, strategy: str, run_dir: Path, passed_on: Sequence[str]) -> list[float]:
+def train(config: CompareConfig, way: str, run_dir: Path, passed_on: Sequence[str]) -> list[float]:
     """Run the training script; return the loss of every step."""
-    options = {"recipe": config.recipe, "strategy": strategy, "mesh": config.mesh, "steps": str(config.steps)}
+    options = {"recipe": config.recipe, "mesh": config.mesh, "steps": str(config.steps)}
     options |= {"run-dir": str(run_dir), "log-every": "1", "eval-every": "0", "checkpoint-every": "0"}
     options |= {"sample-tokens": "0"}
     named = [part for name, value in options.items() for part in (f"--{name}", value)]
-    command = [sys.executable, str(TRAIN), *named, *MORE.get(strategy, []), *passed_on]
+    command = [sys.executable, str(TRAIN), *named, *WAYS[way], *passed_on]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"compare.py: {strategy}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"compare.py: {way}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
@@ -86,14 +95,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     cut = args.index("--") if "--" in args else len(args)
     config = tyro.cli(CompareConfig, args=args[:cut], prog="compare.py", description=__doc__)
-    from jfsdp.layout.strategy import STRATEGIES
-
-    names = config.strategies or tuple(STRATEGIES)
+    names = config.ways or tuple(WAYS)
     with tempfile.TemporaryDirectory() as scratch:
         root, losses = config.keep or Path(scratch), {}
         for name in names:
             losses[name] = train(config, name, root / name, args[cut + 1 :])
-            print(f"{name:20} loss {losses[name][0]:.6f} ... {losses[name][-1]:.6f}", flush=True)
+            print(f"{name:34} loss {losses[name][0]:.6f} ... {losses[name][-1]:.6f}", flush=True)
     difference, step = largest_difference(losses)
     print(f"largest difference between two strategies: {difference:.2e} of the loss, at step {step} of {config.steps}")
     plot(losses, config.plot, f"{config.recipe} on {config.mesh}: largest difference {difference:.1e} at step {step}")

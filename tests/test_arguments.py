@@ -159,8 +159,8 @@ REFUSED = {
     "devices (a Device) must be a list or None": lambda: jfsdp.make_mesh(devices=jax.devices()[0]),  # type: ignore[arg-type]
     "each in it once": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
     "make_abstract_mesh: sizes['fsdp']=True must be": lambda: jfsdp.make_abstract_mesh({"fsdp": True}),
-    "fully_shard: sharding_factor='2' must be": lambda: shard(sharding_factor="2"),
-    "fully_shard: sharding_factor=2.0 must be": lambda: shard(sharding_factor=2.0),
+    "fully_shard: opt_over='fsdp' must be a list": lambda: shard(opt_over="fsdp"),
+    "make_mesh: sharding_factor=2.0 must be": lambda: jfsdp.make_mesh(sharding_factor=2.0),  # type: ignore[arg-type]
     "fully_shard: mp_policy=False must be a MixedPrecisionPolicy, such as ": lambda: shard(mp_policy=False),
     "fully_shard: loss_scale=True must be a LossScale or None": lambda: shard(loss_scale=True),
     "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),

@@ -219,7 +219,7 @@ def restore(
         checkpoint without frozen leaves, leave as they are, which it must then hold.
       only, skip: read arrays whose names match these globs, or a name above them, and no others: `only="params"` drops
         the optimizer's state of the checkpoint, `skip="params.lm_head"` leaves a new head new.
-      one_replica: where several devices hold the same block (hybrid strategies, ddp), the first of them alone reads
+      one_replica: where several devices hold the same block (replicas, ddp), the first of them alone reads
         it and sends it to the others, by an all-reduce: for a file system that is slower than the network.
 
     Raises:

@@ -30,7 +30,7 @@ class Explain(ShardingOptions):
     OWN_GROUPS: ClassVar = {"output": "json"}
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=8"
     """How many devices each axis has: replica, fsdp, tensor.
-    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy."""
+    fsdp shards what --strategy says; replica replicates it."""
     json: bool = False
     """Print JSON."""
 

@@ -189,7 +189,7 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool = False) -> tuple[str, ...]:
     """Return the data axes over which the manual program sums after the last microbatch only.
 
-    Those are all where the microbatches share one reduction; else those between the groups of a hybrid strategy. They
+    Those are all where the microbatches share one reduction; else those between replicas. They
     do not wait where each unit's gradient is summed once: then that sum is on the wire while the backward of the next
     unit computes. It is summed once in one microbatch without stages, if no unit is called again (`repeats`). Where any
     sum is scattered, to an `opt` that these axes split, they wait too.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 
 from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
-from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
-from jfsdp.layout.strategy import NODE, STRATEGIES, Split, Strategy
 from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import ROOT
 
@@ -24,20 +22,19 @@ class LayoutWarning(UserWarning):
 
 def advise(layout: Layout) -> list[str]:
     """Return warnings, each with a remedy; none where all is as it should be."""
-    found = (rule(layout) for rule in (_other_name, _no_units, _shared, _replicated, _padded, _repeated))
+    found = (rule(layout) for rule in (_splits_nothing, _no_units, _shared, _replicated, _padded, _repeated))
     return [warning for warning in found if warning]
 
 
 def advise_memory(layout: Layout) -> list[str]:
     """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud.
 
-    A large leaf is whole everywhere only by hand (`ignored`, `placements`, `min_size`), a strategy's other name costs
-    nothing, and padding of a small model is a few bytes: these are told by `advise` alone, which is asked for.
+    A large leaf is whole everywhere only on request (`ignored`, `placements`, `min_size`), and so is a mesh that splits
+    nothing; padding of a small model is a few bytes: only `advise` mentions these.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
     padded = _padded(layout) if padding >= LARGE_ELEMENTS else None
-    kept = _kept_as(layout, False, "shard_grad_op")
-    found = [kept, _no_units(layout), _shared(layout), padded, _repeated(layout)]
+    found = [_no_units(layout), _shared(layout), padded, _repeated(layout)]
     return [warning for warning in found if warning]
 
 
@@ -69,22 +66,17 @@ def _shared(layout: Layout) -> str | None:
     )
 
 
-def _other_name(layout: Layout) -> str | None:
-    """A strategy whose axes are of size 1 here, so that it is another one."""
+def _splits_nothing(layout: Layout) -> str | None:
+    """A strategy whose axes are of size 1 here."""
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
+    if strategy.name == "ddp" or layout.num_shards(strategy.axes("opt")) > 1:
+        return None
     if num_data_shards(sizes) == 1:
         where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
-        return None if strategy.name == "ddp" else f"{strategy.name} on {where}: {_split_there(layout)}"
-    if strategy.reshard_after_forward == NODE:
-        return _kept_as(layout, False, "shard_grad_op") or _kept_as(layout, num_data_shards(sizes), "full_shard")
-    if strategy not in STRATEGIES.values() or any(_is_split_by_hand(policy) for policy in layout.policies):
-        return None
-    same = next(name for name, other in STRATEGIES.items() if _effect(other, sizes) == _effect(strategy, sizes))
-    if same == strategy.name:
-        return None
-    small = [axis for axis in ("replica", "fsdp") if sizes.get(axis, 1) == 1]
+        return f"{strategy.name} on {where}: {_split_there(layout)}"
+    axes = " and ".join(map(repr, strategy.axes("opt")))
     return (
-        f"{strategy.name} on a mesh whose axis {small[0]!r} has size 1 is {same}; give that axis a size, or say {same}"
+        f"{strategy.name} splits over axis {axes}, whose size is 1 here: nothing is split, as with ddp; give it a size"
     )
 
 
@@ -96,29 +88,6 @@ def _split_there(layout: Layout) -> str:
     axes = " and ".join(dict.fromkeys(repr(one.axis) for leaf in cut for one in leaf.cuts))
     share = num_parameters(cut) / num_parameters(layout.leaves)
     return f"it splits nothing, as ddp; axis {axes} cuts {100 * share:.1f} % of the parameters"
-
-
-def _kept_as(layout: Layout, ways: int | bool, name: str) -> str | None:
-    """hpz whose units stay whole (False), or split over so many devices that it is another strategy."""
-    units = zip(layout.units, layout.policies, strict=True)
-    found = {policy.reshard_after_forward for unit, policy in units if unit.name != ROOT and unit.leaves}
-    is_hpz = layout.strategy.reshard_after_forward == NODE
-    if not is_hpz or found != {ways} or num_data_shards(dict(layout.mesh_sizes)) == 1:
-        return None
-    how = f"split over all {ways} devices" if ways else "whole on every device, since a host's part of the mesh is 1"
-    return (
-        f"{layout.strategy.name} on this mesh is {name}: from forward to backward parameters stay {how}; say {name}, "
-        "or pass reshard_after_forward=n to split them over n neighbouring devices"
-    )
-
-
-def _is_split_by_hand(policy: UnitPolicy) -> bool:
-    return not isinstance(policy.reshard_after_forward, bool)
-
-
-def _effect(strategy: Strategy, sizes: dict[str, int]) -> tuple[object, ...]:
-    split = [tuple(a for a in strategy.axes(x) if sizes.get(a, 1) > 1) for x in ("param", "grad", "opt")]
-    return (*split, strategy.grad is Split.PARTIAL, strategy.reshard_after_forward if split[0] else True)
 
 
 def _replicated(layout: Layout) -> str | None:
@@ -165,5 +134,5 @@ def _padded(layout: Layout) -> str | None:
     return (
         f"padding is {100 * padding / stored:.1f} % of all that is stored, most of it in {most.path} (dim {most.dim}: "
         f"{size:,} stored as {size + most.padding:,}); take a mesh size that divides the model's dims, or a smaller "
-        "sharding_factor"
+        "fsdp"
     )

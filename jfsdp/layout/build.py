@@ -80,7 +80,7 @@ def build_layout(
     stacked = {path: owners[path].stacked for path in own}
     cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
     choices = choose_own(own, strategy, rules, types or {}, sizes, cuts)
-    choices |= choose_beside(choices, adapters, codecs)
+    choices |= choose_beside(choices, adapters, codecs, sizes)
     build = functools.partial(
         _build_leaf,
         sizes=sizes,

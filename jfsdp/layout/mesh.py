@@ -26,8 +26,8 @@ from jfsdp.layout.limits import check_number
 PIPE = "pipe"
 AXES = ("replica", "fsdp", PIPE, "tensor")
 OUTER_FIRST = (PIPE, "replica", "fsdp", "tensor")
-DATA_AXES = ("replica", "fsdp")  # the batch is split over these; parameters over both or over the second
-GROUP_AXES = ("fsdp",)  # parameters of the hybrid strategies are split over these alone
+DATA_AXES = ("replica", "fsdp")  # the batch is split over these
+GROUP_AXES = ("fsdp",)  # a strategy shards over these and replicates over the other data axes
 MODEL_AXES = ("tensor", PIPE)  # the model itself is split over these: what it computes, or which layers
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
@@ -99,6 +99,7 @@ def make_mesh(
     replica: int = 1,
     fsdp: int = -1,
     tensor: int = 1,
+    sharding_factor: int | None = None,
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
@@ -112,6 +113,8 @@ def make_mesh(
 
     Args:
       pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
+      sharding_factor: shard over groups of this many neighbouring devices: axis `fsdp` gets this size, and `replica`
+        the rest of `replica * fsdp`.
       devices: the devices to use; default all of `jax.devices()`. Devices of a deviceless topology serve as well.
       unknown: nothing: refused.
 
@@ -125,6 +128,7 @@ def make_mesh(
     if len(set(devices)) < len(devices) or not all(hasattr(device, "platform") for device in devices):
         raise ValueError("devices must be a list of devices, as jax.devices() returns it, each in it once")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
+    sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)
     if devices[0].platform == "tpu":
         grid = torus_mesh(shape, devices)
@@ -147,12 +151,13 @@ def outer_first(numbers: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
 
 
 @checked
-def make_abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Make a mesh of axis names and sizes without devices, for layouts and plans."""
+def make_abstract_mesh(sizes: Mapping[str, int], *, sharding_factor: int | None = None) -> AbstractMesh:
+    """Make a mesh of axis names and sizes without devices, for layouts and plans; see `make_mesh`."""
     if -1 in sizes.values():
         raise ValueError(f"a mesh without devices needs every size; got {dict(sizes)}")
     full = {name: sizes.get(name, 1) for name in AXES}
     _check_sizes(sizes)
+    full = full if sharding_factor is None else regroup(full, sharding_factor)
     return AbstractMesh(tuple(full.values()), tuple(full), axis_types=(AxisType.Auto,) * len(full))
 
 
@@ -308,21 +313,17 @@ def node_size(mesh: Mesh | AbstractMesh) -> int:
     return sizes.pop()
 
 
-def group_mesh(mesh: Mesh | AbstractMesh, size: int) -> Mesh | AbstractMesh:
-    """Regroup the data axes of a mesh: `fsdp` of this size, `replica` the rest, the same devices in the same order.
+def regroup(sizes: Mapping[str, int], sharding_factor: int) -> dict[str, int]:
+    """Return the sizes of a mesh with axis `fsdp` of this size, and axis `replica` of the remaining data shards.
 
     Raises:
-      ValueError: if `size` does not divide the number of data shards.
+      ValueError: if `sharding_factor` does not divide the number of data shards.
     """
-    num_shards = num_data_shards(dict(mesh.shape))
-    if size < 1 or num_shards % size:
+    num_shards = num_data_shards(sizes)
+    if sharding_factor < 1 or num_shards % sharding_factor:
         divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
         raise ValueError(
-            f"sharding_factor={size} does not divide the {num_shards} devices of axes {DATA_AXES}; use one of "
-            f"{divisors}"
+            f"sharding_factor={sharding_factor} does not divide the {num_shards} devices of axes {DATA_AXES}; use one "
+            f"of {divisors}"
         )
-    sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES} | {"replica": num_shards // size, "fsdp": size}
-    if isinstance(mesh, AbstractMesh):
-        return make_abstract_mesh(sizes)
-    grid = mesh.devices.reshape(tuple(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return {**sizes, "replica": num_shards // sharding_factor, "fsdp": sharding_factor}

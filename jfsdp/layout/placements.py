@@ -83,12 +83,12 @@ _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
 def choose_beside(
-    own: Mapping[str, Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec]
+    own: Mapping[str, Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec], sizes: Mapping[str, int]
 ) -> dict[str, Choice]:
     """Choose for codes, and for what is beside the model's own leaves: parts of adapters, and scales."""
     choices: dict[str, Choice] = {}
     for one in adapters:
-        placed = get_strategy(one.placement)
+        placed = get_strategy(one.placement, sizes)
         for part in one.leaves:
             cuts = part_cuts(one, part, own[one.path].cuts)
             choices[one.name(part)] = Choice(placed, None, None, "an adapter's part", cuts)
@@ -163,7 +163,7 @@ def _own_strategy(
         return _IGNORED, None
     if not isinstance(placement, PartitionSpec):
         try:
-            own = get_strategy(placement)
+            own = get_strategy(placement, sizes)
         except ValueError as error:
             raise ValueError(f"{path}: placements: {error} or {_IGNORED.name!r}, or a PartitionSpec") from error
         _check_axes(path, own, sizes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jfsdp.arguments import check_call, checked
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.strategy import Strategy
+from jfsdp.layout.strategy import NODE, Strategy
 from jfsdp.layout.units import ROOT, matches_glob
 
 REMATS = ("none", "full", "dots")
@@ -125,7 +125,7 @@ def resolve_policies(
     *,
     strategy: Strategy,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | int | str | None,
     remat: Remat,
     per_unit: Mapping[str, Mapping[str, Any]] | None,
     node_size: Callable[[], int],
@@ -137,8 +137,8 @@ def resolve_policies(
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others do as it says. A global
     `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
     for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
-    `node_size` finds how many neighbouring parts of the batch a host has, or raises a ValueError that says why not; it
-    is called only for strategies that ask.
+    `node_size` finds over how many neighbouring devices of one host a parameter is split, or raises a ValueError that
+    says why not; it is called only for "node".
 
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
@@ -186,39 +186,34 @@ def _resolve(
     strategy: Strategy,
     node_size: Callable[[], int],
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | int | str | None,
     remat: Remat,
 ) -> UnitPolicy:
-    shown = repr(name) if name else "(root)"
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+    shown, reshard = repr(name) if name else "(root)", reshard_after_forward
+    if not (reshard is None or reshard == NODE or isinstance(reshard, int)):
         raise ValueError(
-            f"unit {shown}: reshard_after_forward={reshard_after_forward!r} is not None, True, False or a number of "
-            "devices"
+            f"unit {shown}: reshard_after_forward={reshard!r} is not None, True, False, {NODE!r} or a number of devices"
         )
-    reshard = reshard_after_forward
-    if reshard is None:
-        reshard = _default_reshard(shown, strategy, node_size) if name != ROOT else False
-    if reshard == 1 and reshard is not True:  # one device has it all
-        reshard = False
-    if reshard and (strategy.reshard_after_forward is False or not strategy.axes("param")):
+    asks = reshard is True or reshard not in (None, False, 1)
+    if asks and (strategy.reshard_after_forward is False or not strategy.axes("param")):
         when = "between forward and backward" if strategy.axes("param") else "at rest"
         raise ValueError(
             f"unit {shown}: reshard_after_forward={reshard} contradicts strategy {strategy.name!r}, which keeps "
-            f"parameters whole {when}; use full_shard or hybrid_shard, or leave it None"
+            f"parameters whole {when}; use full_shard, or leave it None"
         )
+    if reshard is None:
+        reshard = strategy.reshard_after_forward if name != ROOT and strategy.axes("param") else False
+    if reshard == NODE:
+        try:
+            reshard = node_size()
+        except ValueError as error:
+            raise ValueError(
+                f"unit {shown}: reshard_after_forward={NODE!r} splits parameters over the devices of one host, and "
+                f"{error}; pass reshard_after_forward=n, the number of neighbouring devices to split over"
+            ) from error
+    if reshard == 1 and reshard is not True:  # one device has it all
+        reshard = False
     try:
-        return UnitPolicy(mp_policy, reshard, remat)
+        return UnitPolicy(mp_policy, reshard, remat)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise ValueError(f"unit {shown}: {error}") from error
-
-
-def _default_reshard(unit: str, strategy: Strategy, node_size: Callable[[], int]) -> bool | int:
-    if not isinstance(strategy.reshard_after_forward, str):
-        return strategy.reshard_after_forward if strategy.axes("param") else False
-    try:
-        return node_size()
-    except ValueError as error:
-        raise ValueError(
-            f"unit {unit}: strategy {strategy.name!r} keeps parameters split over the devices of one host, and "
-            f"{error}; pass reshard_after_forward=n, the number of neighbouring devices to split over"
-        ) from error

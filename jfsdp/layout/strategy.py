@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES
+from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, num_data_shards
 
 
 class Split(Enum):
     """Over which data axes a stage is split.
 
-    WHOLE: none. GROUP: the group's axis. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
+    WHOLE: none. GROUP: axis `fsdp`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
     the microbatches of a step share one reduction.
     """
 
@@ -123,54 +124,126 @@ def show(placement: Placement) -> str:
     return placement.value if isinstance(placement, Split) else "/".join(placement) or "whole"
 
 
-_W, _P, _G, _A = Split.WHOLE, Split.PARTIAL, Split.GROUP, Split.ALL
+_W, _P, _G = Split.WHOLE, Split.PARTIAL, Split.GROUP
 _TABLE = [
     #        name         param grad opt
     Strategy("ddp", _W, _W, _W),
-    Strategy("zero1", _W, _P, _A),
-    Strategy("zero2", _W, _A, _A),
-    Strategy("full_shard", _A, _A, _A),
-    Strategy("shard_grad_op", _A, _A, _A, reshard_after_forward=False),
-    Strategy("hybrid_shard", _G, _G, _G),
-    Strategy("hybrid_shard_zero2", _G, _G, _G, reshard_after_forward=False),
-    Strategy("hfsdp", _G, _A, _A),
-    Strategy("hpz", _A, _A, _A, reshard_after_forward=NODE),
+    Strategy("zero1", _W, _P, _G),
+    Strategy("zero2", _W, _G, _G),
+    Strategy("full_shard", _G, _G, _G),
 ]
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
-ALIASES = {
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherName:
+    """What another library's name means here.
+
+    Attributes:
+      strategy: a name of `STRATEGIES`.
+      replicated: whether the name means a mesh with `replica` > 1; None: any mesh.
+      reshard_after_forward: its default.
+      opt_over: as `fully_shard` takes it.
+    """
+
+    strategy: str
+    replicated: bool | None = None
+    reshard_after_forward: bool | str = True
+    opt_over: tuple[str, ...] | None = None
+
+
+OTHER_NAMES: dict[str | int, OtherName] = {
     # PyTorch FSDP1's ShardingStrategy
-    "NO_SHARD": "ddp",
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "HYBRID_SHARD": "hybrid_shard",
-    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
+    "NO_SHARD": OtherName("ddp"),
+    "FULL_SHARD": OtherName("full_shard", False),
+    "SHARD_GRAD_OP": OtherName("full_shard", False, False),
+    "HYBRID_SHARD": OtherName("full_shard", True),
+    "_HYBRID_SHARD_ZERO2": OtherName("full_shard", True, False),
     # PyTorch FSDP2: fully_shard on a mesh of one axis or of two, replicate
-    "fully_shard": "full_shard",
-    "hsdp": "hybrid_shard",
-    "replicate": "ddp",
-    # DeepSpeed: stage by number, ZeRO++ with a secondary partition
-    "zero0": "ddp",
-    "zero3": "full_shard",
-    "zeropp": "hpz",
+    "fully_shard": OtherName("full_shard"),
+    "hsdp": OtherName("full_shard", True),
+    "replicate": OtherName("ddp"),
+    # DeepSpeed: stages by number and name, ZeRO++ with a secondary partition
+    0: OtherName("ddp"),
+    1: OtherName("zero1", False),
+    2: OtherName("zero2", False),
+    3: OtherName("full_shard", False),
+    "zero0": OtherName("ddp"),
+    "zero3": OtherName("full_shard", False),
+    "zeropp": OtherName("full_shard", False, NODE),
+    # jfsdp 0.2
+    "shard_grad_op": OtherName("full_shard", False, False),
+    "hybrid_shard": OtherName("full_shard", True),
+    "hybrid_shard_zero2": OtherName("full_shard", True, False),
+    "hfsdp": OtherName("full_shard", True, opt_over=DATA_AXES),
+    "hpz": OtherName("full_shard", False, NODE),
 }
-_STAGES = ("ddp", "zero1", "zero2", "full_shard")
 
 
-def get_strategy(strategy: str | int | Strategy) -> Strategy:
-    """Return the strategy of that name, or of that DeepSpeed stage (0 to 3); a `Strategy` passes through.
+def get_strategy(
+    strategy: str | int | Strategy, sizes: Mapping[str, int], opt_over: Sequence[str] | None = None
+) -> Strategy:
+    """Return the strategy that a name means on a mesh; a `Strategy` passes through.
+
+    Args:
+      strategy: a name of `STRATEGIES` or of `OTHER_NAMES`.
+      sizes: of the mesh's axes.
+      opt_over: the data axes that split optimizer states, and gradients where the strategy splits them; None: `fsdp`.
 
     Raises:
-      ValueError: for an unknown name; lists the valid ones, and the closest.
+      ValueError: for an unknown name, with the valid ones and the closest; where a name and the mesh contradict each
+        other, with the mesh that the name means; for `opt_over` where the strategy says it already or splits nothing.
     """
     if isinstance(strategy, Strategy):
-        return strategy
-    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(_STAGES):
-        return STRATEGIES[_STAGES[strategy]]
-    name = ALIASES.get(strategy, strategy) if isinstance(strategy, str) else None
-    if name not in STRATEGIES:
-        close = difflib.get_close_matches(str(strategy), [*STRATEGIES, *ALIASES], n=1)
+        return _with_opt_over(strategy, strategy.name, opt_over)
+    is_number = isinstance(strategy, int) and not isinstance(strategy, bool)
+    other = OTHER_NAMES.get(strategy) if is_number or isinstance(strategy, str) else None
+    if other is None:
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
+            names = [name for name in OTHER_NAMES if isinstance(name, str)]
+            close = difflib.get_close_matches(str(strategy), [*STRATEGIES, *names], n=1)
+            raise ValueError(
+                f"strategy {strategy!r} is unknown{f' (did you mean {close[0]!r}?)' if close else ''}; the strategies "
+                f"are {', '.join(STRATEGIES)}; names of other libraries are {', '.join(names)}, and the number of a "
+                "DeepSpeed stage, 0 to 3"
+            )
+        return _with_opt_over(STRATEGIES[strategy], strategy, opt_over)
+    _check_mesh(strategy, other, sizes)
+    if other.opt_over and opt_over:
+        raise ValueError(f"strategy {strategy!r} means opt_over={other.opt_over}; leave out opt_over={opt_over}")
+    found = dataclasses.replace(STRATEGIES[other.strategy], reshard_after_forward=other.reshard_after_forward)
+    return _with_opt_over(found, strategy, opt_over or other.opt_over)
+
+
+def _check_mesh(name: str | int, other: OtherName, sizes: Mapping[str, int]) -> None:
+    replica, num = sizes.get("replica", 1), num_data_shards(sizes)
+    if other.replicated in (None, replica > 1):
+        return
+    shown = f"replica={replica},fsdp={num // replica}"
+    if replica > 1:
         raise ValueError(
-            f"strategy {strategy!r} is unknown{f' (did you mean {close[0]!r}?)' if close else ''}; the strategies are "
-            f"{', '.join([*STRATEGIES, *ALIASES])}, or the number of a DeepSpeed stage, 0 to {len(_STAGES) - 1}"
+            f"strategy {name!r} shards over all {num} devices, and mesh {shown} replicates over axis 'replica'; use "
+            f"mesh fsdp={num}, or strategy {other.strategy!r} to keep {replica} replicas"
         )
-    return STRATEGIES[name]
+    groups = next((n for n in range(2, num + 1) if num % n == 0), 2)
+    meant = f"mesh replica={groups},fsdp={num // groups}" if num > 1 else "a mesh with replica > 1"
+    raise ValueError(
+        f"strategy {name!r} replicates over axis 'replica', and mesh {shown} has one replica; use {meant}, or strategy "
+        f"{other.strategy!r}"
+    )
+
+
+def _with_opt_over(strategy: Strategy, given: str | int, opt_over: Sequence[str] | None) -> Strategy:
+    """Split the optimizer states, and split gradients, over these axes."""
+    if opt_over is None:
+        return strategy
+    known = STRATEGIES.get(strategy.name)
+    if strategy.name == "ddp" or known != dataclasses.replace(strategy, reshard_after_forward=True):
+        raise ValueError(
+            f"opt_over={','.join(opt_over)!r} splits optimizer states, and so does strategy {given!r}; leave "
+            f"it out, or use {', '.join(one.name for one in _TABLE[1:])}"
+        )
+    axes = tuple(opt_over)
+    grad = strategy.grad if strategy.grad is Split.PARTIAL else axes
+    name = f"{strategy.name}, opt_over={'/'.join(axes)}"
+    return dataclasses.replace(strategy, name=name, grad=grad, opt=axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,6 @@ from jfsdp.layout.mesh import (
     PIPE,
     axis_sizes,
     crosses_hosts,
-    group_mesh,
     make_mesh,
     model_axes,
     model_mesh,
@@ -34,7 +34,7 @@ from jfsdp.layout.placements import LeafRules, Placements, ShardDim
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.select import Selectors
-from jfsdp.layout.strategy import Strategy, get_strategy
+from jfsdp.layout.strategy import NODE, Strategy, get_strategy
 from jfsdp.layout.units import resolve_units, with_leaves_beside
 from jfsdp.modules.adapt import as_model
 from jfsdp.modules.adapted import AdaptedModel
@@ -50,11 +50,11 @@ def fully_shard(
     *,
     mesh: Mesh | AbstractMesh | None = None,
     strategy: str | int | Strategy = "full_shard",
-    sharding_factor: int | None = None,
+    opt_over: Sequence[str] | None = None,
     units: Any = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | str | None = None,
     remat: Remat = "full",
     engine: str = AUTO,
     prefetch: Size | Prefetch | None = None,
@@ -79,15 +79,16 @@ def fully_shard(
         example_inputs)`, or `(module, example_inputs, variables)` to keep weights. Sharding metadata on its parameters
         decides nothing without `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
-      strategy: a name of `STRATEGIES` or of another library, a DeepSpeed stage, or a `Strategy` of your own.
-      sharding_factor: over how many neighbouring devices parameters are split, the rest holding copies: regroups the
-        mesh. 1 is ddp, all is full_shard, between is hybrid.
+      strategy: what is split over axis `fsdp`; axis `replica` replicates. A name of `STRATEGIES` or of another library,
+        a DeepSpeed stage, or a `Strategy` of your own.
+      opt_over: the data axes that split optimizer states, and gradients where the strategy splits them; None: `fsdp`.
+        `("replica", "fsdp")` splits them over all devices while parameters stay in groups.
       units: what is gathered together: module classes, path globs, predicates, `by_size(n)`, `Unit`s; the rest is the
         root unit, gathered once per step.
       mp_policy: precision; default none, everything in the dtype of the parameters.
       offload_policy: what waits in host memory.
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
-        True, False; n: split n ways over neighbouring devices until the backward.
+        True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
       min_size: leaves with fewer elements (per layer) are replicated, and never offloaded. None: 1024, and 0 where
         storage is "flat".
@@ -134,7 +135,8 @@ def fully_shard(
     _check_mesh(mesh)
     with model_mesh(mesh):
         flax_model = as_model(model)
-    mesh, strategy = _arrange(mesh, get_strategy(strategy), sharding_factor)
+    sizes = dict(mesh.shape)
+    strategy = get_strategy(strategy, sizes, opt_over)
     shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
     resolved = resolve_units(units, flax_model.modules, shapes)
     if lora is not None or quantized is not None:
@@ -149,7 +151,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         remat=remat,
         per_unit=per_unit,
-        node_size=functools.cache(functools.partial(node_size, mesh)),
+        node_size=functools.cache(functools.partial(_node_ways, mesh, strategy)),
     )
     check_offloads(policies, mesh)
     check_aliases(cuts, flax_model.params, flax_model.types, flax_model.aliases)
@@ -187,25 +189,16 @@ def fully_shard(
     return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
 
 
-_GROUPED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
-
-
-def _arrange(mesh: Mesh | AbstractMesh, strategy: Strategy, factor: int | None) -> tuple[Mesh | AbstractMesh, Strategy]:
-    """Regroup the mesh for a sharding factor, and return the strategy that it stands for.
-
-    Source: PyTorch FSDP (arXiv 2304.11277), section 3.2.
-    """
-    if factor is None:
-        return mesh, strategy
-    if strategy.name not in _GROUPED:
-        raise ValueError(
-            f"sharding_factor={factor} says how far parameters are split, and so does strategy {strategy.name!r}; "
-            f"leave one of them out, or use {' or '.join(_GROUPED)}"
+def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
+    """Return how many neighbouring devices of one host share a parameter between forward and backward."""
+    ways = math.gcd(node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
+    if ways == 1 < num_data_shards(mesh.shape):
+        warn(
+            f"reshard_after_forward={NODE!r}: hosts have one device each, so units stay whole from forward to "
+            "backward, as with False; pass reshard_after_forward=n to split them over n neighbouring devices",
+            LayoutWarning,
         )
-    name = _GROUPED[strategy.name]
-    if factor in (1, num_data_shards(dict(mesh.shape))):
-        name = "ddp" if factor == 1 else strategy.name
-    return group_mesh(mesh, factor), get_strategy(name)
+    return ways
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -13,7 +13,7 @@ FIRST = "most used"
 GROUPS = {
     FIRST: "recipe model data tokenizer seq_len batch_per_device steps learning_rate mesh strategy run_dir resume",
     "model": "factory model_config init_from init_key allow_nonfinite",
-    "sharding and memory": "sharding_factor reshard_after_forward remat offload engine prefetch storage min_size",
+    "sharding and memory": "opt_over reshard_after_forward remat offload engine prefetch storage min_size",
     "precision": "param_dtype reduce_dtype output_dtype opt_state_dtype",
     "gradient accumulation": "accumulate reduce reshard_after_backward schedule pipe_repeats global_batch",
     "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema rate_scale",

@@ -20,6 +20,7 @@ from jfsdp.trainer.parse import (
     parse_remat,
     parse_reshard,
     parse_xla,
+    split_commas,
     split_given,
     word_or_none,
 )
@@ -90,17 +91,18 @@ class ShardingOptions:
 
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
     """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
-    fsdp shards parameters. replica counts the groups of hybrid strategies, each with a copy. tensor cuts the weights
-    that the model says, and what it computes with them. pipe cuts the layers into stages of a pipeline."""
+    fsdp shards what --strategy says. replica replicates it: replica=-1,fsdp=8 shards over groups of 8 devices. tensor
+    cuts the weights that the model says, and what it computes with them. pipe cuts the layers into stages."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
-    """What is sharded: ddp, zero1, zero2, full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2, hfsdp or hpz.
+    """What is sharded: ddp, zero1, zero2 or full_shard.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
-    sharding_factor: Number = None
-    """Shard over groups of N neighbouring devices, each group with a copy, whatever --mesh says.
-    1 is ddp, all devices is full_shard, between is hybrid_shard."""
-    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|N|none")] = "none"
+    opt_over: Annotated[str | None, optional(str, "AXIS,...")] = None
+    """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
+    devices, also where parameters are sharded in groups. none: fsdp."""
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|node|N|none")] = "none"
     """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
-    N: kept split N ways, say over the devices of a host, so that the second gather is cheap. none: the strategy's."""
+    N: kept split N ways over neighbouring devices, so that the second gather is cheap. node: over those of a host.
+    none: true, but for the root unit."""
     remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = "full"
     """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
@@ -214,7 +216,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
     dtypes = (word_or_none(options.param_dtype), word_or_none(options.reduce_dtype), word_or_none(options.output_dtype))
     return {
         "strategy": int(options.strategy) if options.strategy.isdecimal() else options.strategy,
-        "sharding_factor": options.sharding_factor,
+        "opt_over": split_commas([options.opt_over]) if options.opt_over else None,
         "mp_policy": MixedPrecisionPolicy(*dtypes),
         "offload_policy": OffloadPolicy(**dict.fromkeys(parse_offload(options.offload), True)),
         "reshard_after_forward": parse_reshard(options.reshard_after_forward),

@@ -145,17 +145,17 @@ def parse_offload(texts: Sequence[str]) -> list[str]:
     return words
 
 
-def parse_reshard(text: str) -> bool | int | None:
-    """Read none, true, false or a number of devices.
+def parse_reshard(text: str) -> bool | int | str | None:
+    """Read none, true, false, node or a number of devices.
 
     Raises:
       ValueError: for anything else.
     """
-    words = {"none": None, "true": True, "false": False}
+    words = {"none": None, "true": True, "false": False, "node": "node"}
     if text.lower() in words:
         return words[text.lower()]
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false or a number of devices")
+        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false, node or a number of devices")
     return int(text)
 
 

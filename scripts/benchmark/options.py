@@ -130,7 +130,7 @@ def _check_torch(options: BenchOptions) -> None:
         "rate_scale": (),
         "offload": (),
         "strategy": "full_shard",
-        "sharding_factor": None,
+        "opt_over": None,
     }
     for option, value in refused.items():
         if getattr(options, option) != value:

@@ -18,6 +18,7 @@ import jfsdp
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
 from tests.states import logical
+from tests.ways import WAYS
 
 TX = optax.adamw(1e-2, eps=1e-4)
 BEFORE, AFTER, ROWS = 3, 5, 24
@@ -33,7 +34,7 @@ MESHES = {
 STRATEGIES = {
     "full_shard": {},
     "zero1": {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16")},  # keeps a copy in bfloat16 at rest
-    "hybrid_shard": {},
+    "all": {},
     "ddp": {},
 }
 FORMS = {"auto": {}, "manual": {"engine": "manual"}, "flat": {"engine": "manual", "storage": "flat"}}
@@ -127,7 +128,7 @@ def model(setting: Setting) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
     source = functools.partial(Net, stacked=setting.layers == "stacked")
     options: dict[str, Any] = {**STRATEGIES[setting.strategy], **FORMS[setting.form]}
-    return jfsdp.fully_shard(source, mesh=mesh, strategy=setting.strategy, units=[Block], min_size=20, **options)
+    return jfsdp.fully_shard(source, mesh=mesh, strategy=WAYS[setting.strategy], units=[Block], min_size=20, **options)
 
 
 @functools.cache

@@ -38,7 +38,7 @@ class Net(nnx.Module):
 @functools.cache
 def model(strategy: str, storage: str) -> jfsdp.ShardedModel:
     engine: dict[str, Any] = {"engine": "manual", "storage": storage} if storage == "flat" else {}
-    mesh = jfsdp.make_mesh(replica=2 if strategy == "hybrid_shard" else 1)
+    mesh = jfsdp.make_mesh(replica=2 if strategy == "HYBRID_SHARD" else 1)
     return jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
 
 
@@ -190,7 +190,7 @@ def _snapshots(directory, num_hosts):
 def _state(strategy):
     from tests.checkpoint.test_store import TX, Net
 
-    sizes: dict[str, Any] = {"replica": 2, "fsdp": 2} if strategy == "hybrid_shard" else {"fsdp": 4}
+    sizes: dict[str, Any] = {"replica": 2, "fsdp": 2} if strategy == "HYBRID_SHARD" else {"fsdp": 4}
     model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(**sizes), strategy=strategy, min_size=8)
     return model.init(TX, seed=3), model.abstract_state(TX)
 

@@ -15,7 +15,7 @@ from jfsdp.checkpoint.disk.files import read_manifest
 from tests.checkpoint.remote import num_elements
 from tests.processes import Processes, Raised
 
-WAYS = [("full_shard", "per_parameter"), ("full_shard", "flat"), ("hybrid_shard", "per_parameter"), ("ddp", "flat")]
+WAYS = [("full_shard", "per_parameter"), ("full_shard", "flat"), ("HYBRID_SHARD", "per_parameter"), ("ddp", "flat")]
 HERE = "tests.checkpoint.remote"
 
 
@@ -72,7 +72,7 @@ def test_each_process_reads_only_the_slices_of_its_devices(strategy, storage, sa
         assert 0.45 < part < 0.55 if strategy == "full_shard" else part == pytest.approx(1, abs=1e-3), part
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "ddp"])
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "ddp"])
 def test_one_replica_reads_and_the_other_process_reads_nothing(strategy, saved, processes):
     path, (wrote, _) = saved("full_shard", "per_parameter")
     first, second = processes.call(f"{HERE}:restore", strategy, "per_parameter", str(path), True)
@@ -87,7 +87,7 @@ def largest(path: Path, part: str) -> Path:
 
 @pytest.mark.parametrize("name", ["array", "manifest.json", "SHA256SUMS"])
 def test_damage_stops_every_process_by_the_same_name(name, saved, processes):
-    path, _ = saved("hybrid_shard", "per_parameter")
+    path, _ = saved("HYBRID_SHARD", "per_parameter")
     file = largest(path, "params") if name == "array" else path / name
     whole = file.read_bytes()
     data = bytearray(whole)

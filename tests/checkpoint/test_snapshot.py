@@ -160,7 +160,7 @@ def processes():
     processes.close()
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "ddp", "hybrid_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp", "HYBRID_SHARD"])
 @pytest.mark.parametrize("num_hosts", [1, 2])
 def test_processes_find_on_their_host_what_they_need(tmp_path, processes, num_hosts, strategy):
     told = processes.call("tests.checkpoint.remote:snapshot", str(tmp_path), num_hosts, strategy)

@@ -49,9 +49,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"sizes": {"fsdp": 1}},
     "full8": {"sizes": {"fsdp": 8}},
     "full3": {"sizes": {"fsdp": 3}},
-    "hybrid2x4": {"sizes": {"replica": 2, "fsdp": 4}, "strategy": "hybrid_shard"},
+    "hybrid2x4": {"sizes": {"replica": 2, "fsdp": 4}},
     "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
-    "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "strategy": "hfsdp", "param_dtype": "bfloat16"},
+    "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "opt_over": ("replica", "fsdp"), "param_dtype": "bfloat16"},
     "ddp8": {"sizes": {"fsdp": 8}, "strategy": "ddp"},
     "flat8": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
     "flatzero1bf16": {

@@ -15,6 +15,7 @@ import jfsdp
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.directory import check_same, read_config
+from jfsdp.trainer.run.rules import memory_since_0_2
 from jfsdp.trainer.sources.source import open_source
 from tests.models_small import Block, Tower
 from tests.scripts.command import TINY
@@ -80,3 +81,14 @@ def test_a_run_resumes_with_its_state_and_the_next_batch(tmp_path, monkeypatch):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_a_run_on_replicas_is_told_the_change_of_memory():
+    stored, mesh = read_config(HERE / "run"), {"replica": 2, "fsdp": 2}
+    assert memory_since_0_2(stored, mesh) == "", "hybrid_shard held as much"
+    was_whole = {"config": stored["config"] | {"strategy": "full_shard"}}
+    for fact in ("'full_shard'", "2 times the memory", "--mesh fsdp=4"):
+        assert fact in memory_since_0_2(was_whole, mesh)
+    assert memory_since_0_2(was_whole, {"replica": 1, "fsdp": 4}) == ""
+    assert memory_since_0_2({"config": was_whole["config"] | {"opt_over": None}}, mesh) == "", "not of 0.2"
+    assert memory_since_0_2({}, mesh) == ""

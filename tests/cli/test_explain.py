@@ -136,7 +136,7 @@ def test_options_reach_the_layout(capsys):
         *("--mesh", "replica=2,fsdp=4", "--strategy", "hsdp", "--param-dtype", "float32", "--min-size", "100000"),
         *("--model-config", "num_layers=2", "stacked=false"),
     )
-    assert table["strategy"] == "hybrid_shard"
+    assert table["strategy"] == "full_shard"
     assert table["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "tensor": 1}
     assert table["mp_policy"]["param_dtype"] == "float32"
     assert len(table["units"]) == 3
@@ -150,10 +150,15 @@ def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
     frozen = {row["path"] for row in table["leaves"] if not row["trainable"]}
     assert frozen == {"embed.embedding", "lm_head.kernel", "norm.scale"}
     assert table["num_frozen_parameters"] == 2 * 264 * 128 + 128
-    assert table["strategy_stages"] == {"param": "all", "grad": "all", "opt": "all", "reshard_after_forward": "true"}
+    assert table["strategy_stages"] == {
+        "param": "group",
+        "grad": "group",
+        "opt": "group",
+        "reshard_after_forward": "true",
+    }
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "strategy full_shard: param all, grad all, opt all, reshard_after_forward true"
+    assert lines[1] == "strategy full_shard: param group, grad group, opt group, reshard_after_forward true"
     assert lines[2] == "program xla: XLA sends no more than it must"
     assert lines[3] == "frozen, without gradient and optimizer: 67,712 of these parameters"
 
@@ -179,7 +184,7 @@ def test_moments_in_bfloat16_and_averages_are_counted(capsys):
 
 
 def test_hpz_says_how_far_units_stay_split(capsys):
-    args = (*TINY, "--strategy", "hpz", "--reshard-after-forward", "4")
+    args = (*TINY, "--strategy", "zeropp", "--reshard-after-forward", "4")
     assert run_json(capsys, *args)["strategy_stages"]["reshard_after_forward"] == "node"
     assert main(args) == 0
     out = capsys.readouterr().out
@@ -187,11 +192,11 @@ def test_hpz_says_how_far_units_stay_split(capsys):
 
 
 def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):
-    args = (*TINY, "--strategy", "hsdp", "--min-size", "1000000")
+    args = (*TINY, "--mesh", "replica=8", "--min-size", "1000000")
     table = run_json(capsys, *args)
-    assert [warning.split()[0] for warning in table["warnings"]] == ["hybrid_shard", "no"]
+    assert [warning.split()[0] for warning in table["warnings"]] == ["full_shard"]
     assert main(args) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [f"warning: {warning}" for warning in table["warnings"]]
+    assert capsys.readouterr().out.splitlines()[-1:] == [f"warning: {warning}" for warning in table["warnings"]]
     assert run_json(capsys, *TINY)["warnings"] == []
 
 
@@ -228,8 +233,9 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
             "mesh axis 'data' is unknown; the axes are pipe, replica, fsdp",
         ),
         (("--model", "llama-tiny", "--mesh", "eight"), "'eight' is not AXIS=SIZE"),
-        (("--model", "llama-tiny", "--strategy", "hpz"), "pass --reshard-after-forward n"),
-        (("--model", "llama-tiny", "--sharding-factor", "3"), "--sharding-factor 3 does not divide the 8 devices"),
+        (("--model", "llama-tiny", "--reshard-after-forward", "node"), "pass --reshard-after-forward n"),
+        (("--model", "llama-tiny", "--strategy", "HYBRID_SHARD"), "use mesh replica=2,fsdp=4"),
+        (("--model", "llama-tiny", "--strategy", "ddp", "--opt-over", "fsdp"), "--opt-over"),
         (("--model", "llama-tiny", "--remat", "some"), "--remat 'some' is unknown; use none, full, dots, names:a,b"),
         (("--model", "llama-tiny", "--offload", "all"), "--offload 'all' is unknown; use any of params, grads"),
         (("--model", "llama-tiny", "--frozen", "head"), "--frozen 'head' matches no parameter; parameters: embed"),
@@ -302,7 +308,7 @@ def test_help_of_explain_lists_its_options(capsys):
         "--strategy",
         "--param-dtype",
         "--min-size",
-        "--sharding-factor",
+        "--opt-over",
         "--reshard-after-forward",
         "--remat",
         "--offload",

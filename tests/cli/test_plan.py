@@ -54,7 +54,7 @@ def test_audit_takes_the_program_that_plan_wrote(saved, capsys):
     capsys.readouterr()
     assert main(["audit", str(path), *TINY]) == 0
     assert ": ok" in capsys.readouterr().out
-    assert main(["audit", str(path), *TINY, "--strategy", "shard_grad_op", "--json"]) == 4
+    assert main(["audit", str(path), *TINY, "--reshard-after-forward", "false", "--json"]) == 4
     assert not json.loads(capsys.readouterr().out)["ok"]
 
 
@@ -189,7 +189,7 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
     long = tuple(f"xla_gpu_{name}=none" for name in names)
     tried = [
         candidate("planned"),
-        candidate("planned", mesh="replica=-1,fsdp=8", strategy="hybrid_shard", remat="names:attended,qkv", xla=long),
+        candidate("planned", mesh="replica=-1,fsdp=8", opt_over="replica,fsdp", remat="names:attended,qkv", xla=long),
         candidate("skipped", "its state alone does not fit: 89.7 GiB of 76.1", strategy="ddp"),
         candidate("skipped", "cannot be faster: its wire alone takes 1.30x of the best", strategy="zero1"),
         candidate("skipped", "cannot be faster: its wire alone takes 1.31x of the best", strategy="zero2"),
@@ -209,7 +209,7 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
     assert "xla=experimental_parallel_collective_overlap_limit=" in text
     assert [line[:49].strip() for line in table if "tensor=2" in line] == [
         "replica=2,fsdp=16,tensor=2 as given",
-        "replica=2,fsdp=16,tensor=2 strategy=hybrid_shard",
+        "replica=2,fsdp=16,tensor=2 opt_over=replica,fsdp",
     ]
     reason = " ".join(text.partition("1 impossible: ")[2].split())
     assert reason == "layers.attn: " + "it does not divide " * 6 + ": mesh=fsdp=-1,tensor=8", "not cut off"

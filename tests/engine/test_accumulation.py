@@ -90,7 +90,7 @@ def test_reducing_once_scatters_once_a_step(strategy, options):
 
 @pytest.mark.parametrize("microbatches", thin([MICROBATCHES, 1]))
 def test_hybrid_reduces_in_the_group_each_time_and_between_groups_once(microbatches):
-    found, layout = wire(strategy="hybrid_shard", hybrid=True, microbatches=microbatches)
+    found, layout = wire(hybrid=True, microbatches=microbatches)
     total, root = counts(layout)
     expect(
         found,
@@ -103,8 +103,8 @@ def test_hybrid_reduces_in_the_group_each_time_and_between_groups_once(microbatc
 
 
 @pytest.mark.proof
-def test_hpz_gathers_over_all_forward_and_inside_the_host_backward():
-    found, layout = wire(strategy="hpz", microbatches=1)
+def test_node_gathers_over_all_forward_and_inside_the_host_backward():
+    found, layout = wire(strategy="zeropp", microbatches=1)
     total, root = counts(layout)
     expect(
         found,

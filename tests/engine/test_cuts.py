@@ -24,6 +24,7 @@ from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
 from tests.thin import each_value, thin
+from tests.ways import WAYS
 
 AXIS = "tensor"
 CUTS = {
@@ -39,7 +40,7 @@ MESHES = {
     "1x2": {"fsdp": 1, "tensor": 2},
 }
 COLUMNS = {
-    "strategy": list(jfsdp.STRATEGIES),
+    "strategy": list(WAYS),
     "engine": ["xla", "manual"],
     "mesh": list(MESHES),
     "model": ["stacked", "listed", "tied", "linen"],
@@ -51,8 +52,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 @pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
 def test_steps_equal_one_device(strategy, engine, mesh, model, accumulate):
-    options: dict[str, Any] = {"strategy": strategy}
-    if strategy == "hpz":
+    options: dict[str, Any] = {"strategy": WAYS[strategy]}
+    if strategy == "node":
         options = {"reshard_after_forward": 2 if MESHES[mesh]["fsdp"] > 1 else True}
     cuts = LINEN_CUTS if model == "linen" else CUTS
     test_tensor.check(model, MESHES[mesh], engine=engine, accumulate=accumulate, cuts=cuts, **options)
@@ -70,7 +71,7 @@ CASES = {
         "listed",
         {"engine": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
     ),
-    "placed": ("2x2x2", "stacked", {"placements": {"**.up.kernel": "ddp", "**.down": "hybrid_shard"}}),
+    "placed": ("2x2x2", "stacked", {"placements": {"**.up.kernel": "ddp", "**.down": "zero2"}}),
     "kept, manual": ("4x2", "stacked", {"engine": "manual", "reshard_after_forward": False}),
     "prefetch 2": ("4x2", "listed", {"engine": "manual", "prefetch": 2}),
 }

@@ -114,7 +114,7 @@ TOKENS = (jax.ShapeDtypeStruct((1, 6), jnp.int32),)
 APIS: dict[str, Any] = {"nnx": (Net, [Part], nnx_loss), "linen": ((LinenNet(), TOKENS), [LinenPart], linen_loss)}
 SETTINGS: dict[str, Any] = {
     "full_shard, 3": ({"fsdp": 3}, "full_shard", {}, 1),
-    "hybrid_shard, 2x2, microbatches": ({"replica": 2, "fsdp": 2}, "hybrid_shard", {}, 2),
+    "replicas, 2x2, microbatches": ({"replica": 2, "fsdp": 2}, "full_shard", {}, 2),
     "full_shard, 2x4, once": ({"replica": 2, "fsdp": 4}, "full_shard", {"reduce": "once"}, 2),
 }
 

@@ -22,6 +22,7 @@ from tests.engine.test_tensor import SplitBlock, SplitTower
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
 from tests.thin import each_value
+from tests.ways import WAYS
 
 STEPS = 5
 SOURCES = {
@@ -141,7 +142,7 @@ def check(model, mesh, form, *, accumulate=1, **options: Any):
 
 
 COLUMNS = {
-    "strategy": list(jfsdp.STRATEGIES),
+    "strategy": list(WAYS),
     "engine": ["xla", "manual"],
     "mesh": list(MESHES),
     "model": ["stacked", "listed", "linen", "linen, listed"],
@@ -153,8 +154,8 @@ ROWS = cover(COLUMNS)
 
 @pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
 def test_steps_equal_one_device_on_merged_weights(strategy, engine, mesh, model, form, accumulate):
-    options: dict[str, Any] = {"strategy": strategy}
-    if strategy == "hpz":
+    options: dict[str, Any] = {"strategy": WAYS[strategy]}
+    if strategy == "node":
         options = {"reshard_after_forward": 2 if MESHES[mesh]["fsdp"] > 1 else True}
     check(model, MESHES[mesh], form, accumulate=accumulate, engine=engine, **options)
 

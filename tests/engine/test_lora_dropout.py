@@ -269,7 +269,7 @@ def test_a_run_goes_on_with_the_masks_that_it_would_have_drawn(tmp_path):
 def test_masks_by_device_are_a_reason_that_the_step_tells():
     reasons = []
     for rate in (0.0, RATE):
-        model = shard("stacked", {"replica": 2, "fsdp": 4}, strategy="hybrid_shard", lora=lora(dropout=rate))
+        model = shard("stacked", {"replica": 2, "fsdp": 4}, lora=lora(dropout=rate))
         step = model.train_step(token_loss, TX)
         reasons.append(step.decide(model.abstract_state(TX), make_batches(1)[0]))
         assert step.program == "manual"

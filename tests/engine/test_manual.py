@@ -353,7 +353,7 @@ def test_a_weight_that_is_read_outside_its_units_calls_counts_once_where_a_devic
     source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     whole = train(source, loss, [rows()], strategy="ddp")
     assert_close(train(source, loss, [rows()], engine="manual", strategy="ddp"), whole)
-    groups = {"strategy": "hybrid_shard", "mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
+    groups: dict[str, Any] = {"mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
     assert_close(train(source, loss, [rows()], **groups)[1]["loss"], whole[1]["loss"])
 
 

@@ -13,9 +13,10 @@ import jfsdp
 from tests.engine.test_parity import MODELS, TX, batches, check, impossible, rows, shard
 from tests.pairwise import cover
 from tests.thin import thin
+from tests.ways import WAYS
 
 COLUMNS = {
-    "strategy": list(jfsdp.STRATEGIES),
+    "strategy": list(WAYS),
     "model": ["tower-deep", "tower-list", "tied"],
     "mesh": ["8", "2x4", "3"],
     "prefetch": [0, 1, 2],
@@ -70,15 +71,15 @@ CASES = {
     "reduced and gathered once": (
         "tied",
         "2x4",
-        "hybrid_shard",
+        "full_shard",
         {},
         {"reduce": "once", "reshard_after_backward": False},
     ),
     "hpz, root too": ("tower-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
-    "hpz over groups, depth 2": (
+    "neighbours over groups, depth 2": (
         "tower-deep",
         "2x4",
-        "full_shard",
+        "all",
         {"reshard_after_forward": 2, "prefetch": 2},
         {},
     ),
@@ -94,7 +95,7 @@ CASES = {
     "flat, blocks held over microbatches": (
         "tower-deep",
         "8",
-        "hybrid_shard",
+        "full_shard",
         {"storage": "flat"},
         {"reshard_after_backward": {"blocks": False}},
     ),

@@ -159,7 +159,7 @@ def check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
         with pytest.raises(ValueError, match=f"accumulate={accumulate} .* take 8"):
             gradients(sizes, tied, accumulate, **step)
         return
-    strategy = "hybrid_shard" if "replica" in data else "full_shard"
+    strategy = "full_shard"
     options = {"remat": remat, "prefetch": prefetch, "strategy": strategy}
     value, largest, found = gradients(sizes, tied, accumulate, options, **step)
     mean, most, grads = wanted(tied)

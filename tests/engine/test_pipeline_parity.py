@@ -92,10 +92,10 @@ CASES = {
         TOWER, FSDP, {"offload_policy": jfsdp.OffloadPolicy(params=True, opt_state=True, grads=True)}, {}, {}, ADAM,
     ),
     "zero1": (TOWER, HYBRID, {"strategy": "zero1"}, {}, {"pipe_repeats": 2}, ADAM),
-    "reduced once": (TOWER, HYBRID, {"strategy": "hybrid_shard"}, {"reduce": "once"}, {"schedule": "gpipe"}, ADAM),
-    "kept": (TOWER, HYBRID, {"strategy": "hybrid_shard_zero2"}, {}, {}, ADAM),
+    "reduced once": (TOWER, HYBRID, {}, {"reduce": "once"}, {"schedule": "gpipe"}, ADAM),
+    "kept": (TOWER, HYBRID, {"reshard_after_forward": False}, {}, {}, ADAM),
     "kept in part": (
-        TOWER, {"fsdp": 4}, {"strategy": "hpz", "reshard_after_forward": 2}, {}, {"pipe_repeats": 2}, ADAM,
+        TOWER, {"fsdp": 4}, {"reshard_after_forward": 2}, {}, {"pipe_repeats": 2}, ADAM,
     ),
     "several units per layer": (INNER, FSDP, {"prefetch": 2}, {}, {}, ADAM),
     "one gather ahead, forward": (INNER, FSDP, {"prefetch": jfsdp.Prefetch(1, 0)}, {}, {"pipe_repeats": 2}, ADAM),
@@ -143,7 +143,7 @@ def test_a_pipeline_equals_the_same_data_shards_without_one(name):
 def test_what_a_state_does_besides_steps_does_not_know_stages():
     """Evaluation, the whole model, comparison of replicas, gradients of one's own loop."""
     mesh = jfsdp.make_mesh(pipe=2, replica=2, fsdp=2)
-    model = jfsdp.fully_shard(TOWER.source, mesh=mesh, units=TOWER.units, min_size=20, strategy="hybrid_shard")
+    model = jfsdp.fully_shard(TOWER.source, mesh=mesh, units=TOWER.units, min_size=20)
     state, batch = model.init(ADAM), TOWER.batch(np.random.default_rng(0), ROWS)
     out = model.forward(lambda model, tokens: model(tokens))(state, batch["tokens"])
     whole = nnx.jit(lambda model, tokens: model(tokens))(model.to_flax(state), batch["tokens"])

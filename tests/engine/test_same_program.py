@@ -14,7 +14,7 @@ SOME = [
     "manual, kept: scan",
     "manual, chosen by functions: list",
     "manual, neighbours: scan",
-    "flat, hybrid zero2: scan",
+    "flat, hybrid, kept: scan",
     "manual, lists: linen",
 ]
 

@@ -143,11 +143,11 @@ def test_steps_equal_one_device(model, mesh, engine, accumulate):
 
 
 CASES = {
-    "hybrid, accumulated": ("2x2x2", {"strategy": "hybrid_shard", "accumulate": 2}),
+    "hybrid, accumulated": ("2x2x2", {"accumulate": 2}),
     "zero1 reduces once": ("4x2", {"strategy": "zero1", "accumulate": 2}),
     "hpz": ("4x2", {"reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}}),
     "manual, reduced once": ("4x2", {"engine": "manual", "accumulate": 2, "step_options": {"reduce": "once"}}),
-    "manual, hybrid": ("2x2x2", {"engine": "manual", "strategy": "hybrid_shard", "accumulate": 2}),
+    "manual, hybrid": ("2x2x2", {"engine": "manual", "accumulate": 2}),
     "manual, hpz": (
         "4x2",
         {"engine": "manual", "reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}},
@@ -175,7 +175,7 @@ CUT_HERE = [("llama-cut", "2x2x2", "manual")]  # an odd number of tokens is that
 def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh, engine):
     """Their attention is inside a `shard_map` of its own where the engine has one around it."""
     monkeypatch.setitem(test_parity.MESHES, mesh, MESHES[mesh])
-    strategy = "full_shard" if mesh == "4x2" else "hybrid_shard"
+    strategy = "full_shard"
     test_parity.check(model, mesh, strategy, 2, 0.5, {"engine": engine})
 
 

@@ -77,7 +77,7 @@ def test_a_layer_list_puts_the_same_bytes_on_the_wire_as_a_stack():
     }
 
 
-@pytest.mark.parametrize("strategy", thin(["zero1", "shard_grad_op"]))
+@pytest.mark.parametrize("strategy", thin(["zero1", "SHARD_GRAD_OP"]))
 def test_strategies_that_keep_parameters_gather_and_scatter_each_once(strategy):
     _, wire = compiled_wire(strategy=strategy, num_layers=2, seq_len=1024)
     total = ROOT_PARAMETERS + 2 * (PARAMETERS - ROOT_PARAMETERS) // 32

@@ -79,11 +79,11 @@ def on_host(name):
     hosts._first_processes.cache_clear()
 
 
-def hpz_on(names):
-    """Shard under hpz; return the order of the processes in the mesh, how the units are kept, and what was told."""
+def node_on(names):
+    """Shard; return the order of the processes in the mesh, how the units are kept, and what was told."""
     with on_host(names and names[jax.process_index()]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = model_of(strategy="hpz")
+        model = model_of(strategy="zeropp")
     order = [device.process_index for device in model.mesh.devices.flat]
     kept = {policy.reshard_after_forward for policy in model.layout.policies[1:]}
     return order, list(kept), [str(item.message) for item in caught]
@@ -91,7 +91,7 @@ def hpz_on(names):
 
 def train_on(names):
     with on_host(names[jax.process_index()]):
-        return train(model_of(strategy="hpz"), mine())
+        return train(model_of(strategy="zeropp"), mine())
 
 
 def shard_over_tensor(kind: str):

@@ -22,13 +22,13 @@ def processes():
     ("names", "order", "kept"),
     [(None, [0, 1, 2, 3], 4), ("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2, 1, 3], 2), ("abcd", [0, 1, 2, 3], False)],
 )
-def test_hpz_splits_over_the_processes_of_a_host(processes, names, order, kept):
-    for found, ways, told in processes.call(f"{HERE}:hpz_on", names):
+def test_node_splits_over_the_processes_of_a_host(processes, names, order, kept):
+    for found, ways, told in processes.call(f"{HERE}:node_on", names):
         assert (found, ways) == (order, [kept])
-        assert any("shard_grad_op" in text for text in told) == (kept is False)
+        assert any("one device each" in text for text in told) == (kept is False)
 
 
-def test_hpz_over_interleaved_hosts_computes_what_one_device_does(processes):
+def test_node_over_interleaved_hosts_computes_what_one_device_does(processes):
     one = remote.model_of(make_mesh(fsdp=1, devices=jax.devices()[:1]))
     expected = remote.train(one, remote.rows(0, 16))
     np.testing.assert_allclose(processes.call(f"{HERE}:train_on", "abab"), [expected] * 4, rtol=1e-5)
@@ -37,8 +37,8 @@ def test_hpz_over_interleaved_hosts_computes_what_one_device_does(processes):
 @pytest.mark.parametrize(
     ("function", "names", "words"),
     [
-        ("hpz_on", ["a", "", "a", "a"], ["process 1 cannot tell its host"]),
-        ("hpz_on", "aaab", ["[(0, 3), (3, 1)]", "reshard_after_forward=n"]),
+        ("node_on", ["a", "", "a", "a"], ["process 1 cannot tell its host"]),
+        ("node_on", "aaab", ["[(0, 3), (3, 1)]", "reshard_after_forward=n"]),
     ],
 )
 def test_what_hosts_and_processes_do_not_allow_is_refused_in_every_process(processes, function, names, words):

@@ -10,9 +10,9 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.layout.placements import LeafRules
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.strategy import get_strategy
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
+from tests.ways import WAYS
 
 TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
 
@@ -24,7 +24,7 @@ def make_table(
     *,
     units: Mapping[str, UnitInfo] | None = None,
     param_dtype: str | None = None,
-    reshard: bool | int | None = None,
+    reshard: bool | int | str | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     node_size: int = 4,
     min_size: int = 1024,
@@ -42,7 +42,7 @@ def make_table(
     """
     shapes = {path: abstract(leaf) for path, leaf in leaves.items()}
     units = first_names(shapes) if units is None else units
-    strategy, mp_policy = get_strategy(strategy), MixedPrecisionPolicy(param_dtype)
+    strategy, mp_policy = WAYS.get(strategy, strategy), MixedPrecisionPolicy(param_dtype)
     policies = resolve_policies(
         units,
         strategy=strategy,

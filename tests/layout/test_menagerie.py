@@ -69,29 +69,29 @@ DIMS: dict[str, dict[int, tuple[int, int | None]]] = {
 W, F, A = (), ("fsdp",), ("replica", "fsdp")
 S = ("fsdp", "replica")  # what a group splits first, the groups split further
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
-NODES = {"8": 2, "2x4": 4, "3": 3}  # devices of one host, for hpz
-STRATEGIES = {"full_shard": None, "zero1": "bfloat16", "hybrid_shard": None, "hfsdp": None, "hpz": None}
+NODES = {"8": 2, "2x4": 4, "3": 3}  # devices of one host
+STRATEGIES = {"full_shard": None, "zero1": "bfloat16", "hfsdp": None, "node": None, "all": None}
 CASES = list(itertools.product(STRATEGIES, MESHES))
 
 # Axes of param, work, kept, grad and opt of a leaf that is split and trained, and into how many parts the finest is.
 STAGES = {
     ("full_shard", "8"): (F, None, F, F, F, 8),
-    ("full_shard", "2x4"): (A, None, A, A, A, 8),
+    ("full_shard", "2x4"): (F, None, F, F, F, 4),
     ("full_shard", "3"): (F, None, F, F, F, 3),
     ("zero1", "8"): (F, W, W, F, F, 8),
-    ("zero1", "2x4"): (A, W, W, A, A, 8),
+    ("zero1", "2x4"): (F, W, W, F, F, 4),
     ("zero1", "3"): (F, W, W, F, F, 3),
-    ("hybrid_shard", "8"): (F, None, F, F, F, 8),
-    ("hybrid_shard", "2x4"): (F, None, F, F, F, 4),
-    ("hybrid_shard", "3"): (F, None, F, F, F, 3),
     ("hfsdp", "8"): (F, None, F, F, F, 8),
     ("hfsdp", "2x4"): (F, None, F, S, S, 8),
     ("hfsdp", "3"): (F, None, F, F, F, 3),
-    ("hpz", "8"): (F, None, F, F, F, 8),
-    ("hpz", "2x4"): (A, None, F, A, A, 8),
-    ("hpz", "3"): (F, None, F, F, F, 3),
+    ("node", "8"): (F, None, F, F, F, 8),
+    ("node", "2x4"): (F, None, F, F, F, 4),
+    ("node", "3"): (F, None, F, F, F, 3),
+    ("all", "8"): (F, None, F, F, F, 8),
+    ("all", "2x4"): (A, None, A, A, A, 8),
+    ("all", "3"): (F, None, F, F, F, 3),
 }
-WAYS = {("hpz", "8"): 2}
+KEPT_WAYS = {("node", "8"): 2}
 
 
 def menagerie(strategy: str, mesh: str) -> Layout:
@@ -122,7 +122,7 @@ def expected(path: str, strategy: str, mesh: str) -> Leaf:
     """Read the row of one leaf out of the tables above."""
     shape, dtype = MENAGERIE[path]
     param, work, kept, grad, opt, num_shards = STAGES[strategy, mesh]
-    ways = WAYS.get((strategy, mesh))
+    ways = KEPT_WAYS.get((strategy, mesh))
     if path in NOT_CAST and work is not None:
         param, work = work, None  # one copy serves
     if path in NOT_TRAINED:
@@ -176,7 +176,7 @@ def test_specs_put_the_axes_of_every_stage_on_the_split_dim(strategy, mesh):
     layout = menagerie(strategy, mesh)
     whole_mesh = make_abstract_mesh(MESHES[mesh])
     parts = split_mesh(whole_mesh, layout.sub_axes)  # pyright: ignore[reportArgumentType]
-    names = {"fsdp": ("fsdp_0", "fsdp_1")} if (strategy, mesh) in WAYS else {}
+    names = {"fsdp": ("fsdp_0", "fsdp_1")} if (strategy, mesh) in KEPT_WAYS else {}
     for leaf in layout.leaves:
         for name, stage in leaf.stages:
             if stage is None:
@@ -193,12 +193,12 @@ def test_specs_put_the_axes_of_every_stage_on_the_split_dim(strategy, mesh):
 SPECS = {
     ("full_shard", "8", "body.prime_matrix", "param"): (P("fsdp", None), (129, 37)),
     ("full_shard", "3", "layers.kernel", "opt"): (P(None, None, "fsdp"), (6, 64, 16)),
-    ("zero1", "2x4", "body.vocabulary", "param"): (P(None, ("replica", "fsdp")), (50257, 96)),
+    ("zero1", "2x4", "body.vocabulary", "param"): (P(None, "fsdp"), (50257, 192)),
     ("zero1", "2x4", "body.vocabulary", "work"): (P(None, None), (50257, 768)),
-    ("hybrid_shard", "2x4", "body.bias", "grad"): (P("fsdp"), (12565,)),
+    ("full_shard", "2x4", "body.bias", "grad"): (P("fsdp"), (12565,)),
     ("hfsdp", "2x4", "pair.table", "param"): (P("fsdp", None), (160, 64)),
     ("hfsdp", "2x4", "pair.table", "opt"): (P(("fsdp", "replica"), None), (80, 64)),
-    ("hpz", "2x4", "layers.prime", "kept"): (P(None, "fsdp", None), (6, 8, 37)),
+    ("node", "2x4", "layers.prime", "kept"): (P(None, "fsdp", None), (6, 8, 37)),
     ("full_shard", "8", "layers.empty", "param"): (P(None, None, None), (6, 0, 64)),
     ("full_shard", "8", "body.scalar", "param"): (P(), ()),
 }

@@ -14,6 +14,7 @@ from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
+from tests.ways import WAYS
 
 W, F, R, A, S = (), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "replica")
 LEAVES = {
@@ -187,14 +188,14 @@ def test_leaves_are_frozen_and_ignored_by_the_same_selectors(what, case):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_leaf_placed_by_a_strategys_name_stands_as_under_that_strategy(strategy):
     """In a unit that is not resharded, so that nothing is kept: that is a matter of the unit."""
-    own = place({"table": strategy}, param_dtype="bfloat16")["table"]
+    own = place({"table": WAYS.get(strategy, strategy)}, param_dtype="bfloat16")["table"]
     under = make_table(LEAVES, strategy, param_dtype="bfloat16", node_size=4).by_path["table"]
     assert own.stages == under.stages
     assert (own.dim, own.padding) == (under.dim, under.padding)
     assert own.reason == f"{under.reason}; placed by 'table'"
 
 
-@pytest.mark.parametrize("other", ["hybrid_shard", "HYBRID_SHARD", STRATEGIES["hybrid_shard"]])
+@pytest.mark.parametrize("other", ["full_shard", "HYBRID_SHARD", STRATEGIES["full_shard"]])
 def test_a_placement_changes_its_own_leaf_only(other):
     before, after = make_table(LEAVES).by_path, place({"block.w": other})
     assert {path for path in LEAVES if before[path] != after[path]} == {"block.w"}
@@ -203,13 +204,13 @@ def test_a_placement_changes_its_own_leaf_only(other):
 
 # PartitionSpec of `param` -> axes of param, kept, grad, opt, and the dim; under full_shard in a resharded unit.
 SPECS = {
-    P(): (W, W, A, A, 0),
-    P(None, None): (W, W, A, A, 0),
-    P("fsdp"): (F, F, S, S, 0),
-    P(None, "fsdp"): (F, F, S, S, 1),
+    P(): (W, W, F, F, 0),
+    P(None, None): (W, W, F, F, 0),
+    P("fsdp"): (F, F, F, F, 0),
+    P(None, "fsdp"): (F, F, F, F, 1),
     P("replica", None): (R, R, A, A, 0),
     P(None, ("replica", "fsdp")): (A, A, A, A, 1),
-    P(("fsdp",)): (F, F, S, S, 0),
+    P(("fsdp",)): (F, F, F, F, 0),
 }
 
 
@@ -261,11 +262,11 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     ),
     "no strategy": ({"head": None}, "head: placements: strategy None is unknown"),
     "kept whole in a resharded unit": (
-        {"block.w": "shard_grad_op"},
-        "block.w: placed by 'block.w', and strategy 'shard_grad_op' has reshard_after_forward=False, while its "
+        {"block.w": "_HYBRID_SHARD_ZERO2"},
+        "block.w: placed by 'block.w', and strategy 'full_shard' has reshard_after_forward=False, while its "
         "unit 'block' is resharded; set that unit's reshard_after_forward with per_unit",
     ),
-    "kept by node in a resharded unit": ({"block.w": "hpz"}, "strategy 'hpz' has reshard_after_forward='node'"),
+    "kept by node in a resharded unit": ({"block.w": WAYS["node"]}, "strategy 'node' has reshard_after_forward='node'"),
     "nothing matches": (
         {"blok.*": "ddp"},
         "placements 'blok.*' matches no parameter; parameters: block.w, block.scale",
@@ -289,12 +290,12 @@ def test_placements_that_cannot_be_had_are_refused(case):
 
 
 def test_two_selectors_that_say_the_same_do_not_collide():
-    assert axes(place({"block.*": "hybrid_shard", "**.w": "hybrid_shard"})["block.w"])["opt"] == F
+    assert axes(place({"block.*": "full_shard", "**.w": "full_shard"})["block.w"])["opt"] == F
 
 
 def test_a_leaf_that_a_unit_keeps_for_its_backward_may_be_placed_so():
     keep = {"block": {"reshard_after_forward": False}}
-    leaf = place({"block.w": "shard_grad_op"}, per_unit=keep)["block.w"]
+    leaf = place({"block.w": "_HYBRID_SHARD_ZERO2"}, per_unit=keep)["block.w"]
     assert leaf.stage("kept").axes == W
 
 

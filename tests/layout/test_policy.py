@@ -8,7 +8,7 @@ import pytest
 
 from jfsdp.layout.policy import SaveNames, UnitPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.strategy import STRATEGIES, get_strategy
+from tests.ways import WAYS
 
 UNITS = ("", "embed", "layers.0", "layers.1", "head")
 BF16 = MixedPrecisionPolicy("bfloat16")
@@ -20,7 +20,7 @@ def resolve(
 ) -> dict[str, UnitPolicy]:
     return resolve_policies(
         UNITS,
-        strategy=get_strategy(strategy),
+        strategy=WAYS[strategy],
         mp_policy=BF16,
         reshard_after_forward=reshard,
         remat=remat,
@@ -29,10 +29,10 @@ def resolve(
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_units_are_resharded_where_the_strategy_keeps_them_split_and_the_root_never(strategy):
     policies = resolve(strategy)
-    expected = {"full_shard": True, "hybrid_shard": True, "hfsdp": True, "hpz": 4}.get(strategy, False)
+    expected = {"full_shard": True, "all": True, "hfsdp": True, "node": 4}.get(strategy, False)
     assert policies.pop("").reshard_after_forward is False
     assert {policy.reshard_after_forward for policy in policies.values()} == {expected}
 
@@ -107,7 +107,7 @@ def test_an_unknown_remat_lists_the_remats(remat):
 
 
 @pytest.mark.parametrize("value", [True, 2])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "shard_grad_op", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "kept"])
 def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy, value):
     with pytest.raises(ValueError, match=f"reshard_after_forward={value} contradicts strategy '{strategy}'"):
         resolve(strategy, reshard=value)
@@ -121,7 +121,7 @@ def test_resharding_to_a_number_of_devices_holds_for_the_root_too(value):
     assert {policy.reshard_after_forward for policy in resolve(reshard=value).values()} == {value}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_resharding_to_one_device_is_not_resharding(strategy):
     assert {policy.reshard_after_forward for policy in resolve(strategy, reshard=1).values()} == {False}
     assert resolve(strategy, reshard=1) == resolve(strategy, reshard=False)
@@ -135,7 +135,7 @@ def test_fewer_than_one_device_are_refused(value):
 
 @pytest.mark.parametrize("value", [1.0, "yes", (2,)])
 def test_resharding_to_what_is_no_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"reshard_after_forward=.* is not None, True, False or a number of devices"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=.* is not None, True, False, 'node' or"):
         resolve(reshard=value)
 
 
@@ -143,12 +143,14 @@ def unknown() -> int:
     raise ValueError("nobody knows the hosts")
 
 
-def test_hpz_needs_to_know_how_many_devices_share_a_host():
-    with pytest.raises(ValueError, match=r"unit 'embed': strategy 'hpz' .* nobody knows .*; pass reshard_after_for"):
-        resolve("hpz", node_size=unknown)
+def test_node_needs_to_know_how_many_devices_share_a_host():
+    with pytest.raises(
+        ValueError, match=r"unit 'embed': reshard_after_forward='node' .* nobody knows .*; pass reshard_"
+    ):
+        resolve("node", node_size=unknown)
 
 
-@pytest.mark.parametrize(("strategy", "reshard"), [("hpz", 2), ("hpz", True), ("full_shard", None)])
+@pytest.mark.parametrize(("strategy", "reshard"), [("node", 2), ("node", True), ("full_shard", None)])
 def test_hosts_are_asked_for_only_where_the_strategy_needs_them(strategy, reshard):
     assert resolve(strategy, reshard=reshard, node_size=unknown)["embed"].reshard_after_forward is (reshard or True)
 
@@ -199,7 +201,7 @@ def test_names_of_nothing_are_refused():
 def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
     policies = resolve_policies(
         ["", "layers.0", "layers.0.mlp"],
-        strategy=get_strategy("full_shard"),
+        strategy=WAYS["full_shard"],
         mp_policy=BF16,
         reshard_after_forward=None,
         remat="full",

@@ -1,108 +1,105 @@
-"""Strategies as data: the presets, their other names, and the contradictions that are refused."""
+"""Strategies as data: the presets, what other libraries' names mean, and the contradictions that are refused."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from jfsdp.layout.strategy import ALIASES, STRATEGIES, Split, Strategy, get_strategy, show
+from jfsdp.layout.strategy import NODE, OTHER_NAMES, STRATEGIES, Split, Strategy, get_strategy, show
+from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
-
-# Strategy -> param, grad accumulator, opt, reshard_after_forward.
-TABLE = {
-    "ddp": ("whole", "whole", "whole", True),
-    "zero1": ("whole", "partial", "all", True),
-    "zero2": ("whole", "all", "all", True),
-    "full_shard": ("all", "all", "all", True),
-    "shard_grad_op": ("all", "all", "all", False),
-    "hybrid_shard": ("group", "group", "group", True),
-    "hybrid_shard_zero2": ("group", "group", "group", False),
-    "hfsdp": ("group", "all", "all", True),
-    "hpz": ("all", "all", "all", "node"),
-}
-
-# What other libraries call them: PyTorch FSDP1, FSDP2, DeepSpeed.
-OTHER_NAMES = {
-    "NO_SHARD": "ddp",
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "HYBRID_SHARD": "hybrid_shard",
-    "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-    "fully_shard": "full_shard",
-    "hsdp": "hybrid_shard",
-    "replicate": "ddp",
-    "zero0": "ddp",
-    "zero3": "full_shard",
-    "zeropp": "hpz",
-}
-STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "full_shard"}
-
-
-def test_presets_are_the_table_of_the_design():
-    rows = {s.name: (*map(show, (s.param, s.grad, s.opt)), s.reshard_after_forward) for s in STRATEGIES.values()}
-    assert rows == TABLE
-
-
-def test_the_table_in_the_documents_is_the_table_in_the_code():
-    rows = documented()
-    said = {"-": True, "true": True, "false": False, '"node"': "node"}
-    assert {name: (*cells[2:5], said[cells[5].strip("`")]) for name, cells in rows.items()} == TABLE
-
-
-def test_the_documents_give_every_other_name_beside_its_strategy():
-    beside = {}
-    for name, cells in documented().items():
-        beside |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), name)
-        beside |= {int(number): name for number in re.findall(r"stage (\d)", cells[1])}
-    assert beside == OTHER_NAMES | STAGES
+FLAT, GROUPS, BOTH = {"fsdp": 8}, {"replica": 2, "fsdp": 4}, ("replica", "fsdp")
+AXES = {"whole": (), "partial": (), "group": ("fsdp",), "all": BOTH}
 
 
 def documented() -> dict[str, list[str]]:
     """The rows of the strategy table in docs/design.md, by the name in the first column."""
     lines = (ROOT / "docs" / "design.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {cells[0].strip("`"): cells for cells in rows if len(cells) == 6 and cells[0].startswith("`")}
+    return {cells[0].strip("`"): cells for cells in rows if len(cells) == 4 and cells[0].strip("`") in STRATEGIES}
 
 
-def test_presets_are_listed_under_their_own_names():
-    assert all(strategy.name == name for name, strategy in STRATEGIES.items())
+def test_the_table_in_the_documents_is_the_table_in_the_code():
+    rows = {s.name: [f"`{s.name}`", *map(show, (s.param, s.grad, s.opt))] for s in STRATEGIES.values()}
+    assert documented() == rows
+    for name, (_, *stages) in rows.items():
+        assert [STRATEGIES[name].axes(stage) for stage in ("param", "grad", "opt")] == [AXES[one] for one in stages]
 
 
-AXES = {"whole": (), "partial": (), "group": ("fsdp",), "all": ("replica", "fsdp")}
+def test_the_documents_give_every_name_of_another_library():
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    assert not [name for name in OTHER_NAMES if isinstance(name, str) and f"`{name}`" not in text]
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_stages_name_the_axes_they_use(name):
-    axes = tuple(STRATEGIES[name].axes(stage) for stage in ("param", "grad", "opt"))
-    assert axes == tuple(AXES[split] for split in TABLE[name][:3])
+# Name -> the strategy, its default for reshard_after_forward, and the mesh that it contradicts.
+NAMES = {
+    "NO_SHARD": ("ddp", True, None),
+    "FULL_SHARD": ("full_shard", True, GROUPS),
+    "SHARD_GRAD_OP": ("full_shard", False, GROUPS),
+    "HYBRID_SHARD": ("full_shard", True, FLAT),
+    "_HYBRID_SHARD_ZERO2": ("full_shard", False, FLAT),
+    "fully_shard": ("full_shard", True, None),
+    "hsdp": ("full_shard", True, FLAT),
+    "zero0": ("ddp", True, None),
+    "zero3": ("full_shard", True, GROUPS),
+    "zeropp": ("full_shard", NODE, GROUPS),
+    0: ("ddp", True, None),
+    1: ("zero1", True, GROUPS),
+    2: ("zero2", True, GROUPS),
+    3: ("full_shard", True, GROUPS),
+}
 
 
-def test_aliases_are_the_names_of_other_libraries():
-    assert ALIASES == OTHER_NAMES
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_other_libraries_are_translated_and_contradict_a_mesh(name):
+    strategy, reshard, refused = NAMES[name]
+    fits = FLAT if refused == GROUPS else GROUPS
+    assert get_strategy(name, fits) == dataclasses.replace(STRATEGIES[strategy], reshard_after_forward=reshard)
+    if refused is not None:
+        meant = "mesh fsdp=8" if refused == GROUPS else "mesh replica=2,fsdp=4"
+        refuses(lambda: get_strategy(name, refused), repr(name), f"use {meant}", f"strategy {strategy!r}")
 
 
-@pytest.mark.parametrize(("alias", "name"), (OTHER_NAMES | STAGES).items())
-def test_aliases_give_the_strategy_that_they_stand_for(alias, name):
-    assert get_strategy(alias) is STRATEGIES[name]
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_our_own_names_go_with_every_mesh(name):
+    assert get_strategy(name, FLAT) is get_strategy(name, GROUPS) is STRATEGIES[name]
+    assert name not in OTHER_NAMES
 
 
-def test_aliases_do_not_shadow_presets():
-    assert not ALIASES.keys() & STRATEGIES.keys()
+def test_opt_over_splits_states_and_the_gradients_that_are_split():
+    stages = {}
+    for name in ("zero1", "zero2", "full_shard"):
+        found = get_strategy(name, GROUPS, ["replica", "fsdp"])
+        stages[name] = (found.param, found.grad, found.opt)
+    whole, group = Split.WHOLE, Split.GROUP
+    assert stages == {
+        "zero1": (whole, Split.PARTIAL, BOTH),
+        "zero2": (whole, BOTH, BOTH),
+        "full_shard": (group, BOTH, BOTH),
+    }
+    assert get_strategy("hfsdp", GROUPS) == get_strategy("full_shard", GROUPS, BOTH)
+    assert get_strategy("_HYBRID_SHARD_ZERO2", GROUPS, BOTH).reshard_after_forward is False
+
+
+def test_opt_over_is_refused_where_the_strategy_says_it_or_it_is_too_coarse():
+    own = Strategy("own", Split.WHOLE, Split.GROUP, Split.ALL)
+    for strategy in ("ddp", own):
+        refuses(lambda given=strategy: get_strategy(given, GROUPS, BOTH), "opt_over='replica,fsdp'", "leave it out")
+    refuses(lambda: get_strategy("hfsdp", GROUPS, BOTH), "'hfsdp' means opt_over", "leave out")
+    refuses(lambda: get_strategy("full_shard", GROUPS, ("replica",)), "opt (replica) is less split than param (group)")
+    refuses(lambda: get_strategy("zero2", GROUPS, ("data",)), "grad=('data',)", BOTH)
 
 
 def test_a_strategy_passes_through():
     own = Strategy("own", Split.WHOLE, Split.GROUP, Split.ALL)
-    assert get_strategy(own) is own
+    assert get_strategy(own, FLAT) is own
 
 
 @pytest.mark.parametrize("name", ["zero4", "", "Full_Shard", 4, -1, True, None, 3.0, ["ddp"]])
 def test_an_unknown_name_lists_all_valid_ones(name):
-    with pytest.raises(ValueError, match=re.escape(f"strategy {name!r} is unknown")) as error:
-        get_strategy(name)
-    listed = str(error.value).partition("strategies are ")[2].partition(", or the number of a DeepSpeed stage, 0 to 3")
-    assert listed[0].split(", ") == [*STRATEGIES, *ALIASES]
-    assert listed[1]
+    refuses(lambda: get_strategy(name, FLAT), f"strategy {name!r} is unknown", *STRATEGIES, "HYBRID_SHARD", "0 to 3")
 
 
 @pytest.mark.parametrize(
@@ -117,4 +114,4 @@ def test_optimizer_states_less_split_than_parameters_are_refused(param, opt):
 def test_an_unknown_name_is_told_the_closest(name, close):
     hint = re.escape(f" (did you mean {close!r}?)") if close else ""
     with pytest.raises(ValueError, match=f"strategy {name!r} is unknown{hint}; the strategies are"):
-        get_strategy(name)
+        get_strategy(name, FLAT)

@@ -16,11 +16,12 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.placements import LeafRules
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
-from jfsdp.layout.strategy import STRATEGIES, get_strategy
+from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import UnitInfo
 from jfsdp.modules.nnx import NNXModel
 from tests.models_small import Block, Tower
+from tests.ways import WAYS
 
 W, G, A = (), ("fsdp",), ("replica", "fsdp")
 S = ("fsdp", "replica")  # what a group splits first, the groups split further
@@ -37,7 +38,7 @@ def make_layout(
         "head": jax.ShapeDtypeStruct((64, 100), "float32"),
     }
     units = {"": UnitInfo("", "Net", 0, ("head",)), "block": UnitInfo("block", "Block", 0, tuple(shapes)[:3])}
-    strategy, mp_policy = get_strategy(strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
+    strategy, mp_policy = WAYS.get(strategy, strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
     settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None, "node_size": lambda: 4}
     settings |= {key: more.pop(key) for key in list(more) if key in settings}
     policies = resolve_policies(units, strategy=strategy, mp_policy=mp_policy, **settings)
@@ -52,24 +53,23 @@ def stages(leaf: Leaf) -> dict[str, Any]:
 # Axes of param, work, kept, grad and opt on replica=2,fsdp=4 of a float32 leaf used in bfloat16 (None: no such copy).
 MIXED = {
     "ddp": (W, None, W, W, W),
-    "zero1": (A, W, W, A, A),
-    "zero2": (A, W, W, A, A),
-    "full_shard": (A, None, A, A, A),
-    "shard_grad_op": (A, None, W, A, A),
-    "hybrid_shard": (G, None, G, G, G),
-    "hybrid_shard_zero2": (G, None, W, G, G),
+    "zero1": (G, W, W, G, G),
+    "zero2": (G, W, W, G, G),
+    "full_shard": (G, None, G, G, G),
+    "kept": (G, None, W, G, G),
+    "node": (G, None, G, G, G),
     "hfsdp": (S, G, G, S, S),
-    "hpz": (A, None, G, A, A),
+    "all": (A, None, A, A, A),
 }
 # The same in float32 throughout: the strategies that keep a copy beside the master have one set of parameters instead.
-FULL = MIXED | {"zero1": (W, None, W, A, A), "zero2": (W, None, W, A, A), "hfsdp": (G, None, G, S, S)}
+FULL = MIXED | {"zero1": (W, None, W, G, G), "zero2": (W, None, W, G, G), "hfsdp": (G, None, G, S, S)}
 
 
 def test_every_preset_is_in_the_tables():
-    assert set(MIXED) == set(FULL) == set(STRATEGIES)
+    assert set(MIXED) == set(FULL) == set(WAYS)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_stages_with_a_low_precision_in_use(strategy):
     param, work, kept, grad, opt = MIXED[strategy]
     assert stages(make_layout(strategy, param_dtype="bfloat16").by_path["block.w"]) == {
@@ -82,7 +82,7 @@ def test_stages_with_a_low_precision_in_use(strategy):
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_stages_in_one_precision_have_no_second_copy(strategy):
     param, _, kept, grad, opt = FULL[strategy]
     assert stages(make_layout(strategy).by_path["block.w"]) == {
@@ -95,20 +95,20 @@ def test_stages_in_one_precision_have_no_second_copy(strategy):
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_small_leaves_are_whole_at_every_stage_and_keep_no_copy(strategy):
     leaf = make_layout(strategy, param_dtype="bfloat16").by_path["block.scale"]
     assert {stage and stage[0] for stage in stages(leaf).values()} == {W, None}
     assert not leaf.has_work
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_the_root_is_kept_whole_between_forward_and_backward(strategy):
     leaf = make_layout(strategy, param_dtype="bfloat16").by_path["head"]
     assert stages(leaf)["kept"] == (W, "bfloat16")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_integers_are_never_cast_and_not_trained(strategy):
     leaf = make_layout(strategy, param_dtype="bfloat16").by_path["block.table"]
     assert {stage[1] for stage in stages(leaf).values() if stage} == {"int32"}
@@ -117,17 +117,17 @@ def test_integers_are_never_cast_and_not_trained(strategy):
     assert leaf.reason.endswith("; not trained: int32")
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hfsdp"])
-def test_hybrid_strategies_on_one_group_are_full_sharding(strategy):
+@pytest.mark.parametrize("strategy", ["all", "hfsdp"])
+def test_with_one_replica_states_over_both_axes_are_full_sharding(strategy):
     for dtype in (None, "bfloat16"):
         hybrid = make_layout(strategy, {"fsdp": 8}, param_dtype=dtype)
         full = make_layout("full_shard", {"fsdp": 8}, param_dtype=dtype)
         assert hybrid.leaves == full.leaves
 
 
-def test_hybrid_sharding_in_groups_of_one_is_ddp():
+def test_sharding_in_groups_of_one_is_ddp():
     """The sharding factor of the FSDP paper: 1 is replication."""
-    hybrid = make_layout("hybrid_shard", {"replica": 8, "fsdp": 1})
+    hybrid = make_layout("full_shard", {"replica": 8, "fsdp": 1})
     ddp = make_layout("ddp", {"replica": 8, "fsdp": 1}, reshard_after_forward=False)
     assert [stages(leaf) for leaf in hybrid.leaves] == [stages(leaf) for leaf in ddp.leaves]
 
@@ -159,7 +159,7 @@ def test_spec_of_a_slice_has_lost_its_layer_dims():
 
 
 def test_a_stage_that_a_leaf_has_not_is_an_error_with_its_path():
-    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work' \(dim 0, the first divisible by 8\)"):
+    with pytest.raises(ValueError, match=r"block\.w: has no stage 'work' \(dim 0, the first divisible by 4\)"):
         make_layout().by_path["block.w"].spec("work")
     with pytest.raises(ValueError, match=r"block\.table: has no stage 'opt' \(.*; not trained: int32\)"):
         make_layout().by_path["block.table"].spec("opt")
@@ -179,12 +179,12 @@ def test_shard_dim_is_asked_for_every_leaf_and_none_leaves_the_choice():
 
     layout = make_layout(rules=LeafRules(shard_dim=choose))
     assert asked == {leaf.path: leaf.shape for leaf in layout.leaves}
-    assert layout.by_path["block.w"].spec("param") == P(None, ("replica", "fsdp"))
-    assert layout.by_path["head"].reason == "dim 0, the first divisible by 8"
+    assert layout.by_path["block.w"].spec("param") == P(None, "fsdp")
+    assert layout.by_path["head"].reason == "dim 0, the first divisible by 4"
 
 
 def test_min_size_moves_the_line_below_which_leaves_replicate():
-    assert make_layout(min_size=64).by_path["block.scale"].spec("param") == P(("replica", "fsdp"))
+    assert make_layout(min_size=64).by_path["block.scale"].spec("param") == P("fsdp")
     assert make_layout(min_size=10**6).by_path["block.w"].spec("param") == P(None, None)
 
 
@@ -219,11 +219,11 @@ def test_a_layout_is_immutable():
         make_layout().strategy = STRATEGIES["ddp"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_text_has_a_line_for_every_leaf_with_its_reason(strategy):
     layout = make_layout(strategy, param_dtype="bfloat16")
     summary, header, *rows = str(layout).splitlines()
-    assert strategy in summary
+    assert layout.strategy.name in summary
     assert "replica=2,fsdp=4" in summary
     assert header.split() == ["path", "shape", "unit", "param", "use", "opt", "bytes/device", "reason"]
     assert len(rows) == len(layout.leaves)
@@ -247,7 +247,7 @@ def test_stages_are_described_as_shapes_with_the_axes_behind_the_split_dim():
 def test_stages_are_described_with_ways_and_memory_where_they_have_them():
     layout = make_layout(reshard_after_forward=2, offload=OffloadPolicy(params=True))
     leaf = layout.by_path["head"]
-    assert describe_stage(leaf, leaf.stage("param")) == "[64/replica/fsdp 100] float32 on pinned_host"
+    assert describe_stage(leaf, leaf.stage("param")) == "[64/fsdp 100] float32 on pinned_host"
     assert describe_stage(leaf, leaf.stage("kept")) == "[64/fsdp:2 100] float32"
     table = layout_to_dict(layout)["leaves"][-1]["stages"]
     assert table["param"]["memory"] == "pinned_host"
@@ -267,9 +267,9 @@ def test_the_table_as_plain_data_survives_json(remat):
     assert again["num_parameters"] == 64 * 64 + 64 + 64 * 64 + 64 * 100
     assert [unit["num_leaves"] for unit in again["units"]] == [1, 3]
     (row,) = [row for row in again["leaves"] if row["path"] == "block.w"]
-    assert row["stages"]["param"] == {"spec": [["replica", "fsdp"], None], "dtype": "float32", "memory": "device"}
+    assert row["stages"]["param"] == {"spec": ["fsdp", None], "dtype": "float32", "memory": "device"}
     assert row["stages"]["work"] == {"spec": [None, None], "dtype": "bfloat16", "memory": "device"}
-    assert row["bytes_per_device"] == 64 * 64 * 4 // 8 + 64 * 64 * 2
+    assert row["bytes_per_device"] == 64 * 64 * 4 // 4 + 64 * 64 * 2
     again["units"][1]["remat"] = table["units"][1]["remat"]  # json has no tuples
     assert again == table
 

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jfsdp.layout.leaf import Stage
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, split_mesh
+from jfsdp.layout.strategy import NODE
 from jfsdp.layout.table import split_axis
+from tests import ways
 from tests.layout.tables import make_table
 
 F, A = ("fsdp",), ("replica", "fsdp")
@@ -21,7 +23,7 @@ TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
 FOUR_BY_FOUR = {"replica": 4, "fsdp": 4}
 
 
-def kept(reshard: Any, sizes: Any = None, strategy: Any = "full_shard", path: str = "block.w", **more: Any) -> Stage:
+def kept(reshard: Any, sizes: Any = None, strategy: Any = "all", path: str = "block.w", **more: Any) -> Stage:
     return make_table(LEAVES, strategy, sizes, reshard=reshard, **more).by_path[path].stage("kept")
 
 
@@ -31,18 +33,17 @@ WAYS = {
     ("full_shard", 1, 8, 2): (F, 2),
     ("full_shard", 1, 8, 4): (F, 4),
     ("full_shard", 1, 8, 8): (F, None),
-    ("full_shard", 2, 4, 1): ((), None),
+    ("all", 2, 4, 1): ((), None),
+    ("all", 2, 4, 2): (F, 2),
+    ("all", 2, 4, 4): (F, None),
+    ("all", 2, 4, 8): (A, None),
+    ("all", 4, 4, 8): (A, 2),
+    ("all", 4, 4, 16): (A, None),
+    ("all", 3, 4, 12): (A, None),
+    ("all", 8, 1, 4): (("replica",), 4),
     ("full_shard", 2, 4, 2): (F, 2),
     ("full_shard", 2, 4, 4): (F, None),
-    ("full_shard", 2, 4, 8): (A, None),
-    ("full_shard", 4, 4, 8): (A, 2),
-    ("full_shard", 4, 4, 16): (A, None),
-    ("full_shard", 3, 4, 12): (A, None),
-    ("full_shard", 8, 1, 4): (("replica",), 4),
-    ("hybrid_shard", 2, 4, 2): (F, 2),
-    ("hybrid_shard", 2, 4, 4): (F, None),
     ("hfsdp", 2, 4, 2): (F, 2),
-    ("hpz", 2, 4, 8): (A, None),
     ("full_shard", 1, 6, 3): (F, 3),
 }
 
@@ -54,7 +55,7 @@ def test_a_number_of_devices_takes_the_minor_axes_first(case):
     assert (stage.axes, stage.ways, stage.dtype, stage.memory) == (*WAYS[case], "float32", "device")
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "hfsdp"])
+@pytest.mark.parametrize("strategy", ["full_shard", "all", "hfsdp"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, TWO_BY_FOUR, {"fsdp": 3}, FOUR_BY_FOUR])
 def test_one_is_false_and_all_is_true(strategy, sizes):
     param = make_table(LEAVES, strategy, sizes).by_path["block.w"].stage("param").axes
@@ -119,7 +120,7 @@ def test_numbers_that_divide_each_other_share_one_mesh():
 def test_units_may_split_different_axes_in_part():
     leaves = {"a.w": (96, 96), "b.w": (96, 96)}
     per_unit = {"a": {"reshard_after_forward": 8}, "b": {"reshard_after_forward": 2}}
-    layout = make_table(leaves, "full_shard", FOUR_BY_FOUR, per_unit=per_unit)
+    layout = make_table(leaves, "all", FOUR_BY_FOUR, per_unit=per_unit)
     a, b = layout.leaves
     assert a.spec("kept", sub_axes=layout.sub_axes) == P(("replica_1", "fsdp_0", "fsdp_1"), None)
     assert b.spec("kept", sub_axes=layout.sub_axes) == P("fsdp_1", None)
@@ -140,21 +141,21 @@ def test_an_axis_is_split_into_parts_whose_minor_products_are_the_ways(size, way
 # The preset.
 
 
-@pytest.mark.parametrize(("node", "axes", "ways"), [(2, F, 2), (4, F, None), (8, A, None), (1, (), None)])
-def test_hpz_keeps_parameters_split_over_the_devices_of_a_host(node, axes, ways):
-    layout = make_table(LEAVES, "hpz", node_size=node)
+@pytest.mark.parametrize(("node", "axes", "num"), [(2, F, 2), (4, F, None), (8, A, None), (1, (), None)])
+def test_node_keeps_parameters_split_over_the_devices_of_a_host(node, axes, num):
+    layout = make_table(LEAVES, dataclasses.replace(ways.WAYS["all"], reshard_after_forward=NODE), node_size=node)
     stages = dict(layout.by_path["block.w"].stages)
-    assert stages["kept"] == Stage(axes, "float32", ways=ways)
+    assert stages["kept"] == Stage(axes, "float32", ways=num)
     assert {name: stages[name] for name in ("param", "grad", "opt")} == dict.fromkeys(
         ("param", "grad", "opt"), Stage(A, "float32")
     )
     assert layout.by_path["head"].stage("kept") == Stage((), "float32")
 
 
-def test_hpz_on_a_mesh_without_devices_asks_for_the_number():
+def test_node_on_a_mesh_without_devices_asks_for_the_number():
     with pytest.raises(ValueError, match="no devices"):
         node_size(make_abstract_mesh({"fsdp": 8}))
-    assert kept(4, strategy="hpz") == Stage(F, "float32")
+    assert kept(4, strategy="node") == Stage(F, "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +210,7 @@ def test_a_split_mesh_has_the_same_devices_in_the_same_order():
 
 
 def test_a_split_mesh_without_devices_has_the_same_axes():
-    layout = make_table(LEAVES, reshard=2)
+    layout = make_table(LEAVES, "all", reshard=2)
     parts: Any = split_mesh(make_abstract_mesh(TWO_BY_FOUR), layout.sub_axes)  # pyright: ignore[reportArgumentType]
     assert dict(parts.shape) == {"pipe": 1, "replica": 2, "fsdp_0": 2, "fsdp_1": 2, "tensor": 1}
 
@@ -225,7 +226,7 @@ SPLIT_SPECS = {
 @pytest.mark.parametrize("stage", SPLIT_SPECS)
 def test_specs_name_the_axes_of_the_mesh_that_they_are_for(stage):
     mesh = make_mesh(replica=2, fsdp=4)
-    layout = make_table(LEAVES, reshard=2)
+    layout = make_table(LEAVES, "all", reshard=2)
     leaf, parts = layout.by_path["block.w"], split_mesh(mesh, layout.sub_axes)
     on_parts, on_whole = layout.sharding(parts, leaf, stage), layout.sharding(mesh, leaf, stage)
     assert (on_parts.spec, on_whole.spec) == SPLIT_SPECS[stage]
@@ -244,7 +245,7 @@ def test_what_is_kept_is_repeated_over_the_far_devices_and_split_over_the_near()
 
 
 def test_a_part_of_an_axis_has_no_sharding_on_a_mesh_that_has_it_in_one():
-    layout = make_table(LEAVES, reshard=2)
+    layout = make_table(LEAVES, "all", reshard=2)
     with pytest.raises(
         ValueError, match=r"block\.w: stage 'kept' splits axis 'fsdp' \(size 4\) 2 ways only; use split_mesh"
     ):
@@ -253,7 +254,7 @@ def test_a_part_of_an_axis_has_no_sharding_on_a_mesh_that_has_it_in_one():
 
 def test_axes_on_names_the_axes_of_either_mesh():
     mesh = make_mesh(replica=2, fsdp=4)
-    layout = make_table(LEAVES, reshard=2)
+    layout = make_table(LEAVES, "all", reshard=2)
     assert layout.axes_on(mesh, A) == A
     assert layout.axes_on(split_mesh(mesh, layout.sub_axes), A) == ("replica", "fsdp_0", "fsdp_1")
     assert layout.axes_on(split_mesh(mesh, layout.sub_axes), ("replica",)) == ("replica",)
@@ -261,7 +262,7 @@ def test_axes_on_names_the_axes_of_either_mesh():
 
 @pytest.mark.parametrize(("reshard", "part"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16)])
 def test_what_is_kept_takes_the_bytes_of_its_part(reshard, part):
-    layout = make_table(LEAVES, "full_shard", FOUR_BY_FOUR, reshard=reshard, param_dtype="bfloat16")
+    layout = make_table(LEAVES, "all", FOUR_BY_FOUR, reshard=reshard, param_dtype="bfloat16")
     leaf = layout.by_path["block.w"]
     assert layout.num_parts(leaf.stage("kept")) == part
     assert layout.stage_bytes(leaf, "kept") == 64 * 48 * 2 // part
@@ -272,7 +273,7 @@ def test_what_is_kept_takes_the_bytes_of_its_part(reshard, part):
 
 @pytest.mark.parametrize("reshard", [None, True, False, 2, 8])
 def test_a_gathered_layout_has_its_parameters_whole_in_use_and_the_rest_as_it_was(reshard):
-    layout = make_table(LEAVES, "hfsdp" if reshard != 8 else "full_shard", reshard=reshard, param_dtype="bfloat16")
+    layout = make_table(LEAVES, "hfsdp" if reshard != 8 else "all", reshard=reshard, param_dtype="bfloat16")
     gathered = layout.gathered()
     for before, after in zip(layout.leaves, gathered.leaves, strict=True):
         old, new = dict(before.stages), dict(after.stages)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jfsdp
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
+from tests.ways import WAYS
 
 SEQ_LEN = 512
 
@@ -18,12 +20,12 @@ def job(num_layers=2, attention="cudnn", **config):
     return dataclasses.replace(found, loss=next_token_loss)  # of logits: so the program is XLA's
 
 
-def build(strategy="full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):
+def build(strategy: Any = "full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):
     task = job(**dict(config))
     return jfsdp.fully_shard(
         task.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **dict(mesh)),
-        strategy=strategy,
+        strategy=WAYS.get(strategy, strategy),
         units=task.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(dtype),
         **options,

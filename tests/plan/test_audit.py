@@ -17,6 +17,7 @@ from jfsdp.testing import assert_collectives
 from jfsdp.train.step import step as step_module
 from tests.plan import programs
 from tests.thin import thin
+from tests.ways import WAYS
 
 BARE = {
     "xla_gpu_all_gather_combine_threshold_bytes": None,
@@ -54,7 +55,7 @@ def test_a_step_as_it_should_be_passes():
     "options",
     thin(
         [
-            {"strategy": "hybrid_shard", "mesh": (("replica", 2), ("fsdp", 4)), "accumulate": 2},
+            {"mesh": (("replica", 2), ("fsdp", 4)), "accumulate": 2},
             {"strategy": "hfsdp", "mesh": (("replica", 2), ("fsdp", 4))},
             {"config": (("stacked", False),)},
             {"strategy": "ddp"},
@@ -189,14 +190,14 @@ def test_an_overlap_that_nothing_shows_is_a_finding():
 
 def test_a_program_of_another_strategy_is_told_apart_from_a_wrong_one():
     text, _ = clean()
-    layout = programs.build("shard_grad_op", config=(("num_layers", 4),)).layout
+    layout = programs.build(WAYS["kept"], config=(("num_layers", 4),)).layout
     report = audit(text, layout)
     assert traps(report) == {"repeated-gather", "extra-bytes"}
     message = found(report, "repeated-gather").message
-    assert "more often than strategy 'shard_grad_op' says" in message
+    assert "more often than strategy 'kept' says" in message
     assert "keeps gathered weights until the backward" in message and "calls=" not in message
     (note,) = report.notes
-    assert note.startswith("the layout is 'shard_grad_op' on fsdp=8; if the program was compiled for another strategy")
+    assert note.startswith("the layout is 'kept' on fsdp=8; if the program was compiled for another strategy")
     assert "repeated-gather" in note and "audit it with the options that it was compiled with" in note
 
 

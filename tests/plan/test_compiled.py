@@ -60,7 +60,7 @@ def test_two_llama_layers_on_64_gather_twice_the_root_once_and_scatter_once():
 
 @pytest.mark.proof
 def test_hybrid_sharding_reduces_over_nodes_what_it_scatters_inside_them():
-    found = find_collectives(two_layers("hybrid_shard", replica=8, fsdp=8), NUM_DEVICES)
+    found = find_collectives(two_layers(replica=8, fsdp=8), NUM_DEVICES)
     parameters = ROOT_PARAMETERS + 2 * LAYER_PARAMETERS
     sums = total(found)
     assert sums["all-gather", "bf16", 8] == pytest.approx(2 * (2 * parameters - ROOT_PARAMETERS) * 7 / 8, rel=1e-9)

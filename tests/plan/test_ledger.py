@@ -29,9 +29,9 @@ CASES = {
     "full_shard": {},
     "a list of layers": {"config": (("stacked", False),)},
     "ddp": {"strategy": "ddp"},
-    "hybrid_shard, accumulated": {"strategy": "hybrid_shard", "mesh": GROUPS, "accumulate": 2},
+    "replicas, accumulated": {"mesh": GROUPS, "accumulate": 2},
     "hfsdp": {"strategy": "hfsdp", "mesh": GROUPS},
-    "hpz": {"strategy": "hpz", "hosts": 2},
+    "hpz": {"strategy": "zeropp", "hosts": 2},
 }
 
 
@@ -58,19 +58,19 @@ def test_what_xla_compiles_is_what_theory_says(name):
 
 
 def test_rows_say_which_axes_and_whether_nodes_are_crossed():
-    text, layout = programs.program(strategy="hpz", hosts=2)
+    text, layout = programs.program(strategy="zeropp", hosts=2)
     found = ledger_of(layout, text, gpus_per_node=8)
     inside = {row.group_size: row.crosses_nodes for row in found.rows if row.kind == "all-gather"}
     assert inside == {16: True, 8: False}
     assert {row.axes for row in found.rows} == {("fsdp",)}
-    text, layout = programs.program(strategy="hybrid_shard", mesh=GROUPS, accumulate=2)
+    text, layout = programs.program(mesh=GROUPS, accumulate=2)
     rows = ledger_of(layout, text, accumulate=2).rows
     assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "gradients"} == {("replica",)}
     assert {row.crosses_nodes for row in rows if row.measured_bytes} == {None}
 
 
 def test_what_is_gathered_are_parameters_and_what_is_reduced_gradients():
-    text, layout = programs.program(strategy="hybrid_shard", mesh=GROUPS, accumulate=2)
+    text, layout = programs.program(mesh=GROUPS, accumulate=2)
     rows = [row for row in ledger_of(layout, text, accumulate=2).rows if row.what in ("parameters", "gradients")]
     assert {(row.what, row.kind) for row in rows} == {
         ("parameters", "all-gather"),
@@ -205,4 +205,4 @@ def test_nothing_measured_and_nothing_expected_is_a_ratio_of_one():
     ],
 )
 def test_axes_are_found_from_device_ids(group, axes):
-    assert group_axes(layout("hybrid_shard", mesh=GROUPS), group) == axes
+    assert group_axes(layout(mesh=GROUPS), group) == axes

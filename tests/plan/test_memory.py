@@ -205,7 +205,7 @@ def test_the_parts_add_up_to_the_peak_that_xla_states():
 
 @pytest.mark.proof
 def test_at_most_a_twentieth_of_the_peak_has_no_name():
-    for found, *_ in (step_memory(), step_memory("shard_grad_op"), step_memory(offload=True)):
+    for found, *_ in (step_memory(), step_memory("SHARD_GRAD_OP"), step_memory(offload=True)):
         assert 0 <= found.parts["unattributed"] <= 0.05 * found.peak_bytes
 
 
@@ -225,7 +225,7 @@ def test_the_logits_of_a_large_vocabulary_are_a_part_of_the_peak():
 
 
 def test_weights_that_are_kept_show_up_as_gathered():
-    kept, resharded = step_memory("shard_grad_op")[0], step_memory()[0]
+    kept, resharded = step_memory("SHARD_GRAD_OP")[0], step_memory()[0]
     layout = step_memory()[3]
     layers = sum(layout.stage_bytes(leaf, "use") for leaf in layout.leaves if leaf.unit == "layers")
     assert kept.parts["gathered"] - resharded.parts["gathered"] >= 0.98 * layers

@@ -13,7 +13,7 @@ from jfsdp.trainer.options import StepOptions
 pytestmark = pytest.mark.proof
 
 FORMS = ("per_parameter", "flat")
-STRATEGIES = ("ddp", "zero1", "zero2", "full_shard", "shard_grad_op", "hybrid_shard", "hfsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "full_shard", "SHARD_GRAD_OP", "HYBRID_SHARD", "hfsdp")
 
 
 def cluster_of(num_devices):
@@ -23,7 +23,9 @@ def cluster_of(num_devices):
 
 def plan(num_devices, **options):
     cluster = cluster_of(num_devices)
-    mesh = options.get("mesh") or ("replica=-1,fsdp=8" if "h" in options.get("strategy", "")[:1] else "fsdp=-1")
+    mesh = options.get("mesh") or (
+        "replica=-1,fsdp=8" if options.get("strategy", "").lower().startswith("h") else "fsdp=-1"
+    )
     return plan_job(StepOptions(**{"seq_len": 8192, **options, "mesh": mesh}), cluster)
 
 

@@ -28,7 +28,7 @@ NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = StepOptions(model="llama-tiny", seq_len=64)
 LIMIT = NODE.gpu.memory_bytes - 3 * 2**30
 SMALL = SearchSpace(
-    ("full_shard", "hybrid_shard"),
+    ("full_shard", "replicas"),
     (4,),
     ("full", "none", "dots"),
     None,
@@ -42,10 +42,10 @@ REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and 
 
 
 def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0, documents_per_row=1):
-    """A step of 1 s and 0.2 s per row, of which a hybrid strategy and the option a=1 save something."""
+    """A step of 1 s and 0.2 s per row, of which replicas and the option a=1 save something."""
     row_s, row_gib = REMATS[options.remat]
     rows = options.batch_per_device
-    saved_s = 0.3 * (options.strategy == "hybrid_shard") + 0.1 * ("a=1" in options.xla)
+    saved_s = 0.3 * ("replica" in options.mesh) + 0.1 * ("a=1" in options.xla)
     step_s = 1.0 + 0.2 * row_s * rows + 0.01 * (options.accumulate - 1) - saved_s
     needed = int((5 + row_gib * rows / options.accumulate) * 2**30)
     return types.SimpleNamespace(
@@ -96,7 +96,6 @@ def test_what_was_given_is_tried_first_and_the_best_combines_every_stage(found):
     assert found.best is min(everything, key=lambda one: one.item_s)
     assert found.best.changes == {
         "mesh": "replica=-1,fsdp=4",
-        "strategy": "hybrid_shard",
         "remat": "dots",
         "accumulate": 2,
         "reshard_after_backward": False,
@@ -113,7 +112,7 @@ def test_a_search_is_repeatable_and_considers_nothing_twice(found):
 
 
 def test_batches_double_until_one_does_not_fit(found):
-    mesh = {"strategy": "hybrid_shard", "mesh": "replica=-1,fsdp=4", "xla": ()}
+    mesh = {"mesh": "replica=-1,fsdp=4", "xla": ()}
     rows = {
         one.options.batch_per_device: one.fits
         for one in found.tried
@@ -160,8 +159,8 @@ def test_what_cannot_be_compiled_is_recorded_and_the_search_goes_on():
 
 
 def test_options_that_training_would_refuse_are_recorded_without_a_plan():
-    result = search(space=dataclasses.replace(SMALL, strategies=("full_shard", "nonesuch")))
-    (failed,) = [one for one in result.tried if one.options.strategy == "nonesuch" and one.options.remat == "full"][:1]
+    result = search(space=dataclasses.replace(SMALL, strategies=("full_shard",), remats=("full", "nonesuch")))
+    (failed,) = [one for one in result.tried if one.options.remat == "nonesuch"][:1]
     assert failed.outcome is Outcome.IMPOSSIBLE and "nonesuch" in failed.reason
 
 
@@ -252,9 +251,11 @@ def test_with_accumulation_the_global_batch_stays():
 def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
     tried = list(placements(TINY, TWO_NODES, SearchSpace()))
     pairs = {(one.strategy, one.mesh) for one in tried}
-    assert {("full_shard", "fsdp=-1"), ("hybrid_shard", "replica=-1,fsdp=8"), ("ddp", "fsdp=-1")} <= pairs
-    assert [one.reshard_after_forward for one in tried if one.strategy == "hpz"] == ["8"]
-    bound_job(next(one for one in tried if one.strategy == "hpz"), TWO_NODES)
+    assert {("full_shard", "fsdp=-1"), ("full_shard", "replica=-1,fsdp=8"), ("ddp", "fsdp=-1")} <= pairs
+    assert {one.opt_over for one in tried if "replica" in one.mesh} == {None, "replica,fsdp"}
+    (kept,) = [one for one in tried if one.reshard_after_forward.isdecimal()]
+    assert kept.reshard_after_forward == "8"
+    bound_job(kept, TWO_NODES)
     for mesh in ("fsdp=4,tensor=2", "fsdp=4,tensor=-1"):
         given = dataclasses.replace(TINY, mesh=mesh)
         assert {one.mesh for one in placements(given, NODE, SMALL)} == {"fsdp=-1,tensor=2"}
@@ -269,12 +270,12 @@ def test_axis_tensor_takes_the_divisors_of_a_host_and_the_global_batch_stays():
     assert tensor_meshes(TINY) == [("fsdp=-1", 1), *((f"fsdp=-1,tensor={size}", size) for size in (2, 4, 8))]
     split = dataclasses.replace(TINY, mesh="fsdp=-1,tensor=4", batch_per_device=8)
     assert tensor_meshes(split, given=TINY)[:2] == [("fsdp=-1", 2), ("fsdp=-1,tensor=2", 4)]
-    groups = dataclasses.replace(TINY, strategy="hfsdp", mesh="replica=-1,fsdp=4")
-    found = {(one.strategy, one.mesh) for one in tensors(groups, TINY, NODE, SearchSpace())}
-    assert {("hfsdp", "replica=-1,fsdp=2,tensor=2"), ("full_shard", "fsdp=-1,tensor=8")} <= found
+    groups = dataclasses.replace(TINY, opt_over="replica,fsdp", mesh="replica=-1,fsdp=4")
+    found = {(one.opt_over, one.mesh) for one in tensors(groups, TINY, NODE, SearchSpace())}
+    assert {("replica,fsdp", "replica=-1,fsdp=2,tensor=2"), (None, "fsdp=-1,tensor=8")} <= found
     odd = dataclasses.replace(split, batch_per_device=6)
     assert [rows for _, rows in tensor_meshes(odd, given=TINY)] == [3, 6, 12], "6 rows of 4 devices are 1.5 of 1"
-    hybrid = dataclasses.replace(TINY, strategy="hybrid_shard", mesh="replica=-1,fsdp=8")
+    hybrid = dataclasses.replace(TINY, mesh="replica=-1,fsdp=8")
     assert tensor_meshes(hybrid, TWO_NODES)[:2] == [("replica=-1,fsdp=8", 1), ("replica=-1,fsdp=4,tensor=2", 2)]
 
 
@@ -323,7 +324,7 @@ def test_the_options_of_xla_are_chosen_for_the_mesh_that_won():
 
 def test_a_bound_gives_every_group_its_own_link():
     """Llama-3-8B in two groups of a node each: gathers and scatters stay inside, shards are summed between the two."""
-    given = StepOptions(model="llama-8b", mesh="replica=-1,fsdp=8", strategy="hybrid_shard")
+    given = StepOptions(model="llama-8b", mesh="replica=-1,fsdp=8")
     parameters, root = 8_030_261_248, 1_050_677_248
     inside = 7 / 8 * 2 * (2 * parameters - root + parameters) / TWO_NODES.group_bandwidth(range(8), 2**30)
     between = 2 * parameters / 8 / TWO_NODES.group_bandwidth([0, 8], 2**30)

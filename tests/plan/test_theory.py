@@ -81,8 +81,8 @@ CASES: dict[str, Any] = {
         {"accumulate": 4},
         {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
     ),
-    "shard_grad_op": (
-        "shard_grad_op",
+    "full_shard kept": (
+        "SHARD_GRAD_OP",
         {},
         {},
         {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
@@ -105,8 +105,8 @@ CASES: dict[str, Any] = {
         {"accumulate": 4, "reshard_after_backward": False, "reduce": "once"},
         {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
     ),
-    "hybrid_shard": (
-        "hybrid_shard",
+    "replicas": (
+        "full_shard",
         {"mesh": GROUPS},
         {"accumulate": 4},
         {
@@ -116,8 +116,8 @@ CASES: dict[str, Any] = {
             ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
         },
     ),
-    "hybrid_shard, parameters kept over microbatches": (
-        "hybrid_shard",
+    "replicas, parameters kept over microbatches": (
+        "full_shard",
         {"mesh": GROUPS},
         {"accumulate": 4, "reshard_after_backward": False},
         {
@@ -126,9 +126,9 @@ CASES: dict[str, Any] = {
             ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
         },
     ),
-    "hybrid_shard_zero2": (
-        "hybrid_shard_zero2",
-        {"mesh": GROUPS},
+    "replicas, kept": (
+        "full_shard",
+        {"mesh": GROUPS, "reshard_after_forward": False},
         {},
         {
             ("all-gather", GROUP): 2 * P * GROUP_SHARE,
@@ -136,9 +136,31 @@ CASES: dict[str, Any] = {
             ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
         },
     ),
-    "hfsdp": (
-        "hfsdp",
+    "zero1 with replicas, accumulated": (
+        "zero1",
         {"mesh": GROUPS},
+        {"accumulate": 4},
+        {
+            # all once: the reduce-scatter in the group, the all-reduce of the shard between groups, the update's gather
+            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
+            ("reduce-scatter", GROUP): 2 * P * GROUP_SHARE,
+            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
+        },
+    ),
+    "zero2 with replicas, accumulated": (
+        "zero2",
+        {"mesh": GROUPS},
+        {"accumulate": 4},
+        {
+            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
+            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
+            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
+        },
+    ),
+    "ddp with replicas": ("ddp", {"mesh": GROUPS}, {}, {("all-reduce", NUM): 4 * P * SHARE}),
+    "hfsdp": (
+        "full_shard",
+        {"mesh": GROUPS, "opt_over": ("replica", "fsdp")},
         {},
         {
             # the working copy is gathered in the group, and once per step between groups from the finer master
@@ -252,7 +274,7 @@ def test_reducing_once_gathers_every_microbatch_and_reduces_the_last():
 
 
 def test_xla_sums_every_microbatch_over_every_axis():
-    grouped = layout("hybrid_shard", mesh=GROUPS)
+    grouped = layout("full_shard", mesh=GROUPS)
     found = wire(grouped, accumulate=4, program="xla")
     last = wire(grouped, accumulate=4)
     assert found["all-reduce", NUM // GROUP] == pytest.approx(4 * last["all-reduce", NUM // GROUP])

@@ -19,8 +19,8 @@ QUIET = ("--sample-tokens", "0", "--eval-batches", "1", "--log-every", "1", "--g
 STRATEGIES = {
     "full_shard": ("--mesh", "fsdp=-1"),
     "zero1": ("--mesh", "fsdp=-1", "--strategy", "zero1"),
-    "hybrid_shard": ("--mesh", "replica=2,fsdp=-1", "--strategy", "hybrid_shard"),
-    "hpz": ("--mesh", "fsdp=-1", "--strategy", "hpz"),
+    "replicas": ("--mesh", "replica=2,fsdp=-1"),
+    "node": ("--mesh", "fsdp=-1", "--reshard-after-forward", "node"),
 }
 
 

@@ -190,16 +190,7 @@ def test_a_resumed_run_finds_its_compiled_step_in_the_cache(workspace, options):
 def test_a_run_goes_on_on_another_mesh_with_the_same_global_batch(unbroken, workspace, options):
     run_dir = workspace / "elsewhere"
     shutil.copytree(unbroken[0], run_dir)
-    other = [
-        "--simulate-devices",
-        4,
-        "--batch-per-device",
-        1,
-        "--mesh",
-        "replica=2,fsdp=2",
-        "--strategy",
-        "hybrid_shard",
-    ]
+    other = ["--simulate-devices", 4, "--batch-per-device", 1, "--mesh", "replica=2,fsdp=2"]
     done = train(*options, *other, "--eval-every", 30, "--run-dir", run_dir, "--resume", 40, "--sample-tokens", 0)
     assert done.returncode == 0, done.stderr
     assert "mesh was 'fsdp=-1', is 'replica=2,fsdp=2'" in done.stdout and "no longer bit for bit" in done.stdout

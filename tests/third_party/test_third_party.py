@@ -96,7 +96,7 @@ def mean_cross_entropy(logits, labels):
 MODELS = {
     "dantinox": decoder(0.1, [("full_shard", "8", 1), ("zero2", "8", 2)]),
     # Hybrid strategies draw masks by device, where one device draws them by batch.
-    "dantinox, no dropout": decoder(0.0, [("hybrid_shard", "2x4", 2)]),
+    "dantinox, no dropout": decoder(0.0, [("full_shard", "2x4", 2)]),
     "jax-resnet": resnet(),
 }
 MESHES: dict[str, Any] = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}

@@ -14,6 +14,7 @@ import jfsdp
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.train.account import StateBytes, account, explain_to_dict
+from tests.ways import WAYS
 
 COUNTERS = 3 * 4  # step, num_skipped, Adam's count
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
@@ -35,7 +36,7 @@ MODEL_STATE = 9 * 4 + 8 + 4  # batch statistics, a key, its count
 
 def sharded(strategy: str, mesh: Any, param_dtype: str | None = None) -> jfsdp.ShardedModel:
     mp_policy = jfsdp.MixedPrecisionPolicy(param_dtype)
-    return jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, mp_policy=mp_policy, min_size=8)
+    return jfsdp.fully_shard(Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8)
 
 
 def device_mesh(sizes: dict[str, int]) -> Any:
@@ -52,16 +53,16 @@ def live_bytes(tree: Any) -> set[int]:
     return set(held.values())
 
 
-WAYS = [("8", "bfloat16"), ("2x4", "bfloat16"), ("2x4", None)]
+SETUPS = [("8", "bfloat16"), ("2x4", "bfloat16"), ("2x4", None)]
 
 
 @pytest.mark.parametrize(
     ("strategy", "mesh", "param_dtype"),
     [
         # Every strategy with copies over groups; each with one of the other two.
-        pytest.param(strategy, *way, marks=[pytest.mark.proof] * (way != WAYS[1] and way != WAYS[i % 2 * 2]))
-        for i, strategy in enumerate(STRATEGIES)
-        for way in WAYS
+        pytest.param(strategy, *way, marks=[pytest.mark.proof] * (way != SETUPS[1] and way != SETUPS[i % 2 * 2]))
+        for i, strategy in enumerate([*STRATEGIES, "hfsdp"])
+        for way in SETUPS
     ],
 )
 def test_account_is_what_the_live_arrays_occupy(strategy, mesh, param_dtype):
@@ -135,7 +136,7 @@ def test_hfsdp_splits_moments_further_than_parameters():
 
 
 def test_hybrid_sharding_is_not_replicated_although_groups_hold_the_same():
-    count = count_on("hybrid_shard", "2x4")
+    count = count_on("full_shard", "2x4")
     assert count.params == 4 * (EVEN + ODD_ON_4) // 4 + 4 * SCALE
     assert count.replicated == 12 * SCALE
 
@@ -209,7 +210,9 @@ def test_what_is_offloaded_is_counted_apart_and_is_what_the_live_arrays_occupy(s
     policy = jfsdp.OffloadPolicy(**dict.fromkeys(what, True))
     here = sharded(strategy, mesh, "bfloat16")
     mp_policy = jfsdp.MixedPrecisionPolicy("bfloat16")
-    there = jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, mp_policy=mp_policy, min_size=8, offload_policy=policy)
+    there = jfsdp.fully_shard(
+        Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8, offload_policy=policy
+    )
     state, count, plain = there.init(tx), account(there.abstract_state(tx)), account(here.abstract_state(tx))
     kinds: dict[str, list[Any]] = {"device": [], "pinned_host": []}
     for array in jax.tree.leaves(state):

@@ -15,7 +15,7 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from tests.pairwise import cover
 
 TX = optax.adam(1e-3)
-MESH = {"replica": 2, "fsdp": 4}
+MESH, GROUPS = {"fsdp": 8}, {"replica": 2, "fsdp": 4}
 
 
 class Net(nnx.Module):
@@ -125,11 +125,11 @@ CASES = {
         "xla",
         "no more than it must",
     ),
-    "hybrid": (Net, loss, MESH, {"strategy": "hybrid_shard"}, AGAIN, "manual", "sums over replica once per step"),
-    "hfsdp": (Net, loss, MESH, {"strategy": "hfsdp"}, {}, "manual", "split further"),
-    "zero1": (Net, loss, MESH, {"strategy": "zero1"}, AGAIN, "manual", "sums over replica, fsdp once per step"),
+    "hybrid": (Net, loss, GROUPS, {}, AGAIN, "manual", "sums over replica once per step"),
+    "hfsdp": (Net, loss, GROUPS, {"opt_over": ("replica", "fsdp")}, {}, "manual", "split further"),
+    "zero1": (Net, loss, MESH, {"strategy": "zero1"}, AGAIN, "manual", "sums over fsdp once per step"),
     "zero1, one microbatch": (Net, loss, MESH, {"strategy": "zero1"}, {}, "xla", "no more"),
-    "state of rows": (Counted, loss, MESH, {"strategy": "hybrid_shard"}, {}, "xla", "norm.* depends on the rows"),
+    "state of rows": (Counted, loss, GROUPS, {}, {}, "xla", "norm.* depends on the rows"),
     "condition": (padded, branching, {"fsdp": 8}, {}, {}, "xla", "under a condition"),
     "asked: xla": (padded, loss, {"fsdp": 8}, {"engine": "xla"}, {}, "xla", "engine='xla'"),
     "asked: manual": (Net, loss, {"fsdp": 8}, {"engine": "manual"}, {}, "manual", "engine='manual'"),
@@ -202,11 +202,11 @@ def test_a_program_is_not_chosen_by_a_batch_that_cannot_be_split():
     assert step.program is None
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "zero1"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
 def test_xla_says_that_it_cannot_wait_for_the_last_microbatch(strategy):
-    model, step = step_of(Net, loss, MESH, {"strategy": strategy, "engine": "xla"}, AGAIN)
-    assert "every microbatch is reduced over replica" in step.decide(model.abstract_state(TX), BATCH)
-    model, step = step_of(Net, scalar, MESH, {"strategy": strategy}, AGAIN)
+    model, step = step_of(Net, loss, GROUPS, {"strategy": strategy, "engine": "xla"}, AGAIN)
+    assert "every microbatch is reduced over " in step.decide(model.abstract_state(TX), BATCH)
+    model, step = step_of(Net, scalar, GROUPS, {"strategy": strategy}, AGAIN)
     with pytest.warns(
         UserWarning, match="scalar.*every microbatch is reduced over .*and not the last one only"
     ) as told:

@@ -55,7 +55,7 @@ def loss_fn(model, batch):
     return jfsdp.Loss(errors.sum(), errors.size)
 
 
-def sums_between_groups(kind, strategy="hybrid_shard", **config):
+def sums_between_groups(kind, strategy="full_shard", **config):
     """Return the equations of a lowered step that sum over axis replica alone, and that multiply matrices, in order."""
     mesh = jfsdp.make_mesh(replica=2, fsdp=2, devices=jax.devices()[:4])
     model = jfsdp.fully_shard(kind, mesh=mesh, units=[Block], strategy=strategy, engine="manual")
@@ -106,7 +106,7 @@ def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end(param
 
 
 def test_the_list_of_movements_knows_units_that_are_called_again():
-    layout = make_layout("hybrid_shard", replica=2, fsdp=2)
+    layout = make_layout("full_shard", replica=2, fsdp=2)
 
     def between(**given):
         return {(move.when, move.times) for move in movements(layout, **given) if move.kind == REDUCE}

@@ -34,10 +34,9 @@ class Padded(Net):
 ONCE = {"accumulate": 2, "reduce": "once"}
 # What is sharded and how; whether a `Loss` is computed from the rows of one device, and whether a scalar is refused.
 WAYS = {
-    "full_shard": (Net, {}, {}, False, False),
+    "full_shard": (Net, {}, {}, True, False),
     "padding": (Padded, {}, {}, True, False),
-    "hybrid_shard": (Net, {"strategy": "hybrid_shard"}, {}, True, False),
-    "hfsdp": (Net, {"strategy": "hfsdp"}, {}, True, False),
+    "hfsdp": (Net, {"opt_over": ("replica", "fsdp")}, {}, True, False),
     "zero1 in microbatches": (Net, {"strategy": "zero1"}, {"accumulate": 2}, True, False),
     "reduced once": (Net, {"strategy": "ddp"}, ONCE, True, True),
     "kept whole, reduced once": (Net, {}, ONCE | {"reshard_after_backward": False}, True, True),
@@ -47,7 +46,7 @@ WAYS = {
 
 
 # The others repeat these ways for other layouts.
-QUICK = ("full_shard", "hybrid_shard", "zero1 in microbatches", "reduced once", "manual, flat")
+QUICK = ("full_shard", "zero1 in microbatches", "reduced once", "manual, flat")
 
 
 def step_for(way, loss, **extra):
@@ -137,7 +136,7 @@ def told_of_microbatches(way, is_scalar):
     ("way", "loss"),
     [
         *(pytest.param(way, contrastive, marks=() if way in QUICK else pytest.mark.proof) for way in WAYS),
-        *((way, loss) for way in ("hybrid_shard", "manual") for loss in (batch_norm, balanced, masked)),
+        *((way, loss) for way in ("full_shard", "manual") for loss in (batch_norm, balanced, masked)),
     ],
 )
 def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
@@ -156,7 +155,7 @@ def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
     np.testing.assert_allclose(metrics["loss"], reference_mean(way, loss), rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["hybrid_shard", "manual"])
+@pytest.mark.parametrize("way", ["full_shard", "manual"])
 def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
     batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
     step, state = step_for(way, advantages)
@@ -167,9 +166,9 @@ def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
 @pytest.mark.parametrize(
     ("way", "loss", "remedy", "then"),
     [
-        ("hybrid_shard", contrastive, "return the scalar mean", scalar(contrastive)),
+        ("full_shard", contrastive, "return the scalar mean", scalar(contrastive)),
         (
-            "hybrid_shard",
+            "full_shard",
             contrastive,
             r"jfsdp.Loss\(mean, 1.0, aux\)",
             lambda *a: jfsdp.Loss(scalar(contrastive)(*a), 1.0),
@@ -194,13 +193,13 @@ def test_a_loss_is_compared_once_and_only_if_asked():
         seen.append(len(batch["x"]))
         return masked(model, batch)
 
-    step, state = step_for("hybrid_shard", counted)
+    step, state = step_for("full_shard", counted)
     state, _ = step(state, BATCH)
     compared = len(seen)
     step(state, BATCH)
     assert len(seen) == compared
     seen.clear()
-    unchecked, state = step_for("hybrid_shard", counted, check_loss=False)
+    unchecked, state = step_for("full_shard", counted, check_loss=False)
     unchecked(state, BATCH)
     assert len(seen) < compared
 
@@ -217,7 +216,7 @@ def test_a_weight_that_does_not_add_up_is_refused_by_name(value):
         found = masked(model, batch)
         return found._replace(weight=found.weight + value * (1 + 0 * found.weight))
 
-    step, state = step_for("hybrid_shard", loss)
+    step, state = step_for("full_shard", loss)
     with pytest.raises(ValueError, match="weight") if np.isfinite(value) else contextlib.nullcontext():
         step(state, BATCH)
 
@@ -270,7 +269,7 @@ def test_sums_maxima_and_means_are_those_of_one_device(way):
     ],
     ids=["maximum", "mean", "maximum of means", "constant weight", "one of an array", "rows"],
 )
-@pytest.mark.parametrize("way", ["hybrid_shard", "manual"])
+@pytest.mark.parametrize("way", ["full_shard", "manual"])
 def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, match):
     def loss(model, batch):
         return masked(model, batch)._replace(aux={"x": value(model(batch["x"]))})
@@ -364,7 +363,6 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
         lambda rngs: Tower(rngs, stacked=False),
         mesh=jfsdp.make_mesh(replica=2, fsdp=4),
         units=[Block],
-        strategy="hybrid_shard",
         mp_policy=policy,
         offload_policy=jfsdp.OffloadPolicy(params=True),
     )

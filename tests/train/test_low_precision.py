@@ -131,7 +131,7 @@ def test_low_precision_is_refused_for_other_dtypes_and_without_parameters():
 
 
 EMA = optax.chain(optax.adam(RATE), jfsdp.track_ema(0.8))
-PLACES = [("full_shard", None), ("zero1", None), ("zero1", "bfloat16"), ("hybrid_shard", None)]
+PLACES = [("full_shard", None), ("zero1", None), ("zero1", "bfloat16"), ("all", None)]
 
 
 @pytest.mark.parametrize(("strategy", "param_dtype"), thin(PLACES[::-1]))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.ways import WAYS
 
 STEPS, RATE, LIMIT = 5, 1e-2, 1e-3
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}}
@@ -163,7 +164,7 @@ def shard(mesh: str, strategy: str, form: str, **options: Any) -> jfsdp.ShardedM
     return jfsdp.fully_shard(
         lambda rngs: Tower(rngs, form == "stacked"),
         mesh=jfsdp.make_mesh(**MESHES[mesh], devices=jax.devices()[:num_devices]),
-        strategy=strategy,
+        strategy=WAYS[strategy],
         units=[Block],
         min_size=20,
         **options,
@@ -215,7 +216,7 @@ def check_parity(case: str, mesh: str, strategy: str, form: str) -> None:
             assert not padding.any(), f"{role.name}: padding is not zero"
 
 
-PLACES = [("3", "full_shard", "stacked"), ("8", "zero1", "list"), ("2x4", "hybrid_shard", "list")]
+PLACES = [("3", "full_shard", "stacked"), ("8", "zero1", "list"), ("2x4", "full_shard", "list")]
 PLACED = [(case, PLACES[(i + i // 3) % len(PLACES)]) for i, case in enumerate(CASES)]
 
 
@@ -234,7 +235,7 @@ def test_five_steps_equal_optax_on_one_device(case, place):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("form", ["stacked", "list"])
-@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard", "hfsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "all", "hfsdp", "ddp"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_optimizer_equals_optax_on_one_device(case, mesh, strategy, form):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Kind, abstract_opt_state, place
+from tests.ways import WAYS
 
 
 class Leaves(nnx.Module):
@@ -34,7 +35,7 @@ class Leaves(nnx.Module):
 @functools.cache
 def model(sizes: tuple[tuple[str, int], ...] = (("fsdp", 8),), strategy: str = "full_shard", min_size: int = 8) -> Any:
     mesh = jfsdp.make_abstract_mesh(dict(sizes))
-    return jfsdp.fully_shard(Leaves, mesh=mesh, strategy=strategy, min_size=min_size)
+    return jfsdp.fully_shard(Leaves, mesh=mesh, strategy=WAYS[strategy], min_size=min_size)
 
 
 def layout(**options: Any) -> Any:
@@ -92,7 +93,7 @@ def test_arrays_without_a_name_follow_the_general_rule(shape, spec):
 
 def test_states_are_split_as_the_strategy_splits_the_optimizer():
     sizes = (("replica", 2), ("fsdp", 4))
-    for strategy, axes in {"hfsdp": ("fsdp", "replica"), "zero1": ("replica", "fsdp"), "hybrid_shard": "fsdp"}.items():
+    for strategy, axes in {"hfsdp": ("fsdp", "replica"), "all": ("replica", "fsdp"), "zero1": "fsdp"}.items():
         roles = roles_of(optax.adafactor(1e-3, min_dim_size_to_factor=8), sizes=sizes, strategy=strategy)
         assert roles["opt_state.0.v_col.even"].spec == P(axes), strategy
         assert roles["opt_state.0.v_row.square"].spec == P(axes), strategy

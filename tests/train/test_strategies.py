@@ -16,6 +16,7 @@ from tests import reference
 from tests.models_published import MODELS, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.thin import thin
+from tests.ways import WAYS
 
 TX = optax.adamw(1e-2, eps=1e-4)
 MESH: dict[str, Any] = {"replica": 2, "fsdp": 4}
@@ -23,24 +24,23 @@ MESH: dict[str, Any] = {"replica": 2, "fsdp": 4}
 # in a group. The second line of ZeRO-1 is its own formula: 2P whole, 12P split.
 FORMULAS = {
     "ddp": (4, 0, 8),
-    "zero1": (4 / 8, 2, 8 / 8),
-    "zero2": (4 / 8, 2, 8 / 8),
-    "full_shard": (4 / 8, 0, 8 / 8),
-    "shard_grad_op": (4 / 8, 0, 8 / 8),
-    "hybrid_shard": (4 / 4, 0, 8 / 4),
-    "hybrid_shard_zero2": (4 / 4, 0, 8 / 4),
+    "zero1": (4 / 4, 2, 8 / 4),
+    "zero2": (4 / 4, 2, 8 / 4),
+    "full_shard": (4 / 4, 0, 8 / 4),
+    "kept": (4 / 4, 0, 8 / 4),
+    "node": (4 / 4, 0, 8 / 4),
     "hfsdp": (4 / 8, 2 / 4, 8 / 8),
-    "hpz": (4 / 8, 0, 8 / 8),
+    "all": (4 / 8, 0, 8 / 8),
 }
 
 
 def make(strategy="full_shard", param_dtype=None, mesh: Any = None, stacked=False, **options: Any):
-    if strategy == "hpz":
+    if strategy == "node":
         options = {"reshard_after_forward": 2} | options
     return jfsdp.fully_shard(
         lambda rngs: Tower(rngs, stacked),
         mesh=jfsdp.make_mesh(**(mesh or MESH)),
-        strategy=strategy,
+        strategy=WAYS.get(strategy, strategy),
         units=[Block],
         min_size=0,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype),
@@ -54,8 +54,8 @@ def live_bytes(arrays):
     return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
 
 
-# Three hold at rest what another one holds.
-LIKE_OTHERS = ("shard_grad_op", "hpz", "hybrid_shard_zero2")
+# These hold at rest what another one holds.
+LIKE_OTHERS = ("kept", "node")
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,7 @@ FROZEN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "strategy"),
     thin(
-        [
-            (name, strategy)
-            for strategy in ("full_shard", "zero1", "hybrid_shard")
-            for name in ("glob", "predicate", "leaf")
-        ],
+        [(name, strategy) for strategy in ("full_shard", "zero1", "all") for name in ("glob", "predicate", "leaf")],
         4,
     ),
 )
@@ -168,9 +164,9 @@ def test_an_offloaded_state_given_to_a_step_is_gone():
 )
 def test_evaluation_gives_the_logits_of_one_device(name, strategy):
     case = MODELS[name]
-    options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "hpz" else {}
+    options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "node" else {}
     model = jfsdp.fully_shard(
-        case.source, mesh=jfsdp.make_mesh(**MESH), strategy=strategy, units=case.units, min_size=20, **options
+        case.source, mesh=jfsdp.make_mesh(**MESH), strategy=WAYS[strategy], units=case.units, min_size=20, **options
     )
     batch = batches(name, 1, 8)[0]
     logits = model.forward(lambda model, tokens: model(tokens))(model.init(TX), batch["tokens"])
@@ -189,7 +185,7 @@ def test_a_scalar_that_is_no_mean_of_its_parts_is_left_to_the_global_batch():
 
     batch = make_batches(1)[0]
     losses = []
-    for strategy in ("full_shard", "hybrid_shard", "hybrid_shard_zero2"):
+    for strategy in ("full_shard", "kept", "all"):
         model = make(strategy)
         losses.append(float(model.train_step(masked_mean, TX)(model.init(TX), batch)[1]["loss"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
@@ -241,7 +237,7 @@ def test_a_weight_that_is_counted_beside_the_loss_in_one_call_follows_the_rows(s
 
 def test_a_weight_is_computed_where_there_is_no_backend_but_the_meshs_own(monkeypatch):
     """As under JAX_PLATFORMS=cuda: asked for the CPU's devices, JAX raises."""
-    model, devices = make("hybrid_shard"), jax.local_devices()
+    model, devices = make(), jax.local_devices()
 
     def only_theirs(backend=None):
         assert backend is None
@@ -253,7 +249,7 @@ def test_a_weight_is_computed_where_there_is_no_backend_but_the_meshs_own(monkey
 
 
 def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
-    model = make("hybrid_shard")
+    model = make()
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
 
     def lowered(loss_fn):

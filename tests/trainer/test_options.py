@@ -51,7 +51,7 @@ def test_both_commands_take_all_options():
     [
         ({"strategy": "3"}, "strategy", 3),
         ({"strategy": "hsdp"}, "strategy", "hsdp"),
-        ({"sharding_factor": 4}, "sharding_factor", 4),
+        ({"opt_over": "replica,fsdp"}, "opt_over", ["replica", "fsdp"]),
         ({"reshard_after_forward": "none"}, "reshard_after_forward", None),
         ({"reshard_after_forward": "True"}, "reshard_after_forward", True),
         ({"reshard_after_forward": "false"}, "reshard_after_forward", False),
@@ -83,7 +83,7 @@ def test_an_option_becomes_its_argument(changes, name, value):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false or a number"),
+        ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false, node or a"),
         ({"reshard_after_forward": "0"}, "--reshard-after-forward '0' is not"),
         ({"remat": "some"}, "--remat 'some' is unknown; use none, full, dots, names:a,b"),
         ({"remat": "names:"}, "--remat 'names:' is unknown"),
@@ -178,7 +178,6 @@ def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, 
     [
         ('reduce="once": needs reshard_after_backward=False', "--reduce once: needs --no-reshard-after-backward"),
         ("pass reshard_after_forward=n", "pass --reshard-after-forward n"),
-        ("sharding_factor=3 does not divide", "--sharding-factor 3 does not divide"),
         ("the model has dim=3", "the model has dim=3"),
         ("check_loss=False skips it", "--no-check-loss skips it"),
         ("prefetch=-1.5e-05, min_size=None", "--prefetch -1.5e-05, --min-size None"),

@@ -97,7 +97,7 @@ COLUMNS = {
     "kind": list(KINDS),
     "sizes": [{"fsdp": 1}, {"fsdp": 8}, {"replica": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}],
     "engine": ["xla", "manual"],
-    "strategy": ["full_shard", "ddp", "zero1", "hybrid_shard"],
+    "strategy": ["full_shard", "ddp", "zero1", "zero2"],
     "accumulate": [1, 2],
 }
 

@@ -37,7 +37,7 @@ def pareto_front(points: Iterable[P]) -> tuple[P, ...]:
 
 
 KINDS = {
-    "strategy and mesh": {"strategy", "mesh", "sharding_factor", "reshard_after_forward", "schedule", "pipe_repeats"},
+    "strategy and mesh": {"strategy", "mesh", "opt_over", "reshard_after_forward", "schedule", "pipe_repeats"},
     "remat": {"remat"},
     "batch": {"batch_per_device", "accumulate", "reshard_after_backward"},
     "engine": {"engine", "prefetch", "storage"},

@@ -33,8 +33,19 @@ __all__ = [
     "xla_choices",
 ]
 
-_WHOLE_MESH = ("full_shard", "shard_grad_op", "zero2", "zero1", "ddp", "hpz")
-_GROUPS = ("hybrid_shard", "hybrid_shard_zero2", "hfsdp")
+# By name: the strategy, --reshard-after-forward, --opt-over, and whether the mesh has replicas.
+_KEPT_IN_DOMAIN, _ZERO1 = "full_shard kept in a host", "zero1"
+WAYS = {
+    "full_shard": ("full_shard", "none", None, False),
+    "full_shard kept": ("full_shard", "false", None, False),
+    "zero2": ("zero2", "none", None, False),
+    _ZERO1: ("zero1", "none", None, False),
+    "ddp": ("ddp", "none", None, False),
+    _KEPT_IN_DOMAIN: ("full_shard", "", None, False),
+    "replicas": ("full_shard", "none", None, True),
+    "replicas kept": ("full_shard", "false", None, True),
+    "replicas opt_over": ("full_shard", "none", "replica,fsdp", True),
+}
 ENGINES = (
     ("xla", None, "per_parameter"),
     ("manual", 1, "per_parameter"),
@@ -52,8 +63,8 @@ class SearchSpace:
     """The values to try by option; None leaves it to the model and the cluster, () keeps what the options say.
 
     Attributes:
-      strategies: names of strategies; by default all.
-      group_sizes: devices of a group of the hybrid strategies; by default a node's, and two nodes'; of one node half.
+      strategies: names of `WAYS`; by default all.
+      group_sizes: sizes of axis `fsdp` for full_shard with replicas; by default a node and two; of one node half.
       remats: as `--remat` takes them; by default full, dots, none, and the names that the model gave to values.
       batches: rows per device and step; by default powers of two times the given, up while they fit and gain. With
         accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
@@ -94,23 +105,32 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
     others = {axis: size for axis, size in sizes.items() if axis not in ("replica", "fsdp") and size > 1}
     inner = math.prod(others.values())
     num = cluster.num_devices // inner
-    # How far hpz keeps its units split means nothing to the others.
-    kept = "none" if options.strategy == "hpz" else options.reshard_after_forward
-    mesh = _mesh({"fsdp": -1} | others)
-    whole = dataclasses.replace(options, mesh=mesh, sharding_factor=None, reshard_after_forward=kept)
-    names = _WHOLE_MESH + _GROUPS if space.strategies is None else space.strategies
     domain = min(num, max(1, cluster.devices_per_domain * others.get(PIPE, 1) // inner))  # of a stage
-    for name in names:
-        if name in _GROUPS:
-            for size in _group_sizes(space, num, domain):
-                mesh = _mesh({"replica": -1, "fsdp": size} | others)
-                yield dataclasses.replace(whole, strategy=name, mesh=mesh)
-        elif name == "zero1" and options.accumulate == 1 and space.strategies is None:
+    for name in WAYS if space.strategies is None else space.strategies:
+        strategy, kept, opt_over, has_replicas = WAYS[name]
+        if name == _ZERO1 and options.accumulate == 1 and space.strategies is None:
             continue  # zero2 is the same program then
-        elif name != "hpz":
-            yield dataclasses.replace(whole, strategy=name)
-        elif 1 < domain < num:
-            yield dataclasses.replace(whole, strategy=name, reshard_after_forward=str(domain))
+        if name == _KEPT_IN_DOMAIN and not 1 < domain < num:
+            continue
+        meshes = (
+            [{"replica": -1, "fsdp": n} for n in _group_sizes(space, num, domain)] if has_replicas else [{"fsdp": -1}]
+        )
+        for mesh in meshes:
+            yield dataclasses.replace(
+                options,
+                mesh=_mesh(mesh | others),
+                strategy=strategy,
+                opt_over=opt_over,
+                reshard_after_forward=kept or str(domain),
+            )
+
+
+def _way_of(options: StepOptions) -> str:
+    """Return the name in `WAYS` of what options say, or the nearest."""
+    has_replicas = parse_mesh(options.mesh).get("replica", 1) != 1
+    kept = "" if options.reshard_after_forward.isdecimal() else options.reshard_after_forward
+    way = (options.strategy, kept, options.opt_over, has_replicas)
+    return next((name for name, other in WAYS.items() if other == way), "replicas" if has_replicas else "full_shard")
 
 
 def _group_sizes(space: SearchSpace, num: int, domain: int) -> list[int]:
@@ -135,7 +155,7 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
 
 
 def _both(space: SearchSpace, options: StepOptions, given: StepOptions) -> SearchSpace:
-    return dataclasses.replace(space, strategies=tuple(dict.fromkeys((options.strategy, given.strategy))))
+    return dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
 
 
 def _resized(options: StepOptions, cluster: Cluster, axis: str, size: int) -> Iterator[StepOptions]:

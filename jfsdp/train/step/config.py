@@ -19,7 +19,7 @@ class StepConfig:
     Attributes:
       accumulate: into how many microbatches the batch is cut; they run one after the other.
       reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
-        times the traffic; between the groups of a hybrid strategy only once, in program `manual`). "once", for program
+        times the traffic; between replicas only once, in program `manual`). "once", for program
         `manual`, accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
         None: as the strategy's table says, which is "once" for zero1, and "every" for the others; in program `xla` it
         is "every" for all, and a step that falls short of its strategy so warns.

@@ -2,8 +2,8 @@
 
 [Note: when gradients are reduced]
 *Every microbatch*: the derivative of each unit reduces into the accumulator's layout. *Once*, which program `manual`
-can: a gradient is this device's own, accumulated whole, and reduced by one collective per leaf at the end. In between
-stand the hybrid strategies: every microbatch is gathered and reduced over the group's axis, and the accumulators are
+can: a gradient is this device's own, accumulated whole, and reduced by one collective per leaf at the end. With
+replicas every microbatch is gathered and reduced over the group's axis, and the accumulators are
 summed over the groups once. See [Note: two programs] in choice.py.
 
 [Note: sums in float16]

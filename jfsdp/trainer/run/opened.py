@@ -130,7 +130,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     config = TrainConfig(**kept)
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
-    plain = ("strategy", "sharding_factor", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
+    plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
 

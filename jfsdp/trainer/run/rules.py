@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jfsdp.layout.mesh import parse_mesh
 from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
 from jfsdp.trainer.run.config import TrainConfig
 
@@ -29,7 +30,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "said": ("accumulate",),
     # Losses depend on it by rounding alone: goes on, says so and writes it down.
     "rounding": (
-        *("mesh", "strategy", "sharding_factor", "reshard_after_forward", "remat", "offload", "engine", "prefetch"),
+        *("mesh", "strategy", "opt_over", "reshard_after_forward", "remat", "offload", "engine", "prefetch"),
         *("storage", "min_size", "reduce", "reshard_after_backward", "schedule", "pipe_repeats"),
         *("simulate_devices", "deterministic", "xla"),
     ),
@@ -99,6 +100,22 @@ def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: Train
     rounding = [name for name in options_of("rounding") if name in before]
     return differences(stored.get("decides", {}), decides) | differences(
         {name: before[name] for name in rounding}, {name: now[name] for name in rounding}
+    )
+
+
+def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
+    """Describe the change of memory of a run of 0.2, where axis `replica` sharded what it replicates now; "": none."""
+    before, replica = stored.get("config", {}), mesh.get("replica", 1)
+    strategy = before.get("strategy")
+    if "opt_over" in before or strategy not in ("zero1", "zero2", "full_shard") or before["sharding_factor"]:
+        return ""
+    if replica == 1 or parse_mesh(before["mesh"]).get("replica", 1) == 1:
+        return ""
+    num = replica * mesh.get("fsdp", 1)
+    return (
+        f"note: this run began under jfsdp 0.2, where strategy {strategy!r} sharded over axis 'replica' too; now it "
+        f"replicates, and what is sharded takes {replica} times the memory; --mesh fsdp={num} shards over all devices "
+        "as before"
     )
 
 

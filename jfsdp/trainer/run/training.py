@@ -265,6 +265,8 @@ class Run:
         """Say, and write down, what goes on with another value than the run had when it saved this step."""
         theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
         self.changes = theirs.get("changes", [])
+        if memory := rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
+            self.display.say(memory)
         if changed := rules.changed(theirs, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
             self.display.say(f"note: {rules.describe(changed)}: the run goes on, but no longer bit for bit")

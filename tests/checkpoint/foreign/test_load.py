@@ -29,7 +29,7 @@ TX = optax.chain(optax.adamw(1e-3), jfsdp.track_ema(0.9))
 TARGETS: dict[str, dict[str, Any]] = {
     "full_shard on 8": {"sizes": {"fsdp": 8}},
     "full_shard on 3": {"sizes": {"fsdp": 3}},
-    "hybrid_shard on 2x4": {"sizes": {"replica": 2, "fsdp": 4}, "strategy": "hybrid_shard"},
+    "full_shard on 2x4": {"sizes": {"replica": 2, "fsdp": 4}},
     "zero1 in bfloat16": {
         "sizes": {"fsdp": 8},
         "strategy": "zero1",
@@ -151,7 +151,7 @@ def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
         pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 
 
-@pytest.mark.parametrize("target", ["full_shard on 3", "hybrid_shard on 2x4", "flat storage"])
+@pytest.mark.parametrize("target", ["full_shard on 3", "full_shard on 2x4", "flat storage"])
 def test_weights_that_are_not_finite_are_no_beginning_unless_that_is_said(target, weights, tmp_path):
     tensors = safetensors.numpy.load_file(weights[0])
     tensors["model.norm.weight"][[0, 3]] = np.nan, np.inf

@@ -49,8 +49,8 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
             {"reduce_dtype": "float32", "engine": "xla"},
             "reduce_dtype='float32' .weights of unit .* travel in bfloat16",
         ),
-        ({"sharding_factor": 3}, "sharding_factor=3 does not divide the 8 devices"),
-        ({"sharding_factor": 2, "strategy": "zero1"}, "sharding_factor=2 says how far .* and so does strategy 'zero1'"),
+        ({"strategy": "HYBRID_SHARD"}, "mesh replica=1,fsdp=8 has one replica; use mesh replica=2,fsdp=4"),
+        ({"opt_over": "replica,fsdp", "strategy": "ddp"}, "opt_over=.* so does strategy 'ddp'"),
         ({"strategy": "ddp", "reshard_after_forward": "true"}, "contradicts strategy 'ddp'"),
         ({"preference": "kto", "init_from": "x"}, "preference='kto' is unknown; .* are dpo, dpo_norm, ipo, ipo_norm"),
         ({"preference": "dpo", "init_from": "x", "beta": -1.0}, "beta=-1.0: must be positive"),
@@ -244,7 +244,7 @@ def test_what_changes_losses_is_written_down(changes, name, value):
 
 def test_what_changes_rounding_only_is_not():
     changes = {"offload": ("opt_state",), "remat": "none", "reshard_after_backward": False, "reduce": "once"}
-    other = dataclasses.replace(CONFIG, **changes, sharding_factor=2)
+    other = dataclasses.replace(CONFIG, **changes, opt_over="fsdp")
     assert build(other, {}).decides == build(CONFIG, {}).decides
 
 

@@ -40,7 +40,7 @@ CHANGE = {
 }
 ROUND = {
     "strategy": "ddp",
-    "sharding_factor": 2,
+    "opt_over": "fsdp",
     "offload": ("params",),
     "reduce": "once",
     "reshard_after_backward": False,
