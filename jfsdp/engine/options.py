@@ -159,5 +159,10 @@ def is_gpu(mesh: Any) -> bool:
     return _platform(mesh) in ("gpu", "cuda", "rocm")
 
 
+def is_there(mesh: Any) -> bool:
+    """Return whether the devices of a mesh are this run's own, and not only described."""
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0] in jax.devices(_platform(mesh))
+
+
 def _platform(mesh: Any) -> str:
     return "none" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

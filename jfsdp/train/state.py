@@ -98,7 +98,7 @@ def make_work(engine: Engine, params: Arrays) -> Arrays:
     """
     leaves = [leaf for leaf in engine.layout.stored if leaf.has_work and leaf.path in params]
     cast = {leaf.path: to_device(params[leaf.path]).astype(leaf.stage("work").dtype) for leaf in leaves}
-    return engine.put(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
+    return engine.constrain(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
 
 
 def with_work(state: TrainState, like: TrainState) -> TrainState:

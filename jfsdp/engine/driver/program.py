@@ -16,7 +16,7 @@ the order of the program; keys in pytrees are names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -168,24 +168,28 @@ def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
     """Open every `jit` around calls of units."""
 
     def is_around(eqn: Any) -> bool:
-        return (
-            eqn.primitive.name in ("jit", "pjit")
-            and named(eqn, calls) is None
-            and any(_holds_calls(inner, calls) for inner in inner_jaxprs(eqn))
-        )
+        return is_jit(eqn) and named(eqn, calls) is None and any(_holds_calls(x, calls) for x in inner_jaxprs(eqn))
 
-    if not any(map(is_around, closed.jaxpr.eqns)):
-        return closed
+    return with_opened(closed, is_around) if any(map(is_around, closed.jaxpr.eqns)) else closed
+
+
+def is_jit(eqn: Any) -> bool:
+    """Tell whether an equation is a call of a compiled function."""
+    return eqn.primitive.name in ("jit", "pjit")
+
+
+def with_opened(closed: Any, opens: Callable[[Any], bool]) -> Any:
+    """Return a trace with the bodies of those `jit`s in place that `opens` chooses, also inside one another."""
 
     def run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for eqn in jaxpr.eqns:
             values = [read(env, atom) for atom in eqn.invars]
-            if is_around(eqn):
+            if opens(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = run(inner.jaxpr, inner.consts, values)
             else:
-                outs = core.eval_jaxpr(_only(jaxpr, [eqn], eqn.invars, eqn.outvars), (), *_inputs(eqn.invars, values))
+                outs = core.eval_jaxpr(only(jaxpr, [eqn], eqn.invars, eqn.outvars), (), *_inputs(eqn.invars, values))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(env, atom) for atom in jaxpr.outvars]
 
@@ -203,7 +207,8 @@ def _inputs(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _only(jaxpr: Any, eqns: Sequence[Any], atoms: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def only(jaxpr: Any, eqns: Sequence[Any], atoms: Iterable[Any], outvars: Sequence[Any]) -> Any:
+    """Return a jaxpr of some of its equations, from the variables among `atoms` to `outvars`."""
     invars = list(dict.fromkeys(atom for atom in atoms if not is_literal(atom)))
     return jaxpr.replace(constvars=[], invars=invars, eqns=list(eqns), outvars=list(outvars))
 
@@ -247,7 +252,7 @@ def _make_code(jaxpr: Any, eqns: Sequence[Any], used: set[Any]) -> Code:
             needed.update(atom for atom in eqn.invars if not is_literal(atom))
     inputs = list(dict.fromkeys(atom for eqn in kept[::-1] for atom in eqn.invars if not is_literal(atom)))
     inputs = [var for var in inputs if var not in made]
-    return Code(inputs, outputs, _only(jaxpr, kept[::-1], inputs, outputs))
+    return Code(inputs, outputs, only(jaxpr, kept[::-1], inputs, outputs))
 
 
 def _read_call(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall]) -> Call | None:

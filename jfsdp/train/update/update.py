@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfsdp.engine.engine import is_on_host, to_device
+from jfsdp.engine.engine import is_on_host
+from jfsdp.engine.options import is_there
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import HOST
 from jfsdp.train.checks import check_kept_types
 from jfsdp.train.state import TrainState, make_work, state_memories, trainable
 from jfsdp.train.update.loss_scale import LossScale
 from jfsdp.train.update.optimizer import ShardedOptimizer
+from jfsdp.train.update.stream import stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,39 +47,30 @@ class Update:
           extra: what the optimizer's update is given besides gradients, state and parameters.
         """
         grads = {path: grad.astype(state.layout.by_path[path].dtype) for path, grad in grads.items()}
-        new = dataclasses.replace(self._update(state, grads, extra), model_state=model_state)
-        check_kept_types(state, new)
-        return dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
+
+        def update(state: TrainState) -> TrainState:
+            new = dataclasses.replace(self._update(state, grads, extra), model_state=model_state)
+            check_kept_types(state, new)
+            return dataclasses.replace(self._guard(state, new, is_finite), step=state.step + 1)
+
+        return stream(update, state, is_finite if is_there(self.optimizer.engine.mesh) else None)
 
     def _update(self, state: TrainState, grads: Arrays, extra: Mapping[str, Any]) -> TrainState:
-        """Update each parameter where the optimizer's states stand, then bring it back to where it rests.
-
-        What is offloaded is copied to the device, array by array, and back.
-        """
+        """Update each parameter where the optimizer's states are, then bring it back to where it rests."""
         engine = self.optimizer.engine
-        here = {path: to_device(value) for path, value in trainable(state.layout, state.params).items()}
-        params = engine.constrain(here, "opt")
-        opt_state = jax.tree.map(to_device, state.opt_state)
-        updates, opt_state = self.optimizer.update(grads, opt_state, params, extra)
+        params = engine.constrain(trainable(state.layout, state.params), "opt")
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params, extra)
         updated = engine.constrain(optax.apply_updates(params, updates), "opt")  # type: ignore[arg-type]
         masters = engine.constrain(updated, "param")
         work = state.work if not state.work else {**state.work, **make_work(engine, masters)}
-        return dataclasses.replace(
-            state,
-            params=state.params | engine.put(masters, "param"),
-            work=work,
-            opt_state=jax.tree.map(like_memory, state.opt_state, opt_state),
-        )
+        return dataclasses.replace(state, params=state.params | masters, work=work, opt_state=opt_state)
 
     def _guard(self, old: TrainState, new: TrainState, is_finite: jax.Array) -> TrainState:
         """Keep the old state where the step is not to be taken, and move the loss scale."""
         if self.loss_scale is None and not self.skip_nonfinite:
             return new
 
-        def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-            return like_memory(b, jnp.where(is_finite, to_device(a), to_device(b)))
-
-        kept = jax.tree.map(choose, new, old)
+        kept = jax.tree.map(lambda a, b: a if a is b else jnp.where(is_finite, a, b), new, old)
         scale = self.loss_scale.update(old.loss_scale, is_finite) if self.loss_scale else old.loss_scale
         num_skipped = old.num_skipped + (~is_finite).astype(jnp.int32)
         return dataclasses.replace(kept, loss_scale=scale, num_skipped=num_skipped)
@@ -113,11 +106,6 @@ def _in_memory(value: jax.Array, memory: str) -> jax.Array:
     for shapes. Moves no data: that is where it stands.
     """
     return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_on_host(value) else value
-
-
-def like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Put an array into the memory in which its predecessor stood. Moves no data between devices."""
-    return jax.device_put(to_device(new), jax.memory.Space.Host) if is_on_host(old) else new
 
 
 def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""The update of a state of which a part is in host memory, some parameters at a time.
+
+[Note: streaming]
+XLA's scheduler begins a copy from the host as early as its operands allow. Nothing holds back the copies of an
+optimizer's state, so all of it was on the device at once: on an H200, offloading it saved no byte of the peak
+(docs/log.md, 2026-11-26). So the update is evaluated parameter by parameter, and the copies of a parameter wait for the
+update of the one WINDOW places before it. Then copies in, arithmetic and copies out overlap, and the device holds the
+states of about WINDOW parameters.
+
+The optimizer is the user's, one function of all parameters. Its trace says which operations an output needs. What
+several parameters share (a norm, a counter) is evaluated for the first of them, with all that it reads.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jfsdp.compat import core
+from jfsdp.engine.dataflow import is_literal
+from jfsdp.engine.driver.program import is_jit, only, read, with_opened
+from jfsdp.engine.engine import is_on_host, to_device
+from jfsdp.train.state import TrainState
+
+WINDOW = 2
+
+
+def stream(update: Callable[[TrainState], TrainState], state: TrainState, begin: jax.Array | None) -> TrainState:
+    """Return `update(state)`, inside a `jit`; each array of the result is in the memory of its predecessor.
+
+    Where nothing is in host memory, this is a call of `update`.
+
+    Cost:    a copy from the host of each array that an update needs, and one back.
+    Memory:  the arrays in host memory of about WINDOW parameters at a time.
+
+    Args:
+      update: sees all arrays on the device, and returns a state of the same structure.
+      begin: an array on the device that must be there before the first copy begins; None: nothing is waited for. XLA
+        cannot compile the waiting for GPUs that are only described (JAX 0.11, 0.12): it would copy from host to host.
+    """
+    old, tree = jax.tree.flatten(state)
+    if not any(map(is_on_host, old)):
+        return update(state)
+    shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old])
+    closed = with_opened(jax.make_jaxpr(update)(shapes), is_jit)  # optax compiles sums over all parameters
+    reader, owners = _Reader(closed, old, begin), jax.tree.leaves(_owners(state))
+    new: list[Any] = [None] * len(old)
+    for owner in sorted(set(owners), key=lambda owner: (not owner, owners.index(owner))):  # what has none comes last
+        places = [place for place, other in enumerate(owners) if other == owner]
+        values = reader.read([closed.jaxpr.outvars[place] for place in places])
+        for place, value in zip(places, values, strict=True):
+            new[place] = value if value is old[place] else _like_memory(old[place], value)
+    return tree.unflatten(new)
+
+
+def _like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jax.device_put(new, jax.memory.Space.Host) if is_on_host(old) else new
+
+
+def _owners(state: TrainState) -> TrainState:
+    """Return the parameter to which each array of a state belongs, "" for none, as a state."""
+    return dataclasses.replace(
+        jax.tree.map(lambda _: "", state),
+        params={path: path for path in state.params},
+        work={path: path for path in state.work},
+        opt_state=state.roles.map(lambda role, _: role.leaf or "", state.opt_state),
+    )
+
+
+class _Reader:
+    """Evaluates outputs of a trace, with the operations that they need and no others yet; each operation once."""
+
+    def __init__(self, closed: Any, inputs: list[jax.Array], begin: jax.Array | None):
+        self._jaxpr = closed.jaxpr
+        self._inputs = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        self._values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self._made_by = {var: place for place, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars}
+        self._waits, self._finished = begin is not None, collections.deque([begin] * WINDOW, maxlen=WINDOW)
+
+    def read(self, outvars: list[Any]) -> list[Any]:
+        """Return the values of outputs; an input that nothing reads is returned where it is."""
+        for place in self._needed(outvars):
+            eqn = self._jaxpr.eqns[place]
+            atoms = dict.fromkeys(atom for atom in eqn.invars if not is_literal(atom))
+            values = core.eval_jaxpr(only(self._jaxpr, [eqn], atoms, eqn.outvars), (), *map(self._read, atoms))
+            self._values.update(zip(eqn.outvars, values, strict=True))
+        found = [self._inputs[var] if var in self._inputs else read(self._values, var) for var in outvars]
+        if made := [x for x, var in zip(found, outvars, strict=True) if var in self._made_by]:
+            self._finished.append(max(made, key=lambda x: x.size))
+        return found
+
+    def _needed(self, outvars: Iterable[Any]) -> list[int]:
+        """Return the places of the operations that outputs need and that were not evaluated yet, in order."""
+        found: set[int] = set()
+        waiting = list(outvars)
+        while waiting:
+            var = waiting.pop()
+            if is_literal(var) or var in self._values or var not in self._made_by or self._made_by[var] in found:
+                continue
+            found.add(self._made_by[var])
+            waiting += self._jaxpr.eqns[self._made_by[var]].invars
+        return sorted(found)
+
+    def _read(self, var: Any) -> Any:
+        if var not in self._values:
+            value = self._inputs[var]
+            if is_on_host(value) and self._waits:
+                value, _ = jax.lax.optimization_barrier((value, self._finished[0]))
+            self._values[var] = to_device(value)
+        return self._values[var]
