@@ -146,12 +146,9 @@ def write_for_torch(options: BenchOptions, job: Job, directory: Path) -> dict[st
     config = config_json(job.pretrained, job.config, seq_len)
     export_safetensors(source, directory, job.pretrained, config=config)
     pieces = Exported(source, job.pretrained).pieces
-    return {
+    return adamw | {
         "checkpoint": str(directory),
-        "lr": adamw.lr,
-        "betas": adamw.betas,
-        "eps": adamw.eps,
-        "decays": {theirs: adamw.decays[piece.leaf] for theirs, piece in pieces.items()},
+        "decays": {theirs: adamw["decays"][piece.leaf] for theirs, piece in pieces.items()},
         "max_grad_norm": options.max_grad_norm,
         "param_dtype": spoken(options.param_dtype),
         "reduce_dtype": spoken(options.reduce_dtype) or spoken(options.param_dtype),

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 from jfsdp.extras import install_command
-from jfsdp.launch.environment import Place
-from jfsdp.launch.watch import Watch
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.update import clip_by_norm
@@ -23,12 +20,7 @@ from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import make_optimizer, shard_job, train_arguments
 
 from .case import LEARNING_RATE, count_rows, find_job, mesh_sizes, read_batches
-from .kinds import share_time
 from .options import PLAIN, BenchOptions, as_jfsdp, spoken
-from .usage import resident_peak
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
-_COMPILING = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
 
 
 class JaxContender:
@@ -37,54 +29,32 @@ class JaxContender:
     Args:
       path: the batches, as `write_batches` wrote them.
       is_cuda: whether the devices must be GPUs.
-      place: of this process among those of `jfsdp launch`; None: one alone.
 
     Raises:
       ValueError: for options that jfsdp refuses, and fewer devices than are asked for.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: BenchOptions,
-        path: str,
-        num_devices: int,
-        *,
-        is_cuda: bool = False,
-        place: Place | None = None,
-    ):
+    def __init__(self, name: str, options: BenchOptions, path: str, num_devices: int, *, is_cuda: bool):
         if is_cuda and jax.default_backend() != "gpu":
             raise ValueError(
                 f"JAX sees no GPU, and this machine has some; {install_command('cuda12')}; or set JAX_PLATFORMS=cpu"
             )
         if jax.device_count() < num_devices:
             raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")
-        self.name, self.options = name, options
-        self._compiling: list[tuple[float, float, str]] = []
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
         job, rows = find_job(options), count_rows(options, num_devices)
-        self._batches = read_batches(options, job, rows, path)
+        batches = read_batches(options, job, rows, path)
         tx = make_optimizer(options, job, LEARNING_RATE)
         if name == PLAIN:
-            step, self._state = _plain(job, tx, options)
-            self._lower = lambda: step.lower(self._state, self._batches[0])
-            self._step: Step = step
+            self._step, self._state = _plain(job, tx, options)
         else:
             mesh = make_mesh(devices=jax.devices()[:num_devices], **mesh_sizes(options, num_devices))  # type: ignore[arg-type]
             own = as_jfsdp(options, name)
             model = shard_job(own, job, mesh)
-            step, self._state = model.train_step(job.loss, tx, **train_arguments(own)), model.init(tx, options.seed)
-            whole = self._batches[0]
-            self._lower = lambda: step.lower(model.abstract_state(tx), whole)
-            rows_here = step.own_rows(rows)
-            self._batches = [_cut(batch, rows_here) for batch in self._batches]
-            self._step = _watched(step, place) if name == "watched" else step
-        self._next = itertools.cycle(self._batches)
-
-    def first(self) -> dict[str, Any]:
-        """Take the first step; say how long tracing, lowering and compiling took since this contender began."""
-        found = self.steps(1)
-        return found | {"compile_s": sum(share_time(self._compiling).values())}  # traces are inside others
+            self._step = model.train_step(job.loss, tx, **train_arguments(own))
+            self._state = model.init(tx, options.seed)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
+        self._lower = lambda: self._step.lower(shapes, batches[0])
+        self._next = itertools.cycle(batches)
 
     def steps(self, count: int) -> dict[str, Any]:
         """Take steps one after the other, each waited for; return seconds and losses."""
@@ -97,46 +67,13 @@ class JaxContender:
             losses.append(float(metrics["loss"]))
         return {"seconds": seconds, "losses": losses}
 
-    def memory(self, *, is_first: bool) -> dict[str, Any]:
-        """Return the peaks of this process until now, in bytes.
-
-        `allocated`: of the device that had the most, by JAX's allocator; CPUs have none. `compiled`: what XLA says that
-        the step takes on a device, for which it is compiled once more if `is_first`.
-        """
+    def memory(self, *, is_first: bool) -> dict[str, int]:
+        """Return the peaks until now, in bytes; `compiled`, for which the step is compiled once more, if `is_first`."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
-        found = {"resident": resident_peak(), "allocated": max(peaks) or None}
-        return found | ({"compiled": self._compile().memory_analysis().peak_memory_in_bytes} if is_first else {})
-
-    def profile(self, count: int) -> dict[str, Any]:
-        """Take steps under JAX's profiler; see `profile_jax.profile`."""
-        from .profile_jax import profile
-
-        return profile(lambda: self.steps(count), count, self._compile().as_text(), 1 if self.name == PLAIN else None)
-
-    def _compile(self) -> Any:
-        return self._lower().compile()
-
-    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.rpartition("/")[2] in _COMPILING:
-            now = time.perf_counter()
-            self._compiling.append((now - duration_secs, now, event))
-
-
-def _cut(batch: Any, rows: range) -> Any:
-    return jax.tree.map(lambda x: x[rows.start : rows.stop] if np.ndim(x) else x, batch)
-
-
-def _watched(step: Step, place: Place | None) -> Step:
-    def watched(state: Any, batch: Any) -> tuple[Any, Any]:
-        with Watch(600, place) as watch:  # of this step alone: its threads must not run beside the others
-            with watch.at("the data of step 1"):
-                pass
-            with watch.at("step 1"):
-                state, metrics = step(state, batch)
-                jax.block_until_ready(metrics)
-                return state, metrics
-
-    return watched
+        found = {"allocated": max(peaks)} if any(peaks) else {}
+        return found | (
+            {"compiled": self._lower().compile().memory_analysis().peak_memory_in_bytes} if is_first else {}
+        )
 
 
 def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) -> tuple[Any, Any]:

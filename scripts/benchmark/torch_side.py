@@ -1,11 +1,8 @@
-"""A contender that PyTorch runs: the exported model on one device, under FSDP2 or under DDP, as PyTorch's pages say.
+"""A contender that PyTorch runs: the exported model under FSDP2, as PyTorch's pages say.
 
 What was chosen where these leave a choice:
-- FSDP2: `fully_shard` on each decoder layer and then on the model, with `MixedPrecisionPolicy(param_dtype,
-  reduce_dtype)` and the default of `reshard_after_forward` (the FSDP2 tutorial).
-- DDP and one device in bfloat16: float32 weights under `torch.autocast` (the notes on automatic mixed precision); DDP
-  reduces in bfloat16 by `bf16_compress_hook` where `--reduce-dtype` says so, as jfsdp does by default. The hook asks
-  for NCCL: on CPUs DDP reduces in float32.
+- `fully_shard` on each decoder layer and then on the model, with `MixedPrecisionPolicy(param_dtype, reduce_dtype)` and
+  the default of `reshard_after_forward` (the FSDP2 tutorial).
 - Remat: `checkpoint_wrapper`, non-reentrant, around each decoder layer and inside its `fully_shard`, and
   `torch.compile` of each layer with its wrapper (torchtitan).
 - AdamW with `fused=True` on every device, which the page of the optimizer calls the fastest, and names CPUs too.
@@ -13,7 +10,6 @@ What was chosen where these leave a choice:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
@@ -24,8 +20,6 @@ from typing import Any
 import numpy as np
 
 from jfsdp.extras import load
-
-from .usage import resident_peak
 
 torch: Any = load("torch", "bench")
 
@@ -51,38 +45,26 @@ class TorchContender:
         if self._is_cuda:
             torch.cuda.set_device(self._device)
             torch.set_float32_matmul_precision("high")  # TF32, as JAX computes float32 there
-        if name in ("torch-ddp", "torch-fsdp2", "torch-fsdp2-compile"):
-            _join(case, rank, world, self._device if self._is_cuda else None)
+        _join(case, rank, world, self._device if self._is_cuda else None)
         self._next = itertools.cycle(_read_batches(case["batches"], rank, world))
         model = _load_model(case)
         groups = _groups(model, case["decays"])
-        self._autocast = contextlib.nullcontext()
         layers = _layers(model)
         if case["remat"] == "full":
             layers = _checkpointed(model, layers)
         if name.endswith("-compile"):
             for layer in layers:
                 layer.compile()
-        if "fsdp2" in name:
-            groups = _shard(model, layers, groups, case, self._device)
-        elif case["param_dtype"] == "bfloat16":
-            self._autocast = torch.autocast(self._device.type, torch.bfloat16)
-        self._model = model if "fsdp2" in name else model.to(self._device)
-        if name == "torch-ddp":
-            self._model = _ddp(model, case, self._device)
+        groups = _shard(model, layers, groups, case, self._device)
+        self._model = model.to(self._device)
         self._params = list(model.parameters())
         self._optimizer = torch.optim.AdamW(
             groups, lr=case["lr"], betas=tuple(case["betas"]), eps=case["eps"], fused=True
         )
 
-    def first(self) -> dict[str, Any]:
-        """Take the first step."""
-        return self.steps(1)
-
     def steps(self, count: int) -> dict[str, Any]:
         """Take steps one after the other, each waited for; return seconds, and the losses of all rows."""
-        if self._world > 1:
-            torch.distributed.barrier()
+        torch.distributed.barrier()
         seconds, losses = [], []
         for _ in range(count):
             batch, start = next(self._next), time.perf_counter()
@@ -93,23 +75,15 @@ class TorchContender:
             losses.append(loss)
         return {"seconds": seconds, "losses": [self._mean(loss) for loss in losses]}
 
-    def memory(self, *, is_first: bool) -> dict[str, Any]:
-        """Return the peaks of this process until now, in bytes; `reserved`: taken by PyTorch's allocator."""
+    def memory(self, *, is_first: bool) -> dict[str, int]:
+        """Return the peaks until now, in bytes; `reserved`: taken by PyTorch's allocator."""
         del is_first
-        found: dict[str, Any] = {"resident": resident_peak(), "allocated": None}
-        if self._is_cuda:
-            found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        return found
-
-    def profile(self, count: int) -> dict[str, Any]:
-        """Take steps under PyTorch's profiler; see `profile_torch.profile`."""
-        from .profile_torch import profile
-
-        return profile(lambda: self.steps(count), count, is_cuda=self._is_cuda)
+        if not self._is_cuda:
+            return {}
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
     def _step(self, tokens: Any, targets: Any) -> Any:
-        with self._autocast:
-            logits = self._model(input_ids=tokens, use_cache=False).logits
+        logits = self._model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         if self._case["max_grad_norm"] is not None:
@@ -119,8 +93,7 @@ class TorchContender:
         return loss.detach()
 
     def _mean(self, loss: Any) -> float:
-        if self._world > 1:
-            torch.distributed.all_reduce(loss)
+        torch.distributed.all_reduce(loss)
         return loss.item() / self._world
 
 
@@ -209,13 +182,3 @@ def _shard(
     for decay, param in zip(named, model.parameters(), strict=True):
         sharded.setdefault(decay, []).append(param)
     return [{"params": params, "weight_decay": decay} for decay, params in sharded.items()]
-
-
-def _ddp(model: Any, case: Mapping[str, Any], device: Any) -> Any:
-    """Replicate the model with DDP, whose gradients are views of its buckets."""
-    parallel = torch.nn.parallel.DistributedDataParallel
-    ddp = parallel(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    if device.type == "cuda" and case["param_dtype"] == "bfloat16" and case["reduce_dtype"] == "bfloat16":
-        hooks = load("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "bench")
-        ddp.register_comm_hook(None, hooks.bf16_compress_hook)
-    return ddp
