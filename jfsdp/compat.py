@@ -101,13 +101,6 @@ def describe_topology(topology: str, target_config: str) -> Any:
     )
 
 
-def torus_mesh(shape: tuple[int, ...], devices: Any) -> Any:
-    """Arrange the devices of a TPU slice along its torus."""
-    from jax.experimental import mesh_utils
-
-    return mesh_utils.create_device_mesh(shape, devices)
-
-
 def reset_compilation_cache() -> None:
     """Make JAX read the settings of its persistent compilation cache anew."""
     from jax.experimental.compilation_cache import compilation_cache

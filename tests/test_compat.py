@@ -76,7 +76,6 @@ def test_processes_and_grain_are_found():
     names = ("ConcatThenSplitIterDataset", "WindowShuffleIterDataset", "ThreadPrefetchIterDataset", "batch_and_pad")
     assert all(hasattr(compat.grain_experimental(), name) for name in names)
     compat.reset_compilation_cache()
-    assert compat.torus_mesh((4, 2), jax.devices()[:8]).shape == (4, 2)
 
 
 mystery = Primitive("mystery")

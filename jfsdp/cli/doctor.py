@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Examine this machine: versions, devices, XLA flags, NCCL and memory settings, limits of the host.
+    """Examine this machine: versions, devices, XLA flags, NCCL settings, limits of the host.
 
     With --processes, examine a cluster as a run would use it: start it as the run, in every process, by srun or
     `jfsdp launch --nproc 8 jfsdp doctor --processes`. It says who is on which host, whether versions and settings are

@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jfsdp.arguments import checked
-from jfsdp.compat import torus_mesh
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
@@ -106,8 +105,7 @@ def make_mesh(
     """Arrange devices into the mesh (replica, fsdp, pipe, tensor).
 
     Devices of one host are neighbours along the inner axes, so that `tensor` and then `fsdp` use the links inside a
-    host, and `replica` and `pipe` cross hosts, however processes are spread over hosts. TPU slices keep the torus order
-    that JAX knows.
+    host, and `replica` and `pipe` cross hosts, however processes are spread over hosts.
 
     Cost: for devices of several processes, what `jfsdp.launch.hosts.hosts` costs: every process must make the mesh.
 
@@ -130,12 +128,9 @@ def make_mesh(
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)
-    if devices[0].platform == "tpu":
-        grid = torus_mesh(shape, devices)
-    else:
-        host = dict(zip(devices, hosts(devices), strict=True))
-        devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, host[d], d.process_index, d.id))
-        grid = np.asarray(devices, dtype=object).reshape(shape)
+    host = dict(zip(devices, hosts(devices), strict=True))
+    devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, host[d], d.process_index, d.id))
+    grid = np.asarray(devices, dtype=object).reshape(shape)
     return place_devices(grid, sizes)
 
 
@@ -299,8 +294,8 @@ def node_size(mesh: Mesh | AbstractMesh) -> int:
     Cost: as for `make_mesh`.
 
     Raises:
-      ValueError: if the mesh has no devices, hosts have unequal parts, or the devices of a host are not neighbours (in
-        a mesh from `make_mesh` that can be on TPUs only).
+      ValueError: if the mesh has no devices, hosts have unequal parts, or the devices of a host are not neighbours
+        (in a mesh from `make_mesh` they are).
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError("the mesh has sizes and no devices, so it knows no hosts")

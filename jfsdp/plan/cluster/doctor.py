@@ -152,7 +152,7 @@ def report_to_dict(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
 
 def relevant_settings(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that JAX, XLA, NCCL or CUDA read."""
-    return {name: env[name] for name in sorted(env) if re.match(r"(JAX|XLA|NCCL|CUDA|TF_GPU|TF_FORCE)_", name)}
+    return {name: env[name] for name in sorted(env) if re.match(r"(JAX|XLA|NCCL|CUDA)_", name)}
 
 
 def _check_versions(machine: Machine) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ Importing this needs numpy only; grain and tokenizers are imported where they ar
 
 from jfsdp.trainer.data.corpus import Corpus, CorpusStats, Document, open_corpus
 from jfsdp.trainer.data.documents import Documents
-from jfsdp.trainer.data.entropy import NgramEntropies, ngram_entropies
 from jfsdp.trainer.data.files import standard_library_path
 from jfsdp.trainer.data.iterator import DataIterator
 from jfsdp.trainer.data.pipeline import make_eval_iterator, make_pass_iterator, make_train_iterator
@@ -23,14 +22,12 @@ __all__ = [
     "DataIterator",
     "Document",
     "Documents",
-    "NgramEntropies",
     "TokenData",
     "Tokenizer",
     "load_tokenizer",
     "make_eval_iterator",
     "make_pass_iterator",
     "make_train_iterator",
-    "ngram_entropies",
     "open_corpus",
     "open_data",
     "standard_library_path",

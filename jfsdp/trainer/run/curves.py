@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 
-def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], levels: Mapping[str, float], item: str) -> None:
+def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str) -> None:
     """Draw training and held-out loss over steps.
 
     Args:
       records: lines of metrics.jsonl.
-      levels: horizontal lines by name, such as the entropies of the corpus.
       item: what losses are means over.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,8 +22,6 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], levels: Ma
     axes = figure.add_subplot()
     _draw(axes, records, "loss", "training loss", linewidth=1)
     _draw(axes, records, "eval_loss", "held-out loss", marker="o", markersize=4)
-    for number, (name, value) in enumerate(levels.items()):
-        axes.axhline(value, linestyle="--", linewidth=0.8, color=f"C{number + 2}", label=f"{name} entropy {value:.3f}")
     axes.set(xlabel="step", ylabel=f"nats per {item}")
     axes.grid(alpha=0.3)
     axes.legend()

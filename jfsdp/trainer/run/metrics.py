@@ -68,12 +68,6 @@ PEAK_FLOPS: dict[str, float | None] = {
     "L4": 121e12,
     "A10": 125e12,
     "RTX 4090": 165e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-    "TPU7x": 2307e12,
 }
 
 Record = dict[str, Any]

@@ -145,8 +145,6 @@ class Run:
         say(f"run directory: {self.run_dir}")
         say(f"data {source.describe(self.theirs)}")
         sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
-        if self.is_writer and (measured := source.measure()):
-            say(measured)
         say(
             f"model {self.parts.job.name}{sizes}: {num_parameters(layout.leaves):,} parameters{_trained(layout)}, "
             f"{layout.strategy.name} on "
@@ -352,7 +350,7 @@ class Run:
         from jfsdp.trainer.run.curves import save_loss_curve
 
         records = read_jsonl(self.run_dir / "metrics.jsonl")
-        save_loss_curve(self.run_dir / "loss.png", records, self.source.levels, self.source.counted)
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.counted)
         evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {
             "steps": steps,
@@ -361,7 +359,6 @@ class Run:
             "loss": (loop.last_record or {}).get("loss"),
             **{name: evaluated.get(name) for name in ("eval_loss", "eval_correct")},
             "eval_step": evaluated.get("step"),
-            "entropies": self.source.levels or None,
             "first_step_s": loop.first_step_s,
             "restarts": int(os.environ.get(RESTART, 0)),
             "goodput": loop.goodput.fraction,
@@ -378,10 +375,8 @@ class Run:
         if not summary["is_done"]:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
         if loss is not None:
-            levels = ", ".join(f"{name} {value:.4f}" for name, value in self.source.levels.items())
-            beside = f" (corpus: {levels})" if levels else ""
             after = "" if summary["is_done"] else f" after step {summary['eval_step']}"
-            say(f"held-out loss{after} {loss:.4f} nats per {self.source.counted}{accuracy(summary)}{beside}")
+            say(f"held-out loss{after} {loss:.4f} nats per {self.source.counted}{accuracy(summary)}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _sample(self, state: TrainState) -> None:

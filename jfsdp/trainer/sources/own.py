@@ -44,7 +44,6 @@ class OwnSource:
     def __init__(self, config: TrainConfig, job: Job, row_items: int):
         self.job, self.seed, self.row_items = job, config.seed, row_items
         self.item = self.counted = job.item
-        self.levels: dict[str, float] = {}
 
     @classmethod
     def check(cls, config: TrainConfig, job: Job) -> int:
@@ -68,9 +67,6 @@ class OwnSource:
 
     def describe_batch(self, rows: int) -> str:
         return f"{rows} rows"
-
-    def measure(self) -> None:
-        return None
 
     def decides(self) -> dict[str, Any]:
         return {}

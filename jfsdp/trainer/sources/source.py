@@ -20,14 +20,12 @@ class Source(Protocol):
       item: what rates are per: "token" or "row".
       counted: what losses are per: "token", "row" or "pair".
       num_rows: rows of items that a row of a batch has: 2 where it is a pair.
-      levels: losses worth a line in the curve, by name: known after `measure`.
       makes_text: whether `sample` can be asked for.
     """
 
     item: str
     counted: str
     num_rows: int
-    levels: dict[str, float]
     makes_text: bool
 
     @property
@@ -41,10 +39,6 @@ class Source(Protocol):
 
     def describe_batch(self, rows: int) -> str:
         """Say what a step of so many rows takes."""
-        ...
-
-    def measure(self) -> str | None:
-        """Fill `levels`, where there is something to measure, and say it in a line. Reads data."""
         ...
 
     def decides(self) -> dict[str, Any]:

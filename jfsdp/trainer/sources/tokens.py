@@ -12,15 +12,12 @@ from jfsdp.trainer.data import (
     DataIterator,
     make_eval_iterator,
     make_train_iterator,
-    ngram_entropies,
     open_data,
 )
 from jfsdp.trainer.data.documents import START
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import without_packing
-
-_ENTROPY_TOKENS = 20_000_000
 
 
 class TokenSource:
@@ -49,7 +46,6 @@ class TokenSource:
                 "them: these make a record a conversation; take messages out of it, or leave --preference out"
             )
         self.config, self.seq_len = config, seq_len
-        self.levels: dict[str, float] = {}
 
     @classmethod
     def check(cls, config: TrainConfig, job: Job) -> int:
@@ -105,14 +101,6 @@ class TokenSource:
 
     def describe_batch(self, rows: int) -> str:
         return f"{rows} rows of {self.seq_len} tokens"
-
-    def measure(self) -> str | None:
-        """Compute what tables of frequencies would lose; of bytes only, whose tables are small."""
-        if self.data.encoding != "byte":
-            return None
-        entropies = ngram_entropies(self.data.train, max_tokens=_ENTROPY_TOKENS)
-        self.levels = {name: getattr(entropies, name) for name in ("unigram", "bigram", "trigram")}
-        return f"entropies: {entropies}"
 
     def decides(self) -> dict[str, Any]:
         names = ("eval_fraction", "cross_documents", "shuffle_rows")

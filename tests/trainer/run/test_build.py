@@ -119,8 +119,6 @@ def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
         assert {name: x.shape for name, x in batch.items()}.items() >= {
             name: x.shape for name, x in parts.job.batch(2, parts.row_items).items()
         }.items()
-        measured = source.measure()
-        assert (measured is not None) == bool(source.levels) == source.makes_text
         asked[source.item] = source.describe_batch(8)
     assert asked == {"token": "8 rows of 256 tokens", "row": "8 rows"}
 
