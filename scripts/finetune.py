@@ -23,6 +23,7 @@ from typing import Any
 import tyro
 
 from jfsdp.extras import MissingExtra, load, need
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.spelling import check_numbers
 
@@ -46,9 +47,9 @@ class FinetuneConfig:
 
     base: Path | None = None
     run_dir: Path | None = None
-    steps: int = 300
-    base_steps: int = 200
-    held_out: int = 10
+    steps: int = option(300, least=1)
+    base_steps: int = option(200, least=1)
+    held_out: int = option(10, least=2)
 
 
 def functions() -> Iterator[tuple[str, str]]:
@@ -139,7 +140,7 @@ def compute_with_peft(
 
 def main(config: FinetuneConfig) -> int:
     """Train, compare, export, read again; return the exit status."""
-    check_numbers(config, steps=1, base_steps=1, held_out=2)
+    check_numbers(config)
     begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
     run_dir = config.run_dir or runs.new_run_dir("finetune")
     if run_dir.exists():

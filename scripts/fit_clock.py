@@ -30,6 +30,7 @@ from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search.jobs import plan_job
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.spelling import check_numbers
 
 Constants = dict[str, float]
@@ -45,7 +46,7 @@ class FitOptions:
 
     programs: Path = Path("programs")
     """A directory for the compiled programs, one file for each run."""
-    jobs: int = 2
+    jobs: int = option(2, least=1)
     """How many runs are planned at a time."""
     list: bool = False
     """Print each run with its source and the command of its plan, and plan nothing."""
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{run.id}: {run.source['repository']}: {run.source['path']}\n  {run.command}")
         return 0
     try:
-        check_numbers(options, jobs=1)
+        check_numbers(options)
         options.programs.mkdir(parents=True, exist_ok=True)
         with without_plugin_chatter():
             topology_devices(published_runs()[0].cluster)

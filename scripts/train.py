@@ -150,7 +150,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         compare = {
             name: value for name, value in dataclasses.asdict(config).items() if name not in ("process_id", "cache_dir")
         }
-        check_numbers(config, timeout=0)
+        check_numbers(config)
         place = initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
     except NotAllThere:
         raise

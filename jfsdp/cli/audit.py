@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
 from jfsdp.cli.console import BROKEN, make_console
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
-from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +23,17 @@ class AuditProgram(StepOptions):
     found, 4 something is, 2 bad arguments.
     """
 
-    OWN_GROUPS: ClassVar = {"audit": "gpus_per_node tolerance min_overlap json"}
     program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = tyro.MISSING
     """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
-    gpus_per_node: Count = 8
+    gpus_per_node: Count = option(8, "audit", least=1)
     """GPUs of each machine; tells which bytes cross machines."""
-    tolerance: Real = 0.01
+    tolerance: Real = option(0.01, "audit", least=0)
     """The share of theory's bytes by which the program may exceed them."""
-    min_overlap: Annotated[float | None, optional(float, "SHARE")] = None
+    min_overlap: Annotated[float | None, optional(float, "SHARE")] = option(None, "audit", least=0)
     """The least share of the bytes in loops that must have a matmul behind them; without any, none is shown."""
-    json: bool = False
+    json: bool = option(False, "audit")
     """Print JSON."""
 
     def run(self) -> int:
@@ -42,7 +41,6 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.search.jobs import find_planned_job, shard_planned
         from jfsdp.plan.wire.audit import audit, read_module
 
-        check_numbers(self, tolerance=0, min_overlap=0, gpus_per_node=1)
         module = read_module(Path(self.program).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         state = planned.model.abstract_state(planned.tx)

@@ -14,8 +14,8 @@ import tyro
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Number, optional
-from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.diff import Differences
@@ -124,9 +124,9 @@ class Prune:
     """
 
     path: tyro.conf.Positional[_OfRun]
-    keep: Number = None
+    keep: Number = option(None, least=1)
     """How many of the newest to keep. none: as the run was told; 3 of checkpoints that the script did not write."""
-    keep_every: Number = None
+    keep_every: Number = option(None, least=0)
     """Keep every step that is a multiple of this. none: as the run was told; 0: no such step."""
     keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]|off")] = None
     """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2. none: as the run
@@ -141,7 +141,6 @@ class Prune:
         from jfsdp.checkpoint.manager import Checkpointer
         from jfsdp.trainer.run.directory import read_config
 
-        check_numbers(self, keep=1, keep_every=0)
         paths = find_checkpoints(self.path)
         if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
             raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")

@@ -30,7 +30,7 @@ from jfsdp.trainer.groups import show_groups
 from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known
+from jfsdp.trainer.spelling import check_known, check_numbers
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX: look before a run, and at what it saved.
 
@@ -86,6 +86,7 @@ def parse(args: Sequence[str]) -> Any:
     parsed: Any = tyro.cli(
         kind, prog=prog, args=rest, default=default, description=description, config=config, registry=registry
     )
+    check_numbers(parsed)
     return dataclasses.replace(parsed, command=tuple(command)) if command else parsed
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Dtype, Location, Name, Number
 from jfsdp.trainer.run.display import harmless
-from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Show:
     """byte, or the path of a tokenizer.json or of its directory."""
     seq_len: Count = 2048
     """Tokens of a row, at which examples are cut."""
-    num: Annotated[Count, tyro.conf.arg(aliases=["-n"])] = 3
+    num: Annotated[Count, tyro.conf.arg(aliases=["-n"])] = option(3, least=0)
     """How many to show, from the first on. 0: only the counts."""
-    start: Count = 0
+    start: Count = option(0, least=0)
     """The first to show, counted from 0."""
     chat_template: Location = None
     """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
@@ -56,7 +56,6 @@ class Show:
         from jfsdp.trainer.data import DataConfig, open_data
 
         need("train")
-        check_numbers(self, num=0, start=0)
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]
         data = open_data(DataConfig(eval_fraction=0, **{name: getattr(self, name) for name in names}))
         data.check_used()

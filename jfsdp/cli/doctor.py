@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.cli.console import GIB, make_console, make_table
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Decimal, Location, Name
-from jfsdp.trainer.spelling import check_numbers, spell
+from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.doctor import Machine
@@ -42,7 +43,7 @@ class Doctor:
     """With --processes: a directory that all are to see. none: the working directory."""
     mesh: Name = None
     """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
-    timeout: Decimal = None
+    timeout: Decimal = option(None, least=1)
     """With --processes: seconds that each part may take, before all end and say which it was. none: 60."""
 
     def run(self) -> int:
@@ -62,7 +63,6 @@ class Doctor:
         return _status(findings)
 
     def _run_processes(self) -> int:
-        check_numbers(self, timeout=1)
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
         directory, limit_s = Path(self.run_dir or ".").expanduser().resolve(), self.timeout or 60.0
         with _others_on_stderr():

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.opened import OpenOptions
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Dtype, Name, Number, optional
-from jfsdp.trainer.spelling import check_numbers
 
 _SEQ_LEN = 2048
 
@@ -28,9 +28,9 @@ class Evaluate(OpenOptions):
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
     """As --data of scripts/train.py; choices between two answers apart."""
-    seq_len: Number = None
+    seq_len: Number = option(None, least=1)
     """Tokens of a row. none: as the run had it, else 2048, or the model's if that is less."""
-    rows: Count = 8
+    rows: Count = option(8, least=1)
     """Rows of each data shard computed together."""
     answers: Annotated[str | None, optional(str, "all|last")] = None
     """Which of the assistant's messages in a conversation count. none: as the run had it, or all."""
@@ -49,7 +49,6 @@ class Evaluate(OpenOptions):
         need("train")
         if not self.data:
             raise ValueError("give the data by --data PATH")
-        check_numbers(self, rows=1, seq_len=1)
         from jfsdp.layout.mesh import num_data_shards
         from jfsdp.trainer.data import DataConfig, open_data
         from jfsdp.trainer.data.pipeline import make_pass_iterator

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from jfsdp.cli.console import make_console, make_table, progress
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 
 if TYPE_CHECKING:
@@ -27,11 +28,10 @@ class Explain(ShardingOptions):
     Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
     """
 
-    OWN_GROUPS: ClassVar = {"output": "json"}
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=8"
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = option("fsdp=8", "most used")
     """How many devices each axis has: replica, fsdp, tensor.
     fsdp shards what --strategy says; replica replicates it."""
-    json: bool = False
+    json: bool = option(False, "output")
     """Print JSON."""
 
     def run(self) -> int:

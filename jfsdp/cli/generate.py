@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.opened import OpenOptions
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Location, Number, optional
 from jfsdp.trainer.run.display import harmless
-from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Generate(OpenOptions):
     """A file of prompts: *.jsonl with prompt or messages, or a text with one in each line."""
     chat: bool = False
     """Take each --prompt for a user's message, and render it by the chat template."""
-    max_tokens: Count = 128
+    max_tokens: Count = option(128, least=1)
     """Tokens of an answer at most."""
     temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
     """How random answers are. 0: always the likeliest token."""
@@ -40,7 +40,7 @@ class Generate(OpenOptions):
     """Draw among the likeliest tokens that together have this probability. none: among all."""
     seed: Count = 0
     """Of the draws."""
-    rows: Count = 16
+    rows: Count = option(16, least=1)
     """Prompts computed together."""
     json: bool = False
     """Print a line of JSON for each prompt: prompt, text, and the ids of the tokens."""
@@ -51,7 +51,6 @@ class Generate(OpenOptions):
         need("train")
         if bool(self.prompt) == (self.data is not None):
             raise ValueError("give prompts: either --prompt TEXT, which may be repeated, or --data FILE")
-        check_numbers(self, max_tokens=1, rows=1)
         from jfsdp.trainer.generate import Generator, Sampling
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)

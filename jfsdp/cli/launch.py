@@ -15,8 +15,8 @@ import tyro
 from jfsdp.launch.environment import DEVICES, LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
-from jfsdp.trainer.spelling import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,31 +31,29 @@ class Launch:
     The exit status is the status of the first process of this host that failed.
     """
 
-    nproc: Count = 1
+    nproc: Count = option(1, least=1)
     """Processes on this host: one per GPU, or one for all of its GPUs."""
-    nnodes: Number = None
+    nnodes: Number = option(None, least=1)
     """How many hosts. none: as Slurm says, else one."""
-    node_rank: Number = None
+    node_rank: Number = option(None, least=0)
     """Which of them this is, from 0. none: as Slurm says."""
     rendezvous: Annotated[str | None, optional(str, "HOST:PORT")] = None
     """Host 0 and a port that is free there. none: as Slurm says; alone, any free port."""
-    devices_per_proc: Count = 0
+    devices_per_proc: Count = option(0, least=0)
     """Simulated CPU devices of each process. 0: the real devices."""
-    max_restarts: Count = 0
+    max_restarts: Count = option(0, least=0)
     """How often all are started again after one has failed."""
-    min_nproc: Number = None
+    min_nproc: Number = option(None, least=1)
     """So many processes, of all hosts together, are enough to go on, where others do not come back. none: all."""
-    join_timeout: Real = 300.0
+    join_timeout: Real = option(300.0, least=1)
     """Seconds that processes wait for each other at their start."""
-    grace: Real = 30.0
+    grace: Real = option(30.0, least=0)
     """Seconds that the others have to end by themselves, once one has failed."""
     log_dir: Name = None
     """Where ATTEMPT/RANK.log are written. none: logs/launch-DATE-TIME."""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
-        limits = {"nproc": 1, "nnodes": 1, "node_rank": 0, "devices_per_proc": 0, "max_restarts": 0, "grace": 0}
-        check_numbers(self, **limits, min_nproc=1, join_timeout=1)
         if not self.command:
             raise ValueError("no script is named: jfsdp launch --nproc 8 script.py ARGUMENTS")
         program = [sys.executable, "-u"] if self.command[0].endswith(".py") else []

@@ -9,15 +9,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from jfsdp.cli.console import progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
-from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
@@ -33,44 +33,39 @@ class PlanJob(StepOptions):
     decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
-    OWN_GROUPS: ClassVar = {
-        "cluster": "gpu nodes gpus_per_node network reserve target_config documents_per_row inference",
-        "output": "json dump_hlo timeline analytic",
-        "search": "search budget write_recipe plot",
-    }
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "none"
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
-    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = option("h100", "cluster")
     """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
-    nodes: Count = 1
+    nodes: Count = option(1, "cluster")
     """How many machines."""
-    gpus_per_node: Count = 0
+    gpus_per_node: Count = option(0, "cluster")
     """GPUs of each machine. 0: what is usual for this GPU."""
-    network: Real = 0.0
+    network: Real = option(0.0, "cluster", least=0)
     """GB/s of a GPU's share of its machine's network adapters, one way. 0: what is usual for this GPU."""
-    reserve: Real = RESERVE_BYTES / GIB
+    reserve: Real = option(RESERVE_BYTES / GIB, "cluster", least=0)
     """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
-    target_config: File = None
+    target_config: File = option(None, "cluster")
     """A file with XLA's GpuTargetConfigProto as text, for a GPU that jfsdp does not know."""
-    documents_per_row: Count = 1
+    documents_per_row: Count = option(1, "cluster", least=1)
     """How many documents of equal length a packed row is taken to hold: for seconds alone. 1: the most attention."""
-    inference: bool = False
+    inference: bool = option(False, "cluster")
     """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
-    dump_hlo: File = None
+    dump_hlo: File = option(None, "output")
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
-    timeline: File = None
+    timeline: File = option(None, "output")
     """Draw when the step computes, sends and waits, as PNG or SVG."""
-    search: bool = False
+    search: bool = option(False, "search")
     """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
-    budget: Real = 900.0
+    budget: Real = option(900.0, "search", least=0)
     """Seconds that --search may take."""
-    write_recipe: Annotated[str | None, optional(str, "FILE.json")] = None
+    write_recipe: Annotated[str | None, optional(str, "FILE.json")] = option(None, "search")
     """With --search: write the fastest that fits as a recipe for scripts/train.py."""
-    plot: File = None
+    plot: File = option(None, "search")
     """With --search: draw memory against time of all that was tried, as PNG or SVG."""
-    analytic: bool = False
+    analytic: bool = option(False, "output")
     """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""
-    json: bool = False
+    json: bool = option(False, "output")
     """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
@@ -79,7 +74,6 @@ class PlanJob(StepOptions):
         from jfsdp.plan.search.jobs import plan_job
         from jfsdp.plan.time.chart import plot_timeline
 
-        check_numbers(self, network=0, reserve=0, budget=0, documents_per_row=1)
         gpu = find_gpu(self.gpu)
         gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB or gpu.network_bandwidth)
         cluster = Cluster(gpu, self.nodes, self.gpus_per_node)
@@ -145,7 +139,6 @@ class PlanJob(StepOptions):
     def _inference(self, cluster: Cluster) -> int:
         from jfsdp.plan.inference import plan_inference
 
-        check_numbers(self, batch_per_device=1, seq_len=1)
         machine = {name: value for name, value in self._machine().items() if name != "documents_per_row"}
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, **machine, on_progress=tell)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfsdp.cli.console import progress_of
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Dtype, Name, Number, Real, optional
-from jfsdp.trainer.spelling import check_numbers
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -97,9 +97,9 @@ class Export(_ModelOptions):
     target: tyro.conf.Positional[_Target]
     dtype: Dtype = None
     """float32, bfloat16 or float16. none: as stored."""
-    max_shard_gb: Real = 5.0
+    max_shard_gb: Real = option(5.0, least=1e-6)
     """GB that a file has at most; more are listed in an index."""
-    max_length: Number = None
+    max_length: Number = option(None, least=1)
     """max_position_embeddings of config.json. none: of the weights that the model began with, unless it was trained on
     longer rows."""
     ema: bool = False
@@ -117,7 +117,6 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
         from jfsdp.checkpoint.source import Watched, total_bytes
 
-        check_numbers(self, max_shard_gb=1e-6, max_length=1)
         path = find_checkpoint(self.path)
         source = CheckpointSource(path)
         stored = {name: found for name in ("config", "pretrained") if isinstance(found := source.stated(name), dict)}
@@ -243,7 +242,7 @@ class Merge:
     base: tyro.conf.Positional[_Base]
     adapter: tyro.conf.Positional[_Adapter]
     target: tyro.conf.Positional[_Target]
-    max_shard_gb: Real = 5.0
+    max_shard_gb: Real = option(5.0, least=1e-6)
     """GB that a file has at most; more are listed in an index."""
     json: bool = False
     """Print JSON."""
@@ -251,7 +250,6 @@ class Merge:
     def run(self) -> int:
         from jfsdp.checkpoint.foreign.merged import merge_peft
 
-        check_numbers(self, max_shard_gb=1e-6)
         most = int(self.max_shard_gb * 1e9)
         written = merge_peft(self.base, self.adapter, self.target, sign=self.SIGN, max_shard_bytes=most)
         _say_written(self.json, self.base, written)

@@ -1,4 +1,7 @@
-"""The groups in which `--help` and docs/options.md show options. In Python they stay one flat dataclass per command."""
+"""What a field of options says of itself besides its type: group, rule on resume, least value, name in Python.
+
+`--help` and docs/options.md show options by these groups. In Python they stay one flat dataclass per command.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,36 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 FIRST = "most used"
-GROUPS = {
-    FIRST: "recipe model data tokenizer seq_len batch_per_device steps learning_rate mesh strategy run_dir resume",
-    "model": "factory model_config init_from init_key allow_nonfinite",
-    "sharding and memory": "opt_over reshard_after_forward remat offload engine prefetch storage min_size",
-    "precision": "param_dtype reduce_dtype output_dtype opt_state_dtype",
-    "gradient accumulation": "accumulate reduce reshard_after_backward schedule pipe_repeats global_batch",
-    "optimizer": "warmup decay_steps min_learning_rate max_grad_norm skip_nonfinite ema rate_scale",
-    "preferences": "preference beta reference",
-    "frozen weights and adapters": "lora init_adapter frozen frozen_dtype quantized",
-    "data": "text_field chat_template answers eod_token extensions token_dtype eod_id eval_fraction cross_documents"
-    " shuffle_rows seed",
-    "checkpoint": "checkpoint_every checkpoint_minutes snapshot_every keep keep_every keep_best fall_back restart_data",
-    "evaluation and logging": "log_every eval_every eval_batches sample_tokens prompt temperature tracker profile",
-    "process and device": "coordinator num_processes process_id timeout simulate_devices",
-    "XLA and debugging": "xla deterministic cache_dir check_loss compare_replicas debug",
-}
+# The groups of the training script, in the order in which they are shown; those of a command come after the first.
+GROUPS = (
+    *(FIRST, "model", "sharding and memory", "precision", "gradient accumulation", "optimizer", "preferences"),
+    *("frozen weights and adapters", "data", "checkpoint", "evaluation and logging", "process and device"),
+    "XLA and debugging",
+)
 SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
+def option(default: Any, group: str = "", resume: str = "", *, least: float | None = None, python: str = "") -> Any:
+    """Make a field of options.
+
+    Args:
+      group: under which it is shown; "": none.
+      resume: what a resumed run does with another value; see jfsdp/trainer/run/rules.py.
+      least: the least number that it takes; see `check_numbers`.
+      python: what does the same in Python, in Markdown.
+    """
+    told = {"group": group, "resume": resume, "least": least, "python": python}
+    return dataclasses.field(default=default, metadata=told)
+
+
 def groups_of(kind: Any) -> dict[str, list[str]]:
-    """Return a command's fields by group, in order: its `OWN_GROUPS` after the first of ours. Without these, none."""
-    if not hasattr(kind, "OWN_GROUPS"):
-        return {}
-    known = {field.name for field in dataclasses.fields(kind)}
-    tables = {FIRST: GROUPS[FIRST], **kind.OWN_GROUPS, **GROUPS}
-    groups = {title: [name for name in names.split() if name in known] for title, names in tables.items()}
-    return {title: names for title, names in groups.items() if names}
+    """Return a command's fields by group, in order."""
+    found: dict[str, list[str]] = {}
+    for field in dataclasses.fields(kind):
+        if group := field.metadata.get("group"):
+            found.setdefault(group, []).append(field.name)
+    own = [title for title in found if title not in GROUPS]
+    return {title: found[title] for title in (FIRST, *own, *GROUPS[1:]) if title in found}
 
 
 def show_groups(kind: Any) -> ConstructorRegistry:
@@ -49,7 +55,8 @@ def show_groups(kind: Any) -> ConstructorRegistry:
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         if info.type is not kind:
             return None
-        left = {field.name: _described(field, info.default) for field in spec.fields}
+        shared = {name for title, names in groups_of(kind).items() if title in GROUPS for name in names}
+        left = {field.name: _described(field, info.default, field.name in shared) for field in spec.fields}
         groups = {title: [left.pop(name) for name in names] for title, names in groups_of(kind).items()}
 
         def make(**given: Any) -> Any:
@@ -66,11 +73,14 @@ def _group(title: str, fields: list[StructFieldSpec]) -> StructFieldSpec:
     return StructFieldSpec(title, kind, {field.name: field.default for field in fields}, helptext="")
 
 
-def _described(field: StructFieldSpec, owner: Any) -> StructFieldSpec:
-    """Return a field with its owner's default, shown as docs/options.md does. Its text breaks lines at full stops."""
+def _described(field: StructFieldSpec, owner: Any, is_shared: bool) -> StructFieldSpec:
+    """Return a field with its owner's default, shown as docs/options.md does. Its text breaks lines at full stops.
+
+    Args:
+      is_shared: whether a recipe may turn its default.
+    """
     text = field.helptext() if callable(field.helptext) else field.helptext
     text = text and re.sub(r"(?<!\.)\n\s*", " ", text)
     shown = tyro.conf.arg(help=text, help_behavior_hint=lambda shown: f"(default: {SHOWN.get(shown, shown)})")
-    is_shared = any(field.name in names.split() for names in GROUPS.values())  # whose default a recipe may turn
     kind = Annotated[field.type, shown] if is_shared else Annotated[field.type, shown, tyro.conf.FlagCreatePairsOff]
     return dataclasses.replace(field, type=kind, default=getattr(owner, field.name, field.default))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.parse import (
     parse_factors,
     parse_lora,
@@ -24,7 +25,7 @@ from jfsdp.trainer.parse import (
     split_given,
     word_or_none,
 )
-from jfsdp.trainer.spelling import check_numbers, spell
+from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
     import optax
@@ -78,85 +79,116 @@ Dtype = Annotated[str | None, optional(str, "DTYPE")]
 class ShardingOptions:
     """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
 
-    OWN_GROUPS: ClassVar[dict[str, str]] = {}
-    """Groups of options that a command has beside those of trainer/groups.py."""
-
-    model: Name = None
+    model: Name = option(None, "most used", "refused", python="`shard(model)`")
     """A model by name, such as llama-8b; `jfsdp models` lists them."""
-    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
+    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(
+        None, "model", "refused", python="`jfsdp.Job`"
+    )
     """Instead of --model: a function that returns a jfsdp.Job or a dict of its fields. It is imported from the working
     directory or from what is installed."""
-    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = option(
+        (), "model", "refused", python="the model's configuration"
+    )
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = "fsdp=-1"
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = option(
+        "fsdp=-1", "most used", "rounding", python="`shard(mesh=)`"
+    )
     """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
     fsdp shards what --strategy says. replica replicates it: replica=-1,fsdp=8 shards over groups of 8 devices. tensor
     cuts the weights that the model says, and what it computes with them. pipe cuts the layers into stages."""
-    strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = "full_shard"
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = option(
+        "full_shard", "most used", "rounding", python="`shard(strategy=)`"
+    )
     """What is sharded: ddp, zero1, zero2 or full_shard.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
-    opt_over: Annotated[str | None, optional(str, "AXIS,...")] = None
+    opt_over: Annotated[str | None, optional(str, "AXIS,...")] = option(
+        None, "sharding and memory", "rounding", python="`shard(opt_over=)`"
+    )
     """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
     devices, also where parameters are sharded in groups. none: fsdp."""
-    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|node|N|none")] = "none"
+    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|node|N|none")] = option(
+        "none", "sharding and memory", "rounding", python="`shard(reshard_after_forward=)`"
+    )
     """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
     N: kept split N ways over neighbouring devices, so that the second gather is cheap. node: over those of a host.
     none: true, but for the root unit."""
-    remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = "full"
+    remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = option(
+        "full", "sharding and memory", "rounding", python="`shard(remat=)`"
+    )
     """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
     offload:C: all but these, which wait in host memory. Both are joined by +."""
-    offload: Stages = ()
+    offload: Stages = option((), "sharding and memory", "rounding", python="`shard(offload_policy=)`")
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
-    engine: Annotated[str, tyro.conf.arg(metavar="auto|xla|manual")] = "auto"
+    engine: Annotated[str, tyro.conf.arg(metavar="auto|xla|manual")] = option(
+        "auto", "sharding and memory", "rounding", python="`shard(engine=)`"
+    )
     """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them.
     auto: manual where XLA would send more bytes than it must, else xla; the run's first lines say which, and why."""
-    prefetch: Number = None
+    prefetch: Number = option(None, "sharding and memory", "rounding", python="`shard(prefetch=)`")
     """For manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
-    storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = "per_parameter"
+    storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = option(
+        "per_parameter", "sharding and memory", "rounding", python="`shard(storage=)`"
+    )
     """per_parameter: each parameter is an array. flat (for manual): the parameters of a unit lie in one array."""
-    min_size: Number = None
+    min_size: Number = option(None, "sharding and memory", "rounding", python="`shard(min_size=)`")
     """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
-    param_dtype: Dtype = "bfloat16"
+    param_dtype: Dtype = option("bfloat16", "precision", "refused", python="`mp(param_dtype=)`")
     """Dtype of the parameters in compute and all-gather: bfloat16, float32, float16, or none (as they are stored).
     float16 (on GPUs only, for the models here) scales the loss dynamically."""
-    reduce_dtype: Dtype = None
+    reduce_dtype: Dtype = option(None, "precision", "refused", python="`mp(reduce_dtype=)`")
     """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
-    output_dtype: Dtype = None
+    output_dtype: Dtype = option(None, "precision", "refused", python="`mp(output_dtype=)`")
     """Dtype of what the model returns. none: as it comes."""
-    frozen: Globs = ()
+    frozen: Globs = option((), "frozen weights and adapters", "refused", python="`shard(frozen=)`")
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
-    frozen_dtype: Dtype = None
+    frozen_dtype: Dtype = option(None, "frozen weights and adapters", "refused", python="`shard(frozen_dtype=)`")
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
-    quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = ()
+    quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
+        (), "frozen weights and adapters", "refused", python="`shard(quantized=)`"
+    )
     """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
-    lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = ()
+    lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = option(
+        (), "frozen weights and adapters", "refused", python="`shard(lora=)`"
+    )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
     targets."""
 
-    accumulate: Count = 1
+    accumulate: Count = option(1, "gradient accumulation", "said", least=1, python="`step(accumulate=)`")
     """Microbatches per step; must divide --batch-per-device."""
-    reduce: Annotated[str | None, optional(str, "every|once")] = None
+    reduce: Annotated[str | None, optional(str, "every|once")] = option(
+        None, "gradient accumulation", "rounding", python="`step(reduce=)`"
+    )
     """every: reduce gradients after each microbatch. once: after the last; whole gradients are kept until then.
     once needs manual. none: the strategy's."""
-    reshard_after_backward: bool = True
+    reshard_after_backward: bool = option(
+        True, "gradient accumulation", "rounding", python="`step(reshard_after_backward=)`"
+    )
     """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
-    schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = "1f1b"
+    schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = option(
+        "1f1b", "gradient accumulation", "rounding", python="`step(schedule=)`"
+    )
     """Of a pipeline (--mesh pipe=P): the order in which its stages compute the microbatches of --accumulate.
     1f1b: at most 2P-1 of them wait for their backward. gpipe: all do."""
-    pipe_repeats: Count = 1
+    pipe_repeats: Count = option(1, "gradient accumulation", "rounding", least=1, python="`step(pipe_repeats=)`")
     """Of a pipeline: into how many parts the layers of a stage fall. N parts make the bubble N times smaller."""
-    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = None
+    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(
+        None, "precision", "refused", python="`jfsdp.low_precision_state`"
+    )
     """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
-    ema: Annotated[float | None, optional(float, "DECAY")] = None
+    ema: Annotated[float | None, optional(float, "DECAY")] = option(
+        None, "optimizer", "refused", python="`jfsdp.track_ema`"
+    )
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
-    rate_scale: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = ()
+    rate_scale: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
+        (), "optimizer", "refused", python="`optax.multi_transform`"
+    )
     """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
     holds."""
 
@@ -165,22 +197,26 @@ class ShardingOptions:
 class StepOptions(ShardingOptions):
     """All that decides the program of a training step."""
 
-    batch_per_device: Count = 1
+    batch_per_device: Count = option(1, "most used", "refused", least=1, python="rows of the batch")
     """Rows per step for each of the replica x fsdp data shards."""
-    seq_len: Number = None
+    seq_len: Number = option(None, "most used", "refused", least=1, python="shape of the batch")
     """Tokens per sequence. none: the model's."""
-    cross_documents: bool = False
+    cross_documents: bool = option(False, "data", "refused", python="your loader")
     """Let attention and positions cross documents in a row."""
-    preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = None
+    preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = option(
+        None, "preferences", "refused", python="`jfsdp.preference_loss(kind=)`"
+    )
     """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
     answer, so that its length does not count. Rows are pairs then. none: on tokens."""
-    beta: Real = 0.1
+    beta: Real = option(0.1, "preferences", "refused", python="`jfsdp.preference_loss(beta=)`")
     """With --preference: larger stays closer to the reference."""
-    max_grad_norm: Decimal = 1.0
+    max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept", python="`step(max_grad_norm=)`")
     """Clip gradients to this global norm. none: do not clip."""
-    skip_nonfinite: bool = False
+    skip_nonfinite: bool = option(False, "optimizer", "said, kept", python="`step(skip_nonfinite=)`")
     """Skip steps whose loss or gradient is not finite, and count them."""
-    xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
+        (), "XLA and debugging", "rounding", python="`step(compiler_options=)`"
+    )
     """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
     `jfsdp plan` prints what is used."""
 
@@ -238,7 +274,6 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
     Raises:
       ValueError: for a reduction that is neither every nor once, and no microbatch, or too many.
     """
-    check_numbers(options, accumulate=1, pipe_repeats=1)
     reduce = word_or_none(options.reduce)
     if reduce not in (None, "every", "once"):
         raise ValueError(f"--reduce {reduce!r} is unknown; use every, once, or none (as the strategy says)")
@@ -259,7 +294,6 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
         of XLA that is not NAME=VALUE.
     """
     arguments = step_arguments(options)
-    check_numbers(options, batch_per_device=1, seq_len=1)
     if options.preference is not None and options.cross_documents:
         raise ValueError("--cross-documents joins texts, and --preference trains on pairs of answers; leave one out")
     rows, parts = options.batch_per_device, options.accumulate

@@ -10,16 +10,16 @@ from typing import Any
 MOST = 2**31 - 1  # of what is counted: JAX's indices
 
 
-def check_numbers(options: Any, **least: float) -> None:
-    """Refuse numbers below their least, and beyond what is ever counted; None is none.
+def check_numbers(options: Any) -> None:
+    """Refuse numbers below the least that their fields say, and beyond what is ever counted; None is none.
 
     Raises:
       ValueError: naming the option, its value, and what it takes.
     """
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and not low <= value <= MOST:
-            raise ValueError(f"{spell(name)} {value} must be a number from {low:g} to {MOST:,}")
+    for field in dataclasses.fields(options):
+        value, least = getattr(options, field.name), field.metadata.get("least")
+        if value is not None and least is not None and not least <= value <= MOST:
+            raise ValueError(f"{spell(field.name)} {value} must be a number from {least:g} to {MOST:,}")
 
 
 def check_known(args: Sequence[str], kind: type) -> None:

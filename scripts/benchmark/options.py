@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.extras import need
+from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Number, Real, StepOptions
 from jfsdp.trainer.parse import word_or_none
 from jfsdp.trainer.spelling import check_numbers
@@ -43,19 +44,19 @@ class BenchOptions(StepOptions):
 
     settings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAMES")] = ("plain", "xla", "manual", "flat")
     """plain, xla, manual, flat, torch-fsdp2, torch-fsdp2-compile: ratios are to the first."""
-    devices: Number = None
+    devices: Number = option(None, least=1)
     """How many devices. none: all GPUs; on CPUs 2."""
-    rounds: Count = 5
+    rounds: Count = option(5, least=1)
     """Turns of each contender, in fresh processes each."""
-    steps: Count = 10
+    steps: Count = option(10, least=1)
     """Timed steps of a turn."""
-    warmup: Count = 2
+    warmup: Count = option(2, least=1)
     """Steps after the first that are not timed."""
-    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = option(0, least=0)
     """Of the first weights, the batches and the order of turns."""
-    loss_tolerance: Annotated[float | None, tyro.conf.arg(metavar="X|none")] = None
+    loss_tolerance: Annotated[float | None, tyro.conf.arg(metavar="X|none")] = option(None, least=0)
     """Largest relative difference of two losses of the same step. none: 1e-4, and 2e-2 in 16 bits."""
-    timeout: Real = 900.0
+    timeout: Real = option(900.0, least=1)
     """Seconds that a turn of a contender may take."""
     json: bool = False
     """Print JSON."""
@@ -81,7 +82,7 @@ def check(options: BenchOptions) -> None:
             raise ValueError(f"--settings {name}: use {', '.join(KNOWN)}")
     if len(set(options.settings)) < len(options.settings) or not options.settings:
         raise ValueError("--settings: name each contender once, and at least one")
-    check_numbers(options, devices=1, rounds=1, steps=1, warmup=1, timeout=1, loss_tolerance=0, seed=0)
+    check_numbers(options)
     for name in options.torch_settings[:1]:
         need("bench")
         for field in dataclasses.fields(StepOptions):

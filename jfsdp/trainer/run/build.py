@@ -75,8 +75,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    check_numbers(config, seed=0, steps=1, decay_steps=1, eval_batches=0, sample_tokens=0, temperature=0)
-    check_numbers(config, keep=0, keep_every=1)
+    check_numbers(config)
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
@@ -176,7 +175,7 @@ def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
     """
     if config.global_batch is None:
         return config
-    check_numbers(config, global_batch=1, batch_per_device=1, accumulate=1)
+    check_numbers(config)
     shards, rows = num_data_shards(dict(mesh.shape)), config.global_batch
     at_once = config.batch_per_device // config.accumulate
     if not at_once or rows % (shards * at_once) or config.batch_per_device % config.accumulate:

@@ -11,44 +11,21 @@ from jfsdp.layout.mesh import parse_mesh
 from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
 from jfsdp.trainer.run.config import TrainConfig
 
-# What a rule does with another value than the run had, and with an option that a command leaves out: that has its
-# default again, or, where the rule says "kept", the value that the run had.
-RULES: dict[str, tuple[str, ...]] = {
-    # Losses depend on it: refused.
-    "refused": (
-        *("model", "factory", "model_config", "seq_len", "global_batch", "batch_per_device", "seed"),
-        *("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "ema", "rate_scale"),
-        *("frozen", "frozen_dtype", "lora", "quantized", "preference", "beta", "reference"),
-        *("data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"),
-        *("eod_token", "eval_fraction", "shuffle_rows", "cross_documents"),
-    ),
-    # Losses depend on it: goes on, says so and writes it down; kept. No optimizer has these in its state, and a
-    # schedule goes by the count of updates, which goes on.
-    "said, kept": ("learning_rate", "min_learning_rate", "warmup", "decay_steps", "max_grad_norm", "skip_nonfinite"),
-    # The same, but not kept: it follows from --global-batch and the devices. With other microbatches come other
-    # dropout masks and batch statistics.
-    "said": ("accumulate",),
-    # Losses depend on it by rounding alone: goes on, says so and writes it down.
-    "rounding": (
-        *("mesh", "strategy", "opt_over", "reshard_after_forward", "remat", "offload", "engine", "prefetch"),
-        *("storage", "min_size", "reduce", "reshard_after_backward", "schedule", "pipe_repeats"),
-        *("simulate_devices", "deterministic", "xla"),
-    ),
-    # Losses do not depend on it: goes on; kept. A checkpoint that the run protected is not deleted.
-    "kept": ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "keep_best"),
-    # Losses do not depend on it: goes on.
-    "free": (
-        *("recipe", "steps", "check_loss", "init_from", "init_key", "init_adapter", "allow_nonfinite", "run_dir"),
-        *("resume", "restart_data", "fall_back", "snapshot_every", "compare_replicas", "eval_every", "eval_batches"),
-        *("log_every", "sample_tokens", "prompt", "temperature", "tracker", "profile", "cache_dir", "coordinator"),
-        *("num_processes", "process_id", "timeout", "debug"),
-    ),
+RULES = {
+    "said, kept": "goes on, and says so",
+    "kept": "goes on",
+    "said": "goes on, and says so: losses differ by rounding, and by other dropout masks and batch statistics",
+    "rounding": "goes on, and says so: losses differ by rounding, and by other dropout masks under another mesh",
+    "refused": "refused",
+    "free": "goes on",
 }
+"""What a rule does with another value than the run had. An option that a command leaves out has its default again, or,
+where the rule says "kept", the value that the run had."""
 
 
 def options_of(*rules: str) -> tuple[str, ...]:
     """Return the options that have one of these rules."""
-    return tuple(name for rule in rules for name in RULES[rule])
+    return tuple(field.name for field in dataclasses.fields(TrainConfig) if field.metadata["resume"] in rules)
 
 
 def what_decides(config: TrainConfig) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Write the tables of docs/options.md from the fields of `TrainConfig`: `python docs/make_options.py`.
+
+A table is what is between its heading line (`| option |`, `| another value of |`) and the next empty line; the rest of
+the page is written by hand.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+import tyro
+from tyro.constructors import ConstructorRegistry, StructTypeInfo
+
+from jfsdp.trainer.groups import groups_of
+from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.rules import RULES, options_of
+
+PAGE = pathlib.Path(__file__).with_name("options.md")
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+SPEC = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(TrainConfig, tyro.MISSING_NONPROP, False))
+HELP = {one.name: (one.helptext() if callable(one.helptext) else one.helptext) or "" for one in SPEC.fields}  # type: ignore[union-attr]
+
+
+def render(page: str) -> str:
+    """Return the page with today's tables."""
+    head, *parts = re.split(r"^(?=## )", page.partition("## What a resumed run")[0], flags=re.M)
+    by_title = {part[3:].partition("\n")[0]: part for part in parts}
+    resume = page[page.index("## What a resumed run") :]
+    groups = {title[0].upper() + title[1:]: names for title, names in groups_of(TrainConfig).items()}
+    parts = [_with_table(by_title[title], _options(names)) for title, names in groups.items()]
+    return head + "".join(parts) + _with_table(resume, _rules())
+
+
+def _with_table(part: str, table: str) -> str:
+    found = re.search(r"^\| (option|another value of) \|.*?\n(?=\n|\Z)", part, flags=re.M | re.S)
+    assert found, f"no table: {part[:60]!r}"
+    return part[: found.start()] + table + part[found.end() :]
+
+
+def _options(names: list[str]) -> str:
+    rows = "".join(f"| `{_spell(name)}` | `{_default(name)}` | {_help(name)} | {_python(name)}|\n" for name in names)
+    return f"| option | default | what it does | Python |\n|---|---|---|---|\n{rows}"
+
+
+def _rules() -> str:
+    rows = [
+        f"| {', '.join(f'`{_spell(name)}`' for name in options_of(rule))} | {goes} | {_left_out(rule)} |\n"
+        for rule, goes in RULES.items()
+    ]
+    return f"| another value of | with `--resume` | left out |\n|---|---|---|\n{''.join(rows)}"
+
+
+def _left_out(rule: str) -> str:
+    return "as the run had it" if rule.endswith("kept") else "default"
+
+
+def _python(name: str) -> str:
+    python = FIELDS[name].metadata["python"]
+    return f"{python} " if python else ""
+
+
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _default(name: str) -> str:
+    default = FIELDS[name].default
+    if isinstance(default, bool | float):
+        return f"{default:g}" if isinstance(default, float) else "on" if default else "off"
+    return {None: "none", (): "-", "": '""'}.get(default, str(default))
+
+
+def _help(name: str) -> str:
+    """Return the help in Markdown: options and globs as code, but where it is code already."""
+    parts = " ".join(str(HELP[name]).split()).removesuffix(".").split("`")
+    for number, text in enumerate(parts):
+        parts[number] = (
+            f"`{text}`" if number % 2 else re.sub(r"--[a-z][a-z-]+|[^\s,]*[*_][^\s,;]*[^\s,;.:]", r"`\g<0>`", text)
+        )
+    return "".join(parts).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
