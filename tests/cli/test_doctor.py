@@ -20,7 +20,7 @@ def test_notes_alone_leave_the_status_at_zero(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "NCCL_DEBUG=INFO" in out and "set it to WARN" in out and "jaxlib" in out and "cpu: 8 x cpu" in out
+    assert "problem" not in out and "jaxlib" in out and "cpu: 8 x cpu" in out
 
 
 def test_a_problem_is_status_one_with_its_remedy(monkeypatch, capsys):

@@ -37,7 +37,7 @@ def test_jfsdp_and_pytorch_compute_the_same_losses():
         assert len(own["losses"][0]) == 4 and len(own["seconds"][0]) == 2
         assert own["losses"][0] == pytest.approx(settings["manual"]["losses"][0], rel=1e-5)
         assert own["first_step_s"] > 0 < own["step_s"] and own["memory"]["resident"] > 2**27
-    assert 0 < settings["torch-fsdp2"]["loss_difference"]["relative"] < 1e-5
+    assert settings["torch-fsdp2"]["loss_difference"]["relative"] < 1e-5
     assert settings["manual"]["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert settings["manual"]["memory"]["compiled"] > 0
 

@@ -19,7 +19,7 @@ from jfsdp.trainer import options
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known, spell
+from jfsdp.trainer.spelling import check_known, check_numbers, spell
 
 
 def arguments(**changes):
@@ -220,7 +220,7 @@ def test_known_options_in_every_spelling_are_let_through():
 @pytest.mark.parametrize("name", ["batch_per_device", "seq_len", "accumulate"])
 def test_numbers_that_no_step_has_are_refused_by_option(name, value):
     with pytest.raises(ValueError, match=spell(name)):
-        options.train_arguments(dataclasses.replace(TrainConfig(), **{name: value}))
+        check_numbers(dataclasses.replace(TrainConfig(), **{name: value}))
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--init-from", "--text-field", "--tracker"])
