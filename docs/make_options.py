@@ -1,7 +1,7 @@
 """Write the tables of docs/options.md from the fields of `TrainConfig`: `python docs/make_options.py`.
 
 A table is what is between its heading line (`| option |`, `| another value of |`) and the next empty line; the rest of
-the page is written by hand.
+the page is written manually.
 """
 
 import dataclasses

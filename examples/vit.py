@@ -1,4 +1,4 @@
-"""Train a small Vision Transformer in a loop of your own: `python examples/vit.py`, on two simulated devices of a CPU.
+"""Train a small Vision Transformer in a custom loop: `python examples/vit.py`, on two simulated devices of a CPU.
 
 The pictures are made here. The training script trains the same job, with checkpoints, evaluation and `--resume`, since
 the job brings its data:
@@ -91,5 +91,5 @@ def main(steps: int = 100, rows: int = 32) -> float:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)  # where there is no accelerator
+    jax.config.update("jax_num_cpu_devices", 2)  # of a machine without an accelerator
     main()

@@ -1,4 +1,4 @@
-"""What a field of options says of itself besides its type: group, rule on resume, least value, name in Python.
+"""Metadata of an option's field besides its type: group, rule on resume, least value, name in Python.
 
 `--help` and docs/options.md show options by these groups. In Python they stay one flat dataclass per command.
 """

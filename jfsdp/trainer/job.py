@@ -40,11 +40,11 @@ class Job:
         without dropout; for losses of preferences. None: the job cannot be trained on them.
       data: what the training script trains on: "tokens" (batches are dicts with `tokens` and `targets` [B T]), "pairs"
         (dicts with `tokens`, `targets` and `weights` [B 2 T], and `reference` [B 2]: two answers to choose between), or
-        `f(share)`, which returns data of the job's own: a `grain.MapDataset` of rows, or an iterable over this
+        `f(share)`, which returns custom data: a `grain.MapDataset` of rows, or an iterable over this
         process's batches whose iterator has `get_state` and `set_state` (docs/models.md). The library itself takes any
         batch.
-      eval_data: `f(share)` as in `data`, of held-out rows; with data of the job's own only. None: nothing is evaluated.
-      seq_len: default sequence length; means nothing where rows are no tokens.
+      eval_data: `f(share)` as in `data`, of held-out rows; with custom data only. None: nothing is evaluated.
+      seq_len: default sequence length; means nothing where rows are not tokens.
       documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
         keep to it. None: any number.
       attention: `f(dtype, seq_len, is_packed=...) -> str`: which kernel computes attention on the device that a trace
@@ -94,7 +94,7 @@ class Job:
         if not callable(self.data) and self.data not in DATA_KINDS:
             raise ValueError(
                 f"job {self.name!r}: data={self.data!r} is not a kind of data; the kinds are {', '.join(DATA_KINDS)}, "
-                "or a function f(share) that returns data of the job's own"
+                "or a function f(share) that returns custom data"
             )
         if self.eval_data is not None and not callable(self.data):
             raise ValueError(f"job {self.name!r}: eval_data= goes with data=f(share), not with data={self.data!r}")
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def item(self) -> str:
-        """What rates and losses are per: "token", or "row" for data of the job's own without a vocabulary."""
+        """What rates and losses are per: "token", or "row" for custom data without a vocabulary."""
         return "row" if callable(self.data) and self.vocab_size is None else "token"
 
     def with_config(self, **fields: Any) -> Job:

@@ -20,7 +20,7 @@ def collect(turns: Mapping[str, Sequence[Turn]], tokens: int) -> dict[str, dict[
     median, the least and the greatest. The loss difference is the largest relative one from the first's.
 
     Args:
-      tokens: of a global batch (rows, where these are no tokens).
+      tokens: of a global batch (rows, where these are not tokens).
     """
     base = next(iter(turns.values()))
     found = {}

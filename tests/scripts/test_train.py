@@ -330,7 +330,7 @@ def test_a_job_with_data_of_its_own_reports_rows_and_accuracy_and_resumes_bit_fo
     assert all(0 < line["eval_correct"] <= 1 for line in evaluated)
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["eval_correct"] == evaluated[-1]["eval_correct"]
-    assert not (whole / "sample.txt").exists(), "a job with data of its own writes no text"
+    assert not (whole / "sample.txt").exists(), "a job with custom data writes no text"
     assert "data of job 'vit'" in done.stdout and "32 rows per step" in done.stdout
     assert f"nats per row, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
     assert "rows/s" in done.stdout and "tokens" not in done.stdout

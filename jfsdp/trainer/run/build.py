@@ -36,7 +36,7 @@ class Parts:
       job, model, tx, step: the job, its model sharded, its optimizer and its training step.
       schedule: the learning rate by number of updates made before.
       loop: when things happen.
-      row_items, global_batch: items per row (tokens; 1 where rows are no tokens), and rows per step of all devices
+      row_items, global_batch: items per row (tokens; 1 where rows are not tokens), and rows per step of all devices
         together.
       decides: all that the losses depend on, but for the data: a run is not resumed under another.
       tracker: begins the user's own tracker, or None.

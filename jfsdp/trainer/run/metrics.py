@@ -9,7 +9,7 @@ or null; a number that JSON has no word for (a loss that is NaN) is null.
     grad_norm                 before clipping
     learning_rate             that this step's update used
     tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
-    tokens_per_s_per_device   (of jobs whose rows are no tokens these read rows_per_s, and so on)
+    tokens_per_s_per_device   (of jobs whose rows are not tokens these read rows_per_s, and so on)
     mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
     mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
     step_s                    mean seconds per step since the last line, without evaluation, saving and compiling

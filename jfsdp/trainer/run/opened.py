@@ -93,7 +93,7 @@ def open_model(
     if step != "auto" and not step.isdecimal():
         raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
-    tokenizer = tokenizer or config.tokenizer or "byte"  # a run on a job's own data has none
+    tokenizer = tokenizer or config.tokenizer or "byte"  # a run on custom data has none
     chat_template = chat_template or config.chat_template
     eod_token = eod_token or (config.eod_token if tokenizer == config.tokenizer else None)  # another has other tokens
     config = dataclasses.replace(config, tokenizer=tokenizer, chat_template=chat_template, eod_token=eod_token)

@@ -19,8 +19,8 @@ RULES = {
     "refused": "refused",
     "free": "goes on",
 }
-"""What a rule does with another value than the run had. An option that a command leaves out has its default again, or,
-where the rule says "kept", the value that the run had."""
+"""Effect of another value than the run had, by rule. An option that a command omits has its default again; with a rule
+that ends in "kept", the value that the run had."""
 
 
 def options_of(*rules: str) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""What a run trains on, as its loop sees it: tokens, pairs of answers, or data of the job's own."""
+"""What a run trains on, as its loop sees it: tokens, pairs of answers, or custom data."""

@@ -81,7 +81,7 @@ class OwnSource:
         return batch
 
     def sample(self, model: Any, state: Any) -> list[str]:
-        raise ValueError("a job with data of its own writes no text")
+        raise ValueError("a job with custom data writes no text")
 
     def _batches(self, field: str, share: Share) -> DataIterator:
         found, num_rows = getattr(self.job, field)(share), share.batch_size * share.process_count
