@@ -258,7 +258,7 @@ def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
     bound_job(kept, TWO_NODES)
     for mesh in ("fsdp=4,tensor=2", "fsdp=4,tensor=-1"):
         given = dataclasses.replace(TINY, mesh=mesh)
-        assert {one.mesh for one in placements(given, NODE, SMALL)} == {"fsdp=-1,tensor=2"}
+        assert {one.mesh for one in placements(given, NODE, ONE)} == {"fsdp=-1,tensor=2"}
 
 
 def tensor_meshes(options, cluster=NODE, space=None, given=None):
