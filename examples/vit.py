@@ -17,7 +17,7 @@ import numpy as np
 
 import jfsdp
 from jfsdp_models.losses import classification_loss  # pyright: ignore[reportMissingImports]
-from jfsdp_models.vit import EncoderBlock, ViT, adamw, cuts, evaluation_loss  # pyright: ignore[reportMissingImports]
+from jfsdp_models.vit import EncoderBlock, ViT, adamw, evaluation_loss, placements  # pyright: ignore[reportMissingImports]
 from jfsdp_models.vit_config import PRESETS, flops_per_image  # pyright: ignore[reportMissingImports]
 
 CONFIG = PRESETS["vit-tiny"]
@@ -69,7 +69,7 @@ def job() -> jfsdp.Job:
         data=train_rows,
         eval_data=held_out_rows,
         flops_per_token=functools.partial(flops_per_image, CONFIG),
-        cuts=cuts(),
+        placements=placements(),
         config=CONFIG,
         name="vit",
     )

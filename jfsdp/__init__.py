@@ -13,15 +13,14 @@ if TYPE_CHECKING:
     from jfsdp.checkpoint.store import restore, save
     from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.engine.pipeline.schedule import Schedule
-    from jfsdp.layout.build import build_layout
     from jfsdp.layout.lora import LoRA
-    from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, parse_mesh
-    from jfsdp.layout.placements import LeafRules
+    from jfsdp.layout.mesh import make_abstract_mesh, make_mesh
+    from jfsdp.layout.placements import Ignore, Replicate, Shard, placements
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
     from jfsdp.layout.table import Layout
-    from jfsdp.layout.units import Unit, by_size, resolve_units
+    from jfsdp.layout.units import Unit, by_size
     from jfsdp.plan.wire.audit import audit
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
@@ -47,14 +46,13 @@ _HOMES = {
     "engine.driver.schedule": ("Prefetch",),
     "engine.pipeline.schedule": ("Schedule",),
     "layout.lora": ("LoRA",),
-    "layout.mesh": ("make_abstract_mesh", "make_mesh", "parse_mesh"),
-    "layout.placements": ("LeafRules",),
+    "layout.mesh": ("make_abstract_mesh", "make_mesh"),
+    "layout.placements": ("Ignore", "Replicate", "Shard", "placements"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
     "layout.precision": ("MixedPrecisionPolicy",),
     "layout.strategy": ("STRATEGIES", "Split", "Strategy"),
-    "layout.build": ("build_layout",),
     "layout.table": ("Layout",),
-    "layout.units": ("Unit", "by_size", "resolve_units"),
+    "layout.units": ("Unit", "by_size"),
     "plan.wire.audit": ("audit",),
     "train.update.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
@@ -77,9 +75,9 @@ __version__ = "0.2.0"
 __all__ = [
     "STRATEGIES",
     "Checkpointer",
+    "Ignore",
     "Job",
     "Layout",
-    "LeafRules",
     "LoRA",
     "Loss",
     "LossScale",
@@ -88,8 +86,10 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Prefetch",
+    "Replicate",
     "SaveNames",
     "Schedule",
+    "Shard",
     "ShardedModel",
     "Snapshots",
     "Split",
@@ -99,7 +99,6 @@ __all__ = [
     "Unit",
     "UnitPolicy",
     "audit",
-    "build_layout",
     "by_size",
     "compare_replicas",
     "export_peft",
@@ -110,11 +109,10 @@ __all__ = [
     "low_precision_state",
     "make_abstract_mesh",
     "make_mesh",
-    "parse_mesh",
+    "placements",
     "preference_loss",
     "read_loras",
     "reshard",
-    "resolve_units",
     "restore",
     "save",
     "separate",

@@ -2,8 +2,8 @@
 
 The published decoder: learned positions, LayerNorm before each half of a block, biases everywhere, GELU (the tanh
 form), the embedding as head. Nothing here knows about sharding, but what is split over mesh axis `tensor` where the
-program has one: heads, the wide dim of an MLP and a vocabulary that divides, with the weights they belong to (`cuts`);
-and between them the tokens of a row.
+program has one: heads, the wide dim of an MLP and a vocabulary that divides, with their weights (`placements`); and
+between them the tokens of a row.
 
 Parameter names (joined by ".", below the collection `params`; with `stacked=True` each array below `h` has a leading
 dim L, with `stacked=False` the names read `h_0.ln_1...`). They are OpenAI's, with Flax's names for the arrays; kernels
@@ -41,7 +41,17 @@ from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import HEADS, Cuts, by_heads, fused_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import (
+    HEADS,
+    Placements,
+    by_heads,
+    fused_heads,
+    looked_up,
+    make_placements,
+    over_tensor,
+    split_tokens,
+    whole_rows,
+)
 
 _INIT_STD = 0.02
 
@@ -253,14 +263,14 @@ class GPT2(nn.Module):
         return scan(Block(self.config, name="h"), x, documents)[0]
 
 
-def cuts(config: GPT2Config) -> Cuts:
+def placements(config: GPT2Config) -> Placements:
     """Return which dim of which weights mesh axis `tensor` cuts, and of the embedding stages of a pipeline too.
 
     The embedding, which is also the head, only if 8 divides the vocabulary. That of the published sizes does not divide
-    by 2 (50257), and cuts are to be the same whatever the mesh.
+    by 2 (50257), and placements are to be the same on any mesh.
     """
     rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel")
-    return make_cuts(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows, {} if config.vocab_size % 8 else {"wte": 0})
+    return make_placements(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows, {} if config.vocab_size % 8 else {"wte": 0})
 
 
 def _cache(config: GPT2Config, rows: int, length: int, dtype: Any) -> Cache:
@@ -300,7 +310,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
         "pretrained": PRETRAINED,
-        "cuts": cuts(config),
+        "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "cache": partial(_cache, config),
     }

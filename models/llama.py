@@ -3,7 +3,7 @@
 One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
 Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding, but what is
 split over mesh axis `tensor` where the program has one: heads, the wide dim of an MLP and the vocabulary (Megatron-LM,
-arXiv 1909.08053), with the weights they belong to (`cuts`); and between them the tokens of a row.
+arXiv 1909.08053), with the weights they belong to (`placements`); and between them the tokens of a row.
 Values that a remat policy may name: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
@@ -40,7 +40,7 @@ from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw
-from .over_tensor import HEADS, Cuts, by_heads, looked_up, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import HEADS, Placements, by_heads, looked_up, make_placements, over_tensor, split_tokens, whole_rows
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -330,13 +330,13 @@ class Llama(nnx.Module):
         return scan_layers(x, self.layers, rope, documents)
 
 
-def cuts(config: LlamaConfig) -> Cuts:
+def placements(config: LlamaConfig) -> Placements:
     """Return which dim of which weights mesh axis `tensor` cuts: each is read by those devices alone that use it; and
     embedding and head over stages of a pipeline too.
     """
     columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj")
-    words = {"embed": 0} if config.tied else {"embed": 0, "lm_head": -1}
-    return make_cuts(columns, ("**.attn.o_proj", "**.mlp.down_proj"), words)
+    words = {"embed": 0} if config.tied else {"embed": 0, "lm_head": 1}
+    return make_placements(columns, ("**.attn.o_proj", "**.mlp.down_proj"), words)
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
         "pretrained": PRETRAINED,
-        "cuts": cuts(config),
+        "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }

@@ -13,18 +13,25 @@ VOCABULARY = ("pipe", AXIS)  # stages of a pipeline share embedding and head: th
 HEADS = "of queries, keys and values, their heads,"
 
 
-Cuts = dict[str, tuple[int, str | tuple[str, ...]]]
+Placements = dict[str, Any]
 
 
-def make_cuts(columns: Iterable[str], rows: Iterable[str], vocabulary: Mapping[str, int] | None = None) -> Cuts:
+def last_dim(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the spec that splits the last dim of a leaf over axis `tensor`."""
+    return PartitionSpec(*[None] * (len(shape) - 1), AXIS)
+
+
+def make_placements(
+    columns: Iterable[str], rows: Iterable[str], vocabulary: Mapping[str, int] | None = None
+) -> Placements:
     """Return which dim of which weights axis `tensor` cuts: the last of those that give a wide value, with their
-    biases, and the first of those that take one (Megatron-LM, arXiv 1909.08053). For `jfsdp.fully_shard(cuts=)`.
+    biases, and the first of those that take one (Megatron-LM, arXiv 1909.08053). For `jfsdp.fully_shard(placements=)`.
 
     Args:
       vocabulary: of embedding and head, the dim that is the vocabulary.
     """
-    words = {name: (dim, VOCABULARY) for name, dim in (vocabulary or {}).items()}
-    return {**dict.fromkeys(columns, (-1, AXIS)), **dict.fromkeys(rows, (0, AXIS)), **words}
+    words = {name: PartitionSpec(*[None] * dim, VOCABULARY) for name, dim in (vocabulary or {}).items()}
+    return {**dict.fromkeys(columns, last_dim), **dict.fromkeys(rows, PartitionSpec(AXIS)), **words}
 
 
 def _size() -> int:

@@ -3,7 +3,7 @@
 An encoder over the patches of an image: learned positions, a norm before each half of a block, biases everywhere, GELU.
 The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding, but what
 is split over mesh axis `tensor` where the program has one: heads and the wide dim of an MLP, with the weights they
-belong to (`cuts`); and between them the tokens, where the axis divides their number (197 it does not).
+belong to (`placements`); and between them the tokens, where the axis divides their number (197 it does not).
 
 Parameter names (joined by "."; with `stacked=True` each array below `blocks` has a leading dim L, with `stacked=False`
 the names read `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch, T = tokens:
@@ -38,7 +38,16 @@ from .attention import attend
 from .elementwise import gelu, layer_norm
 from .losses import LossSums, classification_loss
 from .optimizers import NORMS_AND_BIASES, decay_mask
-from .over_tensor import HEADS, Cuts, by_heads, fused_heads, make_cuts, over_tensor, split_tokens, whole_rows
+from .over_tensor import (
+    HEADS,
+    Placements,
+    by_heads,
+    fused_heads,
+    make_placements,
+    over_tensor,
+    split_tokens,
+    whole_rows,
+)
 from .vit_config import ViTConfig
 
 _kernel_init = nnx.initializers.truncated_normal(0.02)
@@ -217,6 +226,6 @@ def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
 
 
-def cuts() -> Cuts:
+def placements() -> Placements:
     """Return which dim of which weights mesh axis `tensor` cuts: the kernels of attention and MLP."""
-    return make_cuts(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))
+    return make_placements(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))

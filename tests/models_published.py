@@ -31,13 +31,13 @@ VOCAB, LENGTH, CLASSES, IMAGE = 61, 6, 10, 8  # a prime vocabulary: divides by n
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model as `fully_shard` takes it, its loss and units, batches for it, and its cuts on a mesh with `tensor`."""
+    """A model as `fully_shard` takes it, its loss and units, batches for it, and its placements."""
 
     source: Any
     loss: Callable
     units: list
     batch: Callable
-    cuts: Mapping | None = None
+    placements: Mapping | None = None
 
 
 def tokens(rng, rows):
@@ -67,8 +67,8 @@ def llama(stacked, num_layers=2, vocab=VOCAB):
         attention="xla",
         loss_chunk=4,
     )
-    cuts = llama_jobs.cuts(config) | ({"embed": None, "lm_head": None} if vocab == VOCAB else {})
-    return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens, cuts)
+    placements = llama_jobs.placements(config) | ({"embed": None, "lm_head": None} if vocab == VOCAB else {})
+    return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens, placements)
 
 
 def gpt2(stacked=True, dropout=0.0, vocab=VOCAB):
@@ -89,7 +89,7 @@ def gpt2(stacked=True, dropout=0.0, vocab=VOCAB):
         return loss_of_model(model, batch, deterministic=dropout == 0)
 
     return Case(
-        (GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), loss, [Block], tokens, gpt2_jobs.cuts(config)
+        (GPT2(config), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)), loss, [Block], tokens, gpt2_jobs.placements(config)
     )
 
 
@@ -108,7 +108,7 @@ def vit(norm="batch", pool="token", dropout=0.0):
         dropout=dropout,
         attention="xla",
     )
-    return Case(lambda rngs: ViT(config, rngs), classification_loss, [EncoderBlock], images, vit_jobs.cuts())
+    return Case(lambda rngs: ViT(config, rngs), classification_loss, [EncoderBlock], images, vit_jobs.placements())
 
 
 class TiedTower(linen.Module):

@@ -23,6 +23,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.contents import logical_arrays
 from jfsdp.layout.report import layout_to_dict
 from tests.models_small import VOCAB, token_loss
+from tests.sharding import fully_shard
 
 NUM_LAYERS = 5  # enough that a scan of iterations that look alike is left under every prefetch
 
@@ -169,10 +170,10 @@ def build(setting, model):
     sizes = {axis: options[axis] for axis in ("replica", "fsdp", "tensor") if axis in options}
     options = {name: value for name, value in options.items() if name not in sizes}
     if options.get("prefetch") == "lists":
-        names = [unit.name for unit in jfsdp.fully_shard(source, units=units, min_size=1).layout.units if unit.name]
+        names = [unit.name for unit in fully_shard(source, units=units, min_size=1).layout.units if unit.name]
         options["prefetch"] = jfsdp.Prefetch(*({name: [after] for name, after in pairs(names, way)} for way in (1, -1)))
     tx = OPTIMIZERS[list(OPTIMIZERS)[list(SETTINGS).index(setting) % len(OPTIMIZERS)]]
-    sharded = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**sizes), units=units, min_size=1, **options)
+    sharded = fully_shard(source, mesh=jfsdp.make_mesh(**sizes), units=units, min_size=1, **options)
     state, step = sharded.abstract_state(tx), sharded.train_step(token_loss, tx, **step_options)
     lowered = step.lower(state, BATCH)
     leaves = jax.tree_util.tree_leaves_with_path(state)

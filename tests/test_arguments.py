@@ -19,10 +19,11 @@ import jfsdp.testing
 from jfsdp.arguments import Count, Share, checked
 from jfsdp.checkpoint.policy import KeepBest
 from jfsdp.launch import runtime
+from tests.sharding import fully_shard
 
 ADAM = optax.adam(1e-2)
 H100 = jfsdp.plan.find_gpu("h100")
-MODEL: Any = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
+MODEL: Any = fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
 SHARED = {"model": nnx.Linear, "batch": dict, "units": [], "loss": max, "optimizer": optax.adam}
 NOTHING = "HloModule a, is_scheduled=true, num_partitions=8\n\nENTRY b {\n  ROOT c = f32[] constant(0)\n}\n"
 
@@ -139,7 +140,7 @@ def test_public_functions_are_checked():
 
 
 def shard(**options: Any) -> Any:
-    return jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), **{"min_size": 0, **options})
+    return fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), **{"min_size": 0, **options})
 
 
 def evaluated(donate: Sequence[int]) -> Any:
@@ -166,13 +167,13 @@ REFUSED = {
     "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),
     "fully_shard: per_unit (a list) must be a dict or None": lambda: shard(per_unit=[""]),
     "fully_shard: got an unexpected keyword argument 'stratgy' (did you mean strategy=?)": lambda: shard(stratgy=1),
-    "shard_dim is called as f(path, shape), and takes": lambda: shard(shard_dim=lambda path: 0),
+    "is called as f(path, shape), and takes": lambda: shard(placements={"**": lambda path: None}),
     "frozen adam returned GradientTransformationExtraArgs": lambda: shard(frozen=optax.adam),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
-    "model is called as f(rngs), and takes something else": lambda: jfsdp.fully_shard(lambda: 3),
-    "class Linear, which is not made of rngs alone": lambda: jfsdp.fully_shard(nnx.Linear),
-    "lambda rngs: Linear(in_features=..., out_features=..., rngs=rngs)": lambda: jfsdp.fully_shard(nnx.Linear),
-    "lambda rngs: RngsByName(rngs=rngs)": lambda: jfsdp.fully_shard(RngsByName),
+    "model is called as f(rngs), and takes something else": lambda: fully_shard(lambda: 3),
+    "class Linear, which is not made of rngs alone": lambda: fully_shard(nnx.Linear),
+    "lambda rngs: Linear(in_features=..., out_features=..., rngs=rngs)": lambda: fully_shard(nnx.Linear),
+    "lambda rngs: RngsByName(rngs=rngs)": lambda: fully_shard(RngsByName),
     "by_size: min_parameters=-1 must be a whole number, at least 1": lambda: jfsdp.by_size(-1),
     "Unit: stacked=-1 must be a whole number, at least 0 or None": lambda: jfsdp.Unit("a", -1),
     "MixedPrecisionPolicy: cast_forward_inputs='no' must be": lambda: jfsdp.MixedPrecisionPolicy(

@@ -17,6 +17,7 @@ from jfsdp.engine.dataflow import unread
 from jfsdp.engine.options import compiler_options
 from jfsdp.plan import Cluster, find_gpu, topology_devices
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 
 
 def test_it_is_small():
@@ -34,7 +35,7 @@ def test_the_axes_of_a_shard_map_are_read():
 
 def test_few_steps_are_under_way_on_simulated_devices():
     """More than 32 hang for ever before JAX 0.12, with nothing of jfsdp's in the program."""
-    model = jfsdp.fully_shard(Tower, units=[Block], min_size=20)
+    model = fully_shard(Tower, units=[Block], min_size=20)
     tx, found = optax.sgd(1e-3), []
     step, state = model.train_step(token_loss, tx, check_loss=False), model.init(tx)
     batch = step.shard_batch(make_batches(1)[0])
@@ -95,9 +96,9 @@ def test_an_operation_with_an_unknown_body_is_not_taken_for_harmless():
     make = lambda rngs: nnx.Linear(4, 12, rngs=rngs)  # noqa: E731
     tx, batch = jfsdp.track_ema(0.5), {"x": np.ones((16, 4), np.float32)}
     mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
-    model = jfsdp.fully_shard(make, mesh=mesh, min_size=0, shard_dim=lambda path, shape: len(shape) - 1)
+    model = fully_shard(make, mesh=mesh, min_size=0, shard_dim=lambda path, shape: len(shape) - 1)
     step = model.train_step(loss, tx)
     assert "calls mystery" in step.decide(model.abstract_state(tx), batch) and step.program == "xla"
-    manual = jfsdp.fully_shard(make, mesh=mesh, engine="manual")
+    manual = fully_shard(make, mesh=mesh, engine="manual")
     with pytest.raises(ValueError, match="engine='manual': the model calls mystery"):
         manual.train_step(loss, tx).decide(manual.abstract_state(tx), batch)

@@ -29,7 +29,7 @@ def advise(layout: Layout) -> list[str]:
 def advise_memory(layout: Layout) -> list[str]:
     """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud.
 
-    A large leaf is whole everywhere only on request (`ignored`, `placements`, `min_size`), and so is a mesh that splits
+    A large leaf is whole everywhere only on request (`placements`), and so is a mesh that splits
     nothing; padding of a small model is a few bytes: only `advise` mentions these.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
@@ -96,7 +96,9 @@ def _replicated(layout: Layout) -> str | None:
         return None
     whole = [leaf for leaf in layout.leaves if leaf.dim is None and not leaf.cuts]
     if len(whole) == len(layout.leaves):
-        return f"no parameter is split: all are below min_size {layout.min_size}; lower it, or say ddp"
+        return (
+            f"no parameter is split: all are below min_size {layout.min_size}; lower it (jfsdp.placements), or say ddp"
+        )
     asked = {one.name(part) for one in layout.adapters for part in one.leaves}
     large = [leaf for leaf in whole if math.prod(leaf.shape) >= LARGE_ELEMENTS and leaf.path not in asked]
     if not large:
@@ -104,7 +106,7 @@ def _replicated(layout: Layout) -> str | None:
     largest = max(large, key=lambda leaf: math.prod(leaf.shape))
     return (
         f"{len(large)} large leaves are whole on every device, the largest {largest.path} with "
-        f"{math.prod(largest.shape):,} elements ({largest.reason}); see min_size, ignored and placements"
+        f"{math.prod(largest.shape):,} elements ({largest.reason}); see placements"
     )
 
 
@@ -118,7 +120,7 @@ def _repeated(layout: Layout) -> str | None:
             return (
                 f"mesh axis {axis!r} (size {layout.num_shards([axis])}) repeats {100 * share:.1f} % of the parameters, "
                 f"with their gradients and optimizer states, on each of its devices; the largest is {largest.path}. "
-                "Cut them by cuts= or, where the model names dims in sharding metadata, by axis_rules="
+                "Cut them by placements= or, where the model names dims in sharding metadata, by axis_rules="
             )
     return None
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jfsdp.arguments import check_call, checked
+from jfsdp.arguments import checked
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.cuts import DimNames, find_cuts
 from jfsdp.layout.flat import storage_form
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
-from jfsdp.layout.placements import Choice, LeafRules, ShardDim, choose_beside, choose_own
+from jfsdp.layout.placements import Choice, LeafRules, choose_beside, choose_own, find_placements
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
@@ -41,7 +41,6 @@ def build_layout(
     mesh: Mesh | AbstractMesh,
     strategy: Strategy,
     mp_policy: MixedPrecisionPolicy,
-    min_size: int | None = None,
     rules: LeafRules | None = None,
     types: Mapping[str, type] | None = None,
     names: Mapping[str, DimNames] | None = None,
@@ -59,27 +58,24 @@ def build_layout(
       types: class of each leaf's variable, where the model's API has them.
       names: what the model calls the dims of its leaves, where it does.
       offload: what waits in host memory.
-      min_size: leaves below it are replicated; None: as the storage form has it.
       storage: one of `STORAGE_FORMS` in flat.py.
 
     Raises:
-      ValueError: for an axis that jfsdp does not know or the mesh lacks, a `shard_dim` that is not a dim, selectors
-        that choose nothing or collide, and placements that cannot work.
+      ValueError: for an axis that jfsdp does not know or the mesh lacks, selectors that choose nothing or
+        collide, and placements that cannot work.
     """
     form = storage_form(storage)
-    min_size = form.min_size if min_size is None else min_size
-    if min_size < 0:
-        raise ValueError(f"min_size={min_size!r} must be a whole number, 0 or more")
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
-    if rules.shard_dim is not None:
-        check_call("shard_dim", rules.shard_dim, "path", "shape")
+    min_size = form.min_size if rules.min_size is None else rules.min_size
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     adapters, codecs = tuple((rules.adapters or {}).values()), rules.codecs or {}
     beside = {one.name(part) for one in adapters for part in one.leaves} | {*map(scales_of, codecs)}
     own = {path: leaf for path, leaf in leaves.items() if path not in beside}
     stacked = {path: owners[path].stacked for path in own}
-    cuts = find_cuts(own, stacked, names or {}, sizes, types=types or {}, axis_rules=rules.axis_rules, cuts=rules.cuts)
-    choices = choose_own(own, strategy, rules, types or {}, sizes, cuts)
+    placed = find_placements(rules.placements, own, stacked, types or {})
+    asked = {path: one.cuts for path, one in placed.items() if one.cuts is not None}
+    cuts = find_cuts(own, stacked, names or {}, sizes, rules.axis_rules, asked)
+    choices = choose_own(own, strategy, rules, placed, types or {}, sizes, cuts)
     choices |= choose_beside(choices, adapters, codecs, sizes)
     build = functools.partial(
         _build_leaf,
@@ -89,15 +85,7 @@ def build_layout(
         frozen_dtype=float_dtype_name("frozen_dtype", rules.frozen_dtype),
     )
     table = tuple(
-        build(
-            path,
-            leaf,
-            owners[path],
-            policies[owners[path].name],
-            choices[path],
-            shard_dim=rules.shard_dim if path in own else None,
-        )
-        for path, leaf in leaves.items()
+        build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
     )
     _check_stages(units, sizes.get(PIPE, 1))
     layout = Layout(
@@ -123,7 +111,6 @@ def _build_leaf(
     *,
     sizes: Mapping[str, int],
     min_size: int,
-    shard_dim: ShardDim | None,
     offload: OffloadPolicy,
     frozen_dtype: str | None,
 ) -> Leaf:
@@ -135,7 +122,7 @@ def _build_leaf(
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
     stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)
-    split = _choose_dim(path, shape, unit, stages, choice, sizes, min_size, shard_dim)
+    split = _choose_dim(path, shape, unit, stages, choice, sizes, min_size)
     if split.dim is None:
         stages = {name: stage and Stage((), stage.dtype) for name, stage in stages.items()} | {"work": None}
     if not choice.is_ignored and math.prod(shape[unit.stacked :]) >= min_size:
@@ -197,19 +184,11 @@ def _choose_dim(
     choice: Choice,
     sizes: Mapping[str, int],
     min_size: int,
-    shard_dim: ShardDim | None,
 ) -> DimChoice:
     if choice.is_ignored:
         return DimChoice(None, 0, f"replicated: {choice.placed}")
-    asked = shard_dim(path, shape) if shard_dim else None
-    if choice.dim is not None:
-        if asked not in (None, choice.dim, choice.dim - len(shape)):
-            raise ValueError(
-                f"{path}: {choice.placed}, which splits dim {choice.dim}, and shard_dim asks for {asked}; choose one"
-            )
-        asked = choice.dim
     num_shards = max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
-    own = {"stacked": unit.stacked, "min_size": min_size, "shard_dim": asked, "cuts": choice.cuts}
+    own = {"stacked": unit.stacked, "min_size": min_size, "dim": choice.dim, "cuts": choice.cuts}
     return choose_dim(path, shape, num_shards, **own)
 
 

@@ -1,4 +1,4 @@
-"""Which leaves an axis cuts, and along which dim: from the model's own names of dims, or from selectors."""
+"""The dims of leaves that an axis of the model cuts, by the model's own names of dims or by placements."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jfsdp.arguments import checked
 from jfsdp.layout.leaf import Cut, cut_sizes
 from jfsdp.layout.lora import LAYER, A, Adapter, B
 from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
-from jfsdp.layout.select import chooses, select_leaves
+from jfsdp.layout.select import chooses
 from jfsdp.layout.table import close_names
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
 AxisRules = Mapping[str, str | tuple[str, ...] | None] | Sequence[tuple[Any, ...]]
-Cuts = Mapping[Any, Any]  # by selector, (dim, axis) or None
+Asked = Sequence[tuple[int, str, str]]  # dims with the axis that cuts each and the reason
 
 
-@checked
 def find_cuts(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     stacked: Mapping[str, int],
     names: Mapping[str, DimNames],
     sizes: Mapping[str, int],
-    *,
-    types: Mapping[str, type],
-    axis_rules: AxisRules | None = None,
-    cuts: Cuts | None = None,
+    axis_rules: AxisRules | None,
+    placed: Mapping[str, Asked],
 ) -> dict[str, tuple[Cut, ...]]:
     """Return the cuts of every leaf, in the order of its dims; axes of size 1 cut nothing.
 
@@ -39,11 +34,9 @@ def find_cuts(
       stacked: by path, how many leading dims are layer dims.
       names: by path, what the model calls the dims of a leaf (Flax's sharding metadata), where it names them.
       sizes: of the mesh's axes.
-      types: as `select_leaves` takes them.
       axis_rules: by a name of dims, the axis that cuts them (or several, major to minor), or None, as a dict or as
         Flax's pairs; a name that is such an axis needs no rule. Without rules the names cut nothing.
-      cuts: by selector, (dim, axis or axes), the dim counted without layer dims, a negative one from the end; None: no
-        cut. What a selector chooses has no cuts by its names. Leaves without elements have none.
+      placed: by path, the cuts that placements ask for, in place of those by names. Leaves without elements have none.
 
     Raises:
       ValueError: for axes that cut nothing, names without a rule, rules and selectors that no leaf has, dims that are
@@ -52,14 +45,14 @@ def find_cuts(
     asked: dict[str, list[tuple[int, str, str]]] = {}
     if axis_rules is not None:
         asked = _by_names(leaves, stacked, names, _by_name(axis_rules))
-    asked |= _by_selectors(leaves, stacked, types, cuts or {})
     return {
-        path: _checked(path, tuple(leaves[path].shape), stacked[path], asked.get(path, []), sizes) for path in leaves
+        path: _checked(path, tuple(leaf.shape), stacked[path], placed.get(path, asked.get(path, ())), sizes)
+        for path, leaf in leaves.items()
     }
 
 
 def check_aliases(
-    cuts: Cuts | None,
+    placements: Mapping[Any, Any] | None,
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     types: Mapping[str, type],
     aliases: Mapping[str, str],
@@ -72,13 +65,13 @@ def check_aliases(
     Raises:
       ValueError: if no selector chooses such a leaf by its own name.
     """
-    globs = [selector for selector in cuts or {} if isinstance(selector, str)]
+    globs = [selector for selector in placements or {} if isinstance(selector, str)]
     for alias, path in aliases.items():
-        chosen = [glob for glob in globs if chooses("cuts", glob, alias, leaves[path], types)]
-        if chosen and not any(chooses("cuts", selector, path, leaves[path], types) for selector in cuts or {}):
+        chosen = [glob for glob in globs if chooses("placements", glob, alias, leaves[path], types)]
+        if chosen and not any(chooses("placements", glob, path, leaves[path], types) for glob in globs):
             raise ValueError(
-                f"{path}: cuts {chosen[0]!r} names it {alias}, and it is one parameter under both names; say "
-                f"cuts={{{path!r}: ...}}"
+                f"{path}: placements {chosen[0]!r} names it {alias}, and it is one parameter under both names; say "
+                f"placements={{{path!r}: ...}}"
             )
 
 
@@ -154,47 +147,26 @@ def _names_are(known: list[str]) -> str:
         return f"the names are {', '.join(known)}"
     return (
         "the model's parameters have no sharding metadata (nn.with_partitioning, nnx.with_partitioning); say which "
-        "dims are cut by cuts={'**.kernel': (dim, axis)}"
+        "dims are cut by placements={'**.kernel': PartitionSpec(None, axis)}"
     )
 
 
-def _by_selectors(
-    leaves: Mapping[str, jax.ShapeDtypeStruct], stacked: Mapping[str, int], types: Mapping[str, type], cuts: Cuts
-) -> dict[str, list[tuple[int, str, str]]]:
-    asked: dict[str, list[tuple[int, str, str]]] = {}
-    for selector, wanted in cuts.items():
-        for path, words in select_leaves("cuts", selector, leaves, types).items():
-            new = _asked(path, tuple(leaves[path].shape), stacked[path], f"cuts {words}", wanted)
-            if path in asked and [one[:2] for one in asked[path]] != [one[:2] for one in new]:
-                raise ValueError(f"{path}: cuts {words} and another selector differ; make one of them narrower")
-            asked[path] = new
-    return asked
+def find_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int, said: str) -> int:
+    """Return a dim of a leaf that is given without layer dims, from the end if negative.
 
-
-def _asked(path: str, shape: tuple[int, ...], stacked: int, reason: str, wanted: Any) -> list[tuple[int, str, str]]:
-    if wanted is None:
-        return []
-    if not isinstance(wanted, (tuple, list)) or len(wanted) != 2:
-        raise ValueError(
-            f"{path}: {reason}: {wanted!r} is neither a dim and an axis, such as (0, {MODEL_AXES[0]!r}), nor None"
-        )
-    return [(_dim(path, shape, stacked, wanted[0]), axis, reason) for axis in _axes(wanted[1]) or (None,)]  # type: ignore[list-item]
-
-
-def _dim(path: str, shape: tuple[int, ...], stacked: int, dim: Any) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
-        raise ValueError(f"{path}: cuts: dim {dim!r} is not a whole number; say (dim, axis), such as (0, 'tensor')")
+    Raises:
+      ValueError: if the leaf has no such dim.
+    """
     num = len(shape) - stacked
     if not -num <= dim < num:
         layers = f" without its {stacked} layer dims" if stacked else ""
-        raise ValueError(
-            f"{path}: cuts: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; say {-num}..{num - 1}"
-        )
+        remedy = f"say {-num}..{num - 1}" if num else "leave it out"
+        raise ValueError(f"{path}: {said}: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; {remedy}")
     return stacked + int(dim) % num
 
 
 def _checked(
-    path: str, shape: tuple[int, ...], stacked: int, asked: list[tuple[int, str, str]], sizes: Mapping[str, int]
+    path: str, shape: tuple[int, ...], stacked: int, asked: Asked, sizes: Mapping[str, int]
 ) -> tuple[Cut, ...]:
     cuts: list[Cut] = []
     for dim, axis, reason in sorted(asked, key=lambda one: one[0]):
@@ -215,13 +187,13 @@ def _checked(
         if twice:
             raise ValueError(
                 f"{path}: {twice[0].reason} cuts dim {twice[0].dim} over axis {twice[0].axis!r}, and {reason} dim "
-                f"{dim} over {axis!r}; an axis cuts one dim of a leaf: say None for one name, or choose by cuts="
+                f"{dim} over {axis!r}; an axis cuts one dim of a leaf: say None for one name, or choose by placements="
             )
         parts = sizes.get(axis, 1)
         if cut_sizes(shape, cuts)[dim] % parts:
             raise ValueError(
                 f"{path}: {reason}: dim {dim} (size {shape[dim]}) cannot be cut over axis {axis!r} (size {parts}), "
-                "which does not divide it; take a size that does, or cuts={...: None} for this leaf"
+                "which does not divide it; take a size that does, or placements={...: None} for this leaf"
             )
         cuts.append(Cut(dim, axis, parts, reason))
     return tuple(cut for cut in cuts if cut.parts > 1) if 0 not in shape else ()

@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import Size, check_call, checked
 from jfsdp.layout.codec import Codec, scales_of
-from jfsdp.layout.cuts import AxisRules, Cuts, part_cuts
+from jfsdp.layout.cuts import AxisRules, find_dim, part_cuts
 from jfsdp.layout.leaf import Cut
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES
 from jfsdp.layout.select import Selectors, select_leaves
-from jfsdp.layout.strategy import Split, Strategy, get_strategy
+from jfsdp.layout.strategy import STRATEGIES, Split, Strategy, get_strategy
 
-ShardDim = Callable[[str, tuple[int, ...]], int | None]
-Placements = Mapping[Any, Any]  # to a name or number of a strategy, a `Strategy`, or a PartitionSpec
+
+@checked
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Split a leaf along this dim, as far as the strategy splits it.
+
+    Attributes:
+      dim: layer dims of a stack are not counted; a negative one counts from the end.
+    """
+
+    dim: int
+
+
+@checked
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """Keep a leaf whole on every device, with its gradient and optimizer states."""
+
+
+@checked
+@dataclasses.dataclass(frozen=True)
+class Ignore:
+    """Keep a leaf whole on every device, in its own dtype in compute too. It is trained like others."""
+
+
+# By selector: Shard, Replicate, Ignore, a PartitionSpec, a strategy, None, or a function `f(path, shape)` of these.
+Placements = Mapping[Any, Any]
+
+
+class _Key(Enum):
+    """Keys of `Placements` that are not selectors."""
+
+    MIN_SIZE = "min_size"
+
+
+@checked
+def placements(*, min_size: Size) -> dict[Any, Any]:
+    """Return placements that replicate leaves with fewer elements per layer, to be merged with others by `|`.
+
+    A leaf that is placed by a selector is placed so in any size. Leaves below the size are never offloaded.
+    """
+    return {_Key.MIN_SIZE: min_size}
 
 
 @checked
@@ -28,12 +69,10 @@ class LeafRules:
     """What the user says about single leaves.
 
     Attributes:
-      shard_dim: `f(path, shape) -> dim or None`; None leaves the choice to the rule.
       frozen: leaves without gradient and optimizer state.
-      ignored: leaves that stay whole on every device, in the dtype that they have; as in `placements` with "ignored".
-      placements: by selector, another strategy for some leaves, the PartitionSpec of their `param` stage, or "ignored".
-        What is kept of them between forward and backward stays their unit's matter: see `UnitPolicy`.
-      axis_rules, cuts: which dims are cut over axis `tensor`; see `jfsdp.layout.cuts.find_cuts`.
+      placements: by selector, how a leaf is placed; see `fully_shard`. What is kept of it between forward and backward
+        stays its unit's matter: see `UnitPolicy`.
+      axis_rules: which dims are cut over the model's axes; see `jfsdp.layout.cuts.find_cuts`.
       adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
         but for `also`.
       codecs: by leaf, how it is coded; its scales are a leaf too, sharded and cut as its codes are.
@@ -42,21 +81,97 @@ class LeafRules:
     own leaves; parts of adapters are placed as `Adapter` says.
     """
 
-    shard_dim: ShardDim | None = None
     frozen: Selectors = None
-    ignored: Selectors = None
     placements: Placements | None = None
     axis_rules: AxisRules | None = None
-    cuts: Cuts | None = None
     adapters: Mapping[str, Adapter] | None = None
     codecs: Mapping[str, Codec] | None = None
     also: Selectors = None
     frozen_dtype: Any = None
 
+    @property
+    def min_size(self) -> int | None:
+        """The size below which leaves are replicated; None: the storage form's."""
+        return (self.placements or {}).get(_Key.MIN_SIZE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The placement of one leaf, and the selector in words."""
+
+    by: str
+    value: Any
+    stacked: int
+
+    @property
+    def spec(self) -> tuple[tuple[str, ...], ...] | None:
+        """The axes of each dim, layer dims included; None unless it is a PartitionSpec, or None for an empty one."""
+        if self.value is not None and not isinstance(self.value, PartitionSpec):
+            return None
+        entries = self.value or ()
+        return ((),) * self.stacked + tuple(
+            one if isinstance(one, tuple) else () if one is None else (one,) for one in entries
+        )
+
+    @property
+    def cuts(self) -> list[tuple[int, str, str]] | None:
+        """The dims that axes of the model cut, with these and the reason; None leaves them to `axis_rules`."""
+        if self.spec is None:
+            return None
+        return [
+            (dim, axis, f"placements {self.by}")
+            for dim, axes in enumerate(self.spec)
+            for axis in axes
+            if axis in MODEL_AXES
+        ]
+
+    @property
+    def split(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The dims that a PartitionSpec splits over other axes, with these."""
+        found = [
+            (dim, tuple(axis for axis in axes if axis not in MODEL_AXES)) for dim, axes in enumerate(self.spec or ())
+        ]
+        return [(dim, axes) for dim, axes in found if axes]
+
+
+def find_placements(
+    given: Placements | None,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    stacked: Mapping[str, int],
+    types: Mapping[str, type],
+) -> dict[str, Placed]:
+    """Return the placement of each leaf that a selector chooses.
+
+    Raises:
+      ValueError: for selectors that choose nothing or disagree, and specs with too many entries.
+    """
+    placed: dict[str, Placed] = {}
+    for selector, value in (given or {}).items():
+        if selector is _Key.MIN_SIZE:
+            continue
+        for path, by in select_leaves("placements", selector, leaves, types).items():
+            shape = tuple(leaves[path].shape[stacked[path] :])
+            found = value
+            if callable(value) and not isinstance(value, type):
+                check_call(f"placements {by}", value, "path", "shape")
+                found = value(path, shape)
+                if found is None:
+                    continue
+            if isinstance(found, PartitionSpec) and len(found) > len(shape):
+                layers = f" without its {stacked[path]} layer dims" if stacked[path] else ""
+                raise ValueError(f"{path}: {found} has more entries than shape {shape} has dims{layers}")
+            if path in placed and placed[path].value != found:
+                raise ValueError(
+                    f"{path}: placements {placed[path].by} ({_show(placed[path].value)}) and {by} ({_show(found)}) "
+                    "collide; make one of them narrower"
+                )
+            placed[path] = Placed(by, found, stacked[path])
+    return placed
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen for one leaf: its strategy, its dim if given by a PartitionSpec, reasons in words, and how many
+    """What was chosen for one leaf: its strategy, its dim if its placement names it, reasons in words, and how many
     values an element holds.
     """
 
@@ -108,6 +223,7 @@ def choose_own(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     strategy: Strategy,
     rules: LeafRules,
+    placed: Mapping[str, Placed],
     types: Mapping[str, type],
     sizes: Mapping[str, int],
     cuts: Mapping[str, tuple[Cut, ...]],
@@ -126,22 +242,14 @@ def choose_own(
                 "narrower"
             )
         frozen = {path: "lora" for path in leaves if path not in also} | frozen
-    ignored = select_leaves("ignored", rules.ignored, leaves, types)
-    placed: dict[str, tuple[str, Any]] = {path: (by, _IGNORED.name) for path, by in ignored.items()}
-    for selector, placement in (rules.placements or {}).items():
-        for path, by in select_leaves("placements", selector, leaves, types).items():
-            if path in placed and placed[path][1] != placement:
-                raise ValueError(
-                    f"{path}: placements {placed[path][0]} ({_show(placed[path][1])}) and {by} ({_show(placement)}) "
-                    "collide; make one of them narrower"
-                )
-            placed[path] = (by, placement)
     _check_axes("", strategy, sizes)
     choices = {}
     for path, leaf in leaves.items():
-        by, placement = placed.get(path, (None, strategy))
-        own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placement, sizes)
-        how = by and f"{'ignored' if own is _IGNORED else 'placed'} by {by}"
+        own, dim, how = strategy, None, None
+        if path in placed:
+            own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placed[path], sizes)
+            if placed[path].spec is None or placed[path].split:  # else its cuts, if any, have the reason
+                how = f"{'ignored' if own is _IGNORED else 'placed'} by {placed[path].by}"
         if own is _IGNORED and cuts[path]:
             raise ValueError(
                 f"{path}: {how}, so that every device holds it whole, and {cuts[path][0].reason} cuts it over axis "
@@ -156,36 +264,32 @@ def _show(placement: Any) -> str:
 
 
 def _own_strategy(
-    path: str, shape: tuple[int, ...], strategy: Strategy, placement: Any, sizes: Mapping[str, int]
+    path: str, shape: tuple[int, ...], strategy: Strategy, placed: Placed, sizes: Mapping[str, int]
 ) -> tuple[Strategy, int | None]:
-    """Return the strategy of one leaf, and its dim where a PartitionSpec names it."""
-    if placement == _IGNORED.name:
+    """Return the strategy of one leaf, and its dim where the placement names it."""
+    value = placed.value
+    if isinstance(value, Ignore):
         return _IGNORED, None
-    if not isinstance(placement, PartitionSpec):
+    if isinstance(value, Shard):
+        return strategy, find_dim(path, shape, placed.stacked, value.dim, f"placements {placed.by}")
+    if placed.spec is None:
         try:
-            own = get_strategy(placement, sizes)
+            own = STRATEGIES["ddp"] if isinstance(value, Replicate) else get_strategy(value, sizes)
         except ValueError as error:
-            raise ValueError(f"{path}: placements: {error} or {_IGNORED.name!r}, or a PartitionSpec") from error
+            raise ValueError(
+                f"{path}: placements: {error}; or Shard(dim), Replicate(), Ignore(), a PartitionSpec or None"
+            ) from error
         _check_axes(path, own, sizes)
         return own, None
-    if len(placement) > len(shape):
-        raise ValueError(f"{path}: {placement} has more entries than shape {shape} has dims")
-    split = {dim: entry for dim, entry in enumerate(placement) if entry not in (None, ())}
-    if len(split) > 1:
-        raise ValueError(
-            f"{path}: {placement} splits dims {', '.join(map(str, split))}; data axes split one dim of a leaf, and "
-            "what axis 'tensor' cuts is said by cuts="
-        )
-    dim, entry = next(iter(split.items()), (None, ()))
-    axes = entry if isinstance(entry, tuple) else (entry,)
-    if cutting := [axis for axis in axes if axis in MODEL_AXES]:
-        raise ValueError(
-            f"{path}: placements: {placement} names axis {cutting[0]!r}, which cuts leaves for all of their life; say "
-            f"cuts={{{path!r}: ({dim}, {cutting[0]!r})}}"
-        )
+    if not placed.split:
+        return strategy, None
+    if len(placed.split) > 1:
+        dims = ", ".join(str(dim) for dim, _ in placed.split)
+        raise ValueError(f"{path}: {value} splits dims {dims}; data axes split one dim of a leaf")
+    ((dim, axes),) = placed.split
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
-        own = Strategy(str(placement), axes, wider, wider)
+        own = Strategy(str(value), axes, wider, wider)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     _check_axes(path, own, sizes)

@@ -71,8 +71,8 @@ def _policy_names(policy: Any) -> Iterator[str]:
 class OffloadPolicy:
     """What waits in pinned host memory while it is not used; each on its own.
 
-    Leaves below `min_size` stay on the device. Compute and update run on the device: what they need is copied there,
-    leaf by leaf, and back. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
+    Leaves below the minimum size stay on the device. Compute and update run on the device: what they need is copied
+    there, leaf by leaf, and back. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
 
     Attributes:
       params: the parameters at rest; each unit's shards are copied to the device before its gather.

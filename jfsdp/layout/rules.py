@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 
 from jfsdp.layout.leaf import Cut, cut_sizes
@@ -28,7 +27,7 @@ def choose_dim(
     *,
     stacked: int = 0,
     min_size: int = DEFAULT_MIN_SIZE,
-    shard_dim: int | None = None,
+    dim: int | None = None,
     cuts: Sequence[Cut] = (),
 ) -> DimChoice:
     """Choose the dim to split over `num_shards`: the first that divides, else the one that pads least.
@@ -40,22 +39,21 @@ def choose_dim(
       path: the leaf's name, for messages.
       shape: its logical shape; the first `stacked` dims are layer dims and are never split.
       min_size: leaves with fewer elements per layer are replicated.
-      shard_dim: the user's choice instead; negative counts from the end.
+      dim: the placement's choice instead, a dim of the leaf that is not a layer dim.
       cuts: of the leaf. What one leaves of its dim is split only where that divides: padding would stand at the end of
         every part.
 
     Raises:
-      ValueError: if `shard_dim` is not a dim of the leaf, is a layer dim, or is cut and would be padded.
+      ValueError: if `dim` is cut and would be padded.
     """
     size = math.prod(shape[stacked:])
-    dim = None if shard_dim is None else _check_dim(path, shape, stacked, shard_dim)
     whole, shape = shape, cut_sizes(shape, cuts)
     cut = {cut.dim: whole[cut.dim] // shape[cut.dim] for cut in cuts}
     if num_shards == 1:
         return DimChoice(None, 0, "whole: this strategy splits nothing over this mesh")
     if dim is not None and dim in cut and shape[dim] % num_shards:
         raise ValueError(
-            f"{path}: dim {dim} is to be split over {num_shards} devices (shard_dim, placements), and is cut into "
+            f"{path}: dim {dim} is to be split over {num_shards} devices (placements), and is cut into "
             f"{cut[dim]} parts of size {shape[dim]}, which {num_shards} does not divide; choose another dim, or none"
         )
     if dim is not None:
@@ -79,20 +77,3 @@ def choose_dim(
     padding = -shape[dim] % num_shards
     padded = shape[dim] + padding
     return DimChoice(dim, padding, f"dim {dim}, padded {shape[dim]} -> {padded}: no dim divisible by {num_shards}")
-
-
-def _check_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int) -> int:
-    try:
-        dim = operator.index(dim)
-    except TypeError:
-        raise ValueError(
-            f"{path}: shard_dim={dim!r} is not a dim of shape {shape}; return a whole number, or None"
-        ) from None
-    if not shape:
-        raise ValueError(f"{path}: shard_dim={dim} was asked of a scalar, which has no dim; return None for it")
-    resolved = dim + len(shape) if dim < 0 else dim
-    if not 0 <= resolved < len(shape):
-        raise ValueError(f"{path}: shard_dim={dim} is not a dim of shape {shape}; pass one of 0..{len(shape) - 1}")
-    if resolved < stacked:
-        raise ValueError(f"{path}: dim {resolved} (size {shape[resolved]}) is a layer dim and cannot be split")
-    return resolved

@@ -15,7 +15,7 @@ from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.codec import Coded, find_codecs
-from jfsdp.layout.cuts import AxisRules, Cuts, check_aliases
+from jfsdp.layout.cuts import AxisRules, check_aliases
 from jfsdp.layout.lora import LoRA, also, find_adapters
 from jfsdp.layout.mesh import (
     DATA_AXES,
@@ -30,7 +30,7 @@ from jfsdp.layout.mesh import (
     num_data_shards,
     row_shares,
 )
-from jfsdp.layout.placements import LeafRules, Placements, ShardDim
+from jfsdp.layout.placements import LeafRules, Placements
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.select import Selectors
@@ -59,14 +59,10 @@ def fully_shard(
     engine: str = AUTO,
     prefetch: Size | Prefetch | None = None,
     storage: str = "per_parameter",
-    min_size: int | None = None,
-    shard_dim: ShardDim | None = None,
     frozen: Selectors = None,
     frozen_dtype: Any = None,
-    ignored: Selectors = None,
     placements: Placements | None = None,
     axis_rules: AxisRules | None = None,
-    cuts: Cuts | None = None,
     lora: LoRA | Sequence[LoRA] | None = None,
     quantized: Coded | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
@@ -90,21 +86,18 @@ def fully_shard(
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
         True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
-      min_size: leaves with fewer elements (per layer) are replicated, and never offloaded. None: 1024, and 0 where
-        storage is "flat".
-      shard_dim: `f(path, shape) -> dim or None` to choose the split dim of a leaf.
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
       frozen_dtype: dtype at rest of floating leaves that are not trained, such as "bfloat16"; None: as the model makes
         them.
-      ignored: leaves that stay whole on every device, in their own dtype; chosen like `frozen`.
-      placements: by selector (as in `frozen`), the strategy of some leaves, the PartitionSpec of their `param`, or
-        "ignored".
+      placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
+        strategy, or a PartitionSpec. One of axes `tensor` and `pipe` only cuts the leaf: a device has one part, in
+        storage and in compute, and the strategy splits the rest. One that names a data axis fixes the leaf's
+        parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or None for no
+        placement. Layer dims of a stack do not count. Leaves with fewer than 1024 elements per layer (0 for "flat"
+        storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
       axis_rules: tensor parallelism by the model's own sharding metadata: by a name of dims, the mesh axis that cuts
-        them (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule. A device has one part of what
-        is cut, in storage and in compute; what is left of it is split by the strategy.
-      cuts: the same by selector (as in `frozen`): `{"**.o_proj.kernel": (0, "tensor")}`, the dim without layer dims,
-        or None for what metadata is not to cut.
+        them (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule.
       lora: train low-rank adapters of some matrices, and freeze the rest: a `LoRA`, or a list for different ones.
       quantized: by selector, the codec in which frozen matrices are at rest and gathered: "nf4", "int4" or "int8", in
         blocks of 64 with a bfloat16 scale each; decoded inside the unit.
@@ -154,7 +147,7 @@ def fully_shard(
         node_size=functools.cache(functools.partial(_node_ways, mesh, strategy)),
     )
     check_offloads(policies, mesh)
-    check_aliases(cuts, flax_model.params, flax_model.types, flax_model.aliases)
+    check_aliases(placements, flax_model.params, flax_model.types, flax_model.aliases)
     layout = build_layout(
         flax_model.params,
         resolved,
@@ -162,14 +155,10 @@ def fully_shard(
         mesh=mesh,
         strategy=strategy,
         mp_policy=mp_policy,
-        min_size=min_size,
         rules=LeafRules(
-            shard_dim=shard_dim,
             frozen=frozen,
-            ignored=ignored,
             placements=placements,
             axis_rules=axis_rules,
-            cuts=cuts,
             adapters=flax_model.adapters,
             codecs=flax_model.codecs,
             also=also(lora),

@@ -31,7 +31,7 @@ class Job:
         `jfsdp.Loss`. An aux value `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: what is gathered together, as `fully_shard` takes it.
-      axis_rules, cuts: which dims of its parameters axis `tensor` cuts, as `fully_shard` takes them.
+      axis_rules, placements: which dims of its parameters axis `tensor` cuts, as `fully_shard` takes them.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
       name: what it is called in messages and run directories.
       eval_loss: the loss of held-out batches, where it is another than `loss`: without dropout, with stored batch
@@ -87,7 +87,7 @@ class Job:
     config: Any = None
     pretrained: Mapping[str, Any] | None = None
     axis_rules: AxisRules | None = None
-    cuts: Mapping[Any, Any] | None = None
+    placements: Mapping[Any, Any] | None = None
     cache: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +160,11 @@ def as_job(value: Any, name: str) -> Job:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: a job is a jfsdp.Job or a dict of its fields, not {type(value).__name__}")
     known = {field.name: field for field in dataclasses.fields(Job)}
+    if "cuts" in value:
+        raise ValueError(
+            f"job {name!r}: cuts is placements now: {{'**.kernel': PartitionSpec(None, 'tensor')}} for the dim 1 of "
+            "these over axis 'tensor'"
+        )
     unknown = [key for key in value if key not in known]
     missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
     if unknown or missing:

@@ -132,7 +132,7 @@ class ShardingOptions:
         "per_parameter", "sharding and memory", "rounding", python="`shard(storage=)`"
     )
     """per_parameter: each parameter is an array. flat (for manual): the parameters of a unit lie in one array."""
-    min_size: Number = option(None, "sharding and memory", "rounding", python="`shard(min_size=)`")
+    min_size: Number = option(None, "sharding and memory", "rounding", python="`jfsdp.placements(min_size=)`")
     """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
     param_dtype: Dtype = option("bfloat16", "precision", "refused", python="`mp(param_dtype=)`")
@@ -227,9 +227,12 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     Raises:
       ValueError: for values and combinations that cannot be.
     """
+    from jfsdp.layout.placements import placements
     from jfsdp.train.fully_shard import fully_shard
 
-    own = {"units": job.units, "axis_rules": job.axis_rules, "cuts": job.cuts}
+    own: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
+    if options.min_size is not None:
+        own["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}
     arguments, adapter = sharding_arguments(options), getattr(options, "init_adapter", None)
     if adapter is not None and arguments["lora"] is None:
         from jfsdp.checkpoint.foreign.peft import read_loras
@@ -260,7 +263,6 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "engine": options.engine,
         "prefetch": options.prefetch,
         "storage": options.storage,
-        "min_size": options.min_size,
         "frozen": split_given("--frozen", options.frozen) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
         "lora": [parse_lora(text) for text in options.lora] or None,

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 import jfsdp
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.states import logical
 from tests.ways import WAYS
 
@@ -128,7 +129,7 @@ def model(setting: Setting) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
     source = functools.partial(Net, stacked=setting.layers == "stacked")
     options: dict[str, Any] = {**STRATEGIES[setting.strategy], **FORMS[setting.form]}
-    return jfsdp.fully_shard(source, mesh=mesh, strategy=WAYS[setting.strategy], units=[Block], min_size=20, **options)
+    return fully_shard(source, mesh=mesh, strategy=WAYS[setting.strategy], units=[Block], min_size=20, **options)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.manager import Checkpointer
 from tests.checkpoint.elastic import bits
+from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
 
@@ -39,7 +40,7 @@ class Net(nnx.Module):
 def model(strategy: str, storage: str) -> jfsdp.ShardedModel:
     engine: dict[str, Any] = {"engine": "manual", "storage": storage} if storage == "flat" else {}
     mesh = jfsdp.make_mesh(replica=2 if strategy == "HYBRID_SHARD" else 1)
-    return jfsdp.fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
+    return fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
 
 
 def state_of(strategy: str, storage: str = "per_parameter", seed: int = 0) -> jfsdp.TrainState:
@@ -191,7 +192,7 @@ def _state(strategy):
     from tests.checkpoint.test_store import TX, Net
 
     sizes: dict[str, Any] = {"replica": 2, "fsdp": 2} if strategy == "HYBRID_SHARD" else {"fsdp": 4}
-    model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(**sizes), strategy=strategy, min_size=8)
+    model = fully_shard(Net, mesh=jfsdp.make_mesh(**sizes), strategy=strategy, min_size=8)
     return model.init(TX, seed=3), model.abstract_state(TX)
 
 

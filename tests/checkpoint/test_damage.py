@@ -16,6 +16,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.digest import list_files, read_digests, write_digests
 from jfsdp.checkpoint.disk.files import SUMS, DamagedError
 from jfsdp.checkpoint.verify import verify
+from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
 KINDS = ("flip", "truncate", "delete")
@@ -29,7 +30,7 @@ class Net(nnx.Module):
 
 @functools.cache
 def model() -> jfsdp.ShardedModel:
-    return jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
+    return fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
 
 
 @functools.cache
@@ -172,7 +173,7 @@ def test_a_step_that_lost_all_its_files_is_damaged(run, tmp_path):
 
 
 def test_falling_back_is_no_answer_to_another_model(run):
-    other = jfsdp.fully_shard(lambda rngs: nnx.Linear(3, 3, rngs=rngs)).abstract_state(TX)
+    other = fully_shard(lambda rngs: nnx.Linear(3, 3, rngs=rngs)).abstract_state(TX)
     with pytest.raises(ValueError, match="is of another model or optimizer"):
         run.restore(other, fall_back=True)
 

@@ -15,6 +15,7 @@ from jfsdp.cli import main
 from jfsdp.layout.lora import Adapter
 from jfsdp.train.state import TrainState
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 
 TX = optax.adamw(1e-2)
 LORA = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4)
@@ -22,7 +23,7 @@ LORA = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4)
 
 def shard(fsdp=8, **options):
     mesh = jfsdp.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
-    return jfsdp.fully_shard(Tower, mesh=mesh, units=[Block], **({"lora": LORA, "min_size": 20} | options))
+    return fully_shard(Tower, mesh=mesh, units=[Block], **({"lora": LORA, "min_size": 20} | options))
 
 
 def trained(model, num=2):

@@ -16,6 +16,7 @@ import jfsdp
 from jfsdp.train.state import TrainState
 from tests.checkpoint.elastic import Net
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.states import logical
 
 DIM, LAYERS = 12, 3
@@ -51,7 +52,7 @@ def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
     source: Any = (LinenNet(stacked), example)
     if api == "nnx":
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
-    return jfsdp.fully_shard(source, min_size=8, **STORAGES[storage])
+    return fully_shard(source, min_size=8, **STORAGES[storage])
 
 
 def lived_in(state: TrainState) -> TrainState:
@@ -103,7 +104,7 @@ def test_a_list_that_is_not_whole_is_no_stack(tmp_path):
     for stacked, num, words in [(False, 4, "missing"), (True, 4, "another shape"), (True, 2, "another shape")]:
         path = tmp_path / f"{stacked}{num}"
         jfsdp.save(path, model("nnx", not stacked, "by leaf").init(tx))
-        other = jfsdp.fully_shard(functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num), min_size=8)
+        other = fully_shard(functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num), min_size=8)
         with pytest.raises(ValueError, match=words):
             jfsdp.restore(path, like=other.abstract_state(tx))
 
@@ -112,7 +113,7 @@ def test_a_list_that_is_not_whole_is_no_stack(tmp_path):
 def test_a_model_with_fewer_layers_than_the_checkpoint_is_refused_in_either_form(stacked, tmp_path):
     def abstract(stacked, num_layers):
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num_layers)
-        return jfsdp.fully_shard(source, min_size=8)
+        return fully_shard(source, min_size=8)
 
     tx = OPTIMIZERS["adam"]
     jfsdp.save(tmp_path / "c", abstract(stacked, 3).init(tx))
@@ -143,7 +144,7 @@ def test_lists_of_lists_are_not_guessed(stacks_are_saved, only, tmp_path):
 
     tx = optax.sgd(1.0)
     nets = (Stacks, Lists) if stacks_are_saved else (Lists, Stacks)
-    saved, wanted = (jfsdp.fully_shard(net, min_size=4) for net in nets)
+    saved, wanted = (fully_shard(net, min_size=4) for net in nets)
     jfsdp.save(tmp_path / "c", saved.init(tx))
     with pytest.raises(ValueError, match="missing from the checkpoint: params"):
         jfsdp.restore(tmp_path / "c", like=wanted.init(tx), only=only)

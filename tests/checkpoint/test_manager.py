@@ -21,6 +21,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.disk import writer
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 TX = optax.sgd(1e-3)
@@ -33,7 +34,7 @@ class Net(nnx.Module):
 
 @functools.cache
 def model() -> jfsdp.ShardedModel:
-    return jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
+    return fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
 
 
 @functools.cache
@@ -251,7 +252,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(checkpoints):
 
     run = checkpoints()
     save_steps(run, 1)
-    like = jfsdp.fully_shard(Other, mesh=jfsdp.make_mesh()).abstract_state(TX)
+    like = fully_shard(Other, mesh=jfsdp.make_mesh()).abstract_state(TX)
     with pytest.raises(ValueError, match=r"missing from the checkpoint: params\.bias"):
         run.restore(like)
 
@@ -318,7 +319,7 @@ class Net(nnx.Module):
     def __init__(self, rngs):
         self.weight = nnx.Param(jnp.zeros((16, 13)))
 
-model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
+model = fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
 state = model.init(optax.sgd(1e-3))
 increment = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
 run = jfsdp.Checkpointer(sys.argv[1], keep=3)

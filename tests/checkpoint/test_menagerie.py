@@ -15,6 +15,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.files import read_manifest
 from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import bits
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 
@@ -78,7 +79,7 @@ def model(form: str) -> jfsdp.ShardedModel:
     options = dict(FORMS[form])
     mesh = jfsdp.make_mesh(devices=jax.devices()[: options.pop("devices")])
     policy = jfsdp.MixedPrecisionPolicy("bfloat16" if "copies" in form else None)
-    return jfsdp.fully_shard(Zoo, mesh=mesh, mp_policy=policy, frozen=["frozen"], min_size=8, **options)
+    return fully_shard(Zoo, mesh=mesh, mp_policy=policy, frozen=["frozen"], min_size=8, **options)
 
 
 @functools.cache

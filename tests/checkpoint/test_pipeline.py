@@ -10,6 +10,7 @@ import pytest
 import jfsdp
 from tests import models_published as published
 from tests import reference
+from tests.sharding import fully_shard
 
 TX = optax.adamw(1e-2)
 CASE = published.llama(True, num_layers=4, vocab=64)
@@ -18,7 +19,7 @@ MESHES = [sizes for sizes in itertools.product((1, 2, 4), (1, 2), (1, 2)) if np.
 
 def make(pipe, fsdp, tensor):
     mesh = jfsdp.make_mesh(pipe=pipe, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: pipe * fsdp * tensor])
-    return jfsdp.fully_shard(CASE.source, mesh=mesh, units=CASE.units, min_size=20, cuts=CASE.cuts)
+    return fully_shard(CASE.source, mesh=mesh, units=CASE.units, min_size=20, placements=CASE.placements)
 
 
 def bits(state):

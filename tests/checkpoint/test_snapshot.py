@@ -13,6 +13,7 @@ from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.train.replicas import compare_replicas
 from tests.checkpoint.test_store import LAYOUTS, TX, assert_same_bits, make_model, saved_state
 from tests.processes import Processes
+from tests.sharding import fully_shard
 from tests.states import logical
 
 
@@ -194,6 +195,6 @@ def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():
 def test_replicas_of_hybrid_groups_and_copies_in_low_precision_are_compared():
     for name in ("hybrid2x4", "zero1bf16", "flatzero1bf16"):
         assert compare_replicas(saved_state(name)) > 4
-    model = jfsdp.fully_shard(lambda rngs: nnx.Linear(4, 4, rngs=rngs), mesh=jfsdp.make_mesh(fsdp=8), min_size=0)
+    model = fully_shard(lambda rngs: nnx.Linear(4, 4, rngs=rngs), mesh=jfsdp.make_mesh(fsdp=8), min_size=0)
     state = model.init(TX, seed=0)
     assert compare_replicas(state) >= 1, "the counters"

@@ -16,6 +16,7 @@ from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
 from jfsdp.checkpoint.store import take
 from tests.checkpoint.arrays import Arrays
+from tests.sharding import fully_shard
 
 
 @pytest.mark.parametrize("wide", [np.float64, np.float32, ml_dtypes.bfloat16])
@@ -43,12 +44,12 @@ class Net(nnx.Module):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     path = tmp_path_factory.mktemp("large") / "c"
-    jfsdp.save(path, jfsdp.fully_shard(Net, min_size=4).init(optax.sgd(1.0)))
+    jfsdp.save(path, fully_shard(Net, min_size=4).init(optax.sgd(1.0)))
     return path
 
 
 def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
-    half = jfsdp.fully_shard(lambda rngs: Net(rngs, "float16", 1), min_size=4)
+    half = fully_shard(lambda rngs: Net(rngs, "float16", 1), min_size=4)
     with pytest.raises(ValueError, match=r"w: has values up to 1e\+30, beyond the range of float16"):
         jfsdp.load_pretrained(large, half, optax.sgd(1.0))
     with pytest.raises(ValueError, match=r"params\.w: has values up to 1e\+30, beyond the range of float16"):
@@ -57,7 +58,7 @@ def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
 
 
 def test_fractions_are_not_made_integers(large):
-    whole = jfsdp.fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
+    whole = fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
     with pytest.raises(ValueError, match=r"another shape or kind: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
         jfsdp.load_pretrained(large, whole, optax.sgd(1.0))
 

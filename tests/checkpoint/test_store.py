@@ -24,6 +24,7 @@ from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
 from jfsdp.train.storage import by_leaf
 from tests.refusals import refuses
+from tests.sharding import fully_shard
 from tests.states import logical
 
 TX = optax.adamw(1e-3)
@@ -76,7 +77,7 @@ def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
     sizes = settings.pop("sizes")
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     mp_policy = jfsdp.MixedPrecisionPolicy(settings.pop("param_dtype", None))
-    return jfsdp.fully_shard(factory, mesh=mesh, units=[nnx.Linear], mp_policy=mp_policy, min_size=8, **settings)
+    return fully_shard(factory, mesh=mesh, units=[nnx.Linear], mp_policy=mp_policy, min_size=8, **settings)
 
 
 def lived_in(state: TrainState) -> TrainState:
@@ -159,7 +160,7 @@ def test_keys_of_another_implementation_are_restored_as_such(tmp_path):
             self.weight = nnx.Param(jnp.ones(3))
             self.key = nnx.Variable(jax.random.key(5, impl="rbg"))
 
-    model = jfsdp.fully_shard(Noisy)
+    model = fully_shard(Noisy)
     state = model.init(TX)
     jfsdp.save(tmp_path / "c", state)
     restored = jfsdp.restore(tmp_path / "c", like=model.abstract_state(TX))

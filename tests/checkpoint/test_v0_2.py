@@ -19,6 +19,7 @@ from jfsdp.trainer.run.rules import memory_since_0_2
 from jfsdp.trainer.sources.source import open_source
 from tests.models_small import Block, Tower
 from tests.scripts.command import TINY
+from tests.sharding import fully_shard
 from tests.states import logical
 
 HERE = Path(__file__).parent / "v0_2"
@@ -56,7 +57,7 @@ def test_checkpoints_restore_bitwise(name):
     sizes, dim = options.pop("mesh"), 16 if name == "nf4" else 4
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     factory = lambda rngs: Tower(rngs, name != "float16", dim=dim, num_layers=2)  # noqa: E731
-    model = jfsdp.fully_shard(factory, mesh=mesh, min_size=8, **options)
+    model = fully_shard(factory, mesh=mesh, min_size=8, **options)
     tx = optax.adamw(1e-2)
     tx = optax.chain(tx, jfsdp.track_ema(0.9)) if name == "ema" else tx
     check_restored(HERE / name, model.abstract_state(tx), np.load(HERE / name / "expected.npz"))

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
+from tests.sharding import fully_shard
 
 DIM = 16
 TX = optax.sgd(0.1)
@@ -49,7 +50,7 @@ def batch():
 
 
 def shard(factory: Any = Net, units: Any = (Stateful,), **options):
-    return jfsdp.fully_shard(factory, units=units, min_size=1, **options)
+    return fully_shard(factory, units=units, min_size=1, **options)
 
 
 def test_batch_statistics_and_rng_counts_come_out_of_the_units():
@@ -461,7 +462,7 @@ def test_a_program_that_is_traced_again_has_the_same_text():
     """Else evaluation would compile anew in every run: the compilation cache goes by the text."""
     from tests import models_small as small
 
-    model = jfsdp.fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=-1), units=[small.Block], min_size=1)
+    model = fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=-1), units=[small.Block], min_size=1)
     state = model.abstract_state(optax.sgd(0.1))
     tokens = jax.ShapeDtypeStruct((8, 6), np.int32)
     texts = [jax.jit(model.forward(lambda model, x: model(x).sum())).lower(state, tokens).as_text() for _ in range(2)]

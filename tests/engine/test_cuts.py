@@ -23,6 +23,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS
 from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied, make_mesh
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.thin import each_value, thin
 from tests.ways import WAYS
 
@@ -71,7 +72,6 @@ CASES = {
         "listed",
         {"engine": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
     ),
-    "placed": ("2x2x2", "stacked", {"placements": {"**.up.kernel": "ddp", "**.down": "zero2"}}),
     "kept, manual": ("4x2", "stacked", {"engine": "manual", "reshard_after_forward": False}),
     "prefetch 2": ("4x2", "listed", {"engine": "manual", "prefetch": 2}),
 }
@@ -117,7 +117,7 @@ def test_optimizers_see_whole_leaves_and_hold_parts(name, engine):
 
 def shard(source, mesh, **options):
     given = {"units": [SplitBlock], "min_size": 20, "cuts": CUTS} | options
-    return jfsdp.fully_shard(source, mesh=make_mesh(MESHES[mesh]), **given)
+    return fully_shard(source, mesh=make_mesh(MESHES[mesh]), **given)
 
 
 @pytest.mark.parametrize("engine", ["xla", "manual"])
@@ -175,7 +175,7 @@ def test_a_device_holds_its_part_alone():
         value = state.params[path]
         parts = {str(shard.index) for shard in value.addressable_shards}
         assert len(parts) == 8, path
-    plain = jfsdp.fully_shard(Listed, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], min_size=20)
+    plain = fully_shard(Listed, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], min_size=20)
     for path, value in plain.init(optax.adamw(1e-3)).params.items():
         whole = reference.logical(state, path, state.params[path])
         np.testing.assert_array_equal(whole, np.asarray(value)[tuple(map(slice, whole.shape))], err_msg=path)
@@ -208,9 +208,7 @@ class Unstated(nnx.Module):
 @pytest.mark.parametrize("engine", ["xla", "manual"])
 def test_a_model_that_states_nothing_is_split_as_its_weights_are(engine):
     names = {"up": (-1, AXIS), "down.kernel": (0, AXIS), "embed": (-1, AXIS), "head.kernel": (0, AXIS)}
-    model = jfsdp.fully_shard(
-        Unstated, mesh=make_mesh(MESHES["4x2"]), units=["*"], min_size=20, cuts=names, engine=engine
-    )
+    model = fully_shard(Unstated, mesh=make_mesh(MESHES["4x2"]), units=["*"], min_size=20, cuts=names, engine=engine)
     trains_as_on_one_device(model, Unstated)
 
 
@@ -231,7 +229,7 @@ class NamedLinen(linen.Module):
 def test_a_linen_model_is_cut_by_its_own_names(engine):
     source = (NamedLinen(), LINEN[1])
     rules = {"mlp": AXIS, "embed": None}
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         source, mesh=make_mesh(MESHES["2x4"]), units=["Dense_*"], min_size=20, axis_rules=rules, engine=engine
     )
     cut = {leaf.path: [(cut.dim, cut.reason) for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
@@ -266,7 +264,7 @@ class NamedNNX(nnx.Module):
 @pytest.mark.parametrize("engine", ["xla", "manual"])
 def test_a_stack_of_named_layers_is_cut_by_their_names(engine):
     rules = {"mlp": AXIS, "embed": None}
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         NamedNNX, mesh=make_mesh(MESHES["4x2"]), units=[NamedBlock], min_size=20, axis_rules=rules, engine=engine
     )
     cut = {leaf.path: [cut.dim for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
@@ -288,7 +286,7 @@ FORMS = [
 def test_checkpoints_go_from_any_degree_to_any_other_bit_by_bit(tmp_path, forms):
     tx = optax.adamw(LEARNING_RATE)
     models = [
-        jfsdp.fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], cuts=CUTS, **options)
+        fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], cuts=CUTS, **options)
         for sizes, options in forms
     ]
     wanted = None

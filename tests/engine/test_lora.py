@@ -21,6 +21,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.engine.test_tensor import SplitBlock, SplitTower
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.thin import each_value
 from tests.ways import WAYS
 
@@ -54,7 +55,7 @@ def shard(model, mesh, form="lora", **options: Any):
     source, units = SOURCES[model]
     count = int(np.prod(list(mesh.values())))
     given = {"units": units, "min_size": 20, "lora": lora(form)} | options
-    return jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**mesh, devices=jax.devices()[:count]), **given)
+    return fully_shard(source, mesh=jfsdp.make_mesh(**mesh, devices=jax.devices()[:count]), **given)
 
 
 def merged(adapters, params, scale):

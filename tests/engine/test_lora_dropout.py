@@ -22,6 +22,7 @@ from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.thin import each_value
 
 TX = optax.adam(1e-2)
@@ -44,7 +45,7 @@ def shard(name, mesh, **options: Any):
     source, units, _ = SOURCES[name]
     count = int(np.prod(list(mesh.values())))
     given = {"units": units, "min_size": 20, "lora": lora()} | options
-    return jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**mesh, devices=jax.devices()[:count]), **given)
+    return fully_shard(source, mesh=jfsdp.make_mesh(**mesh, devices=jax.devices()[:count]), **given)
 
 
 def leaves(state):
@@ -197,7 +198,7 @@ def test_below_jit_of_linen_a_step_drops_anew_and_evaluation_does_not():
     tokens = (jax.ShapeDtypeStruct((1, 6), jnp.int32),)
     losses = {}
     for rate in (0.0, RATE):
-        model = jfsdp.fully_shard((JitTower(), tokens), units=[LinenBlock], lora=lora(dropout=rate))
+        model = fully_shard((JitTower(), tokens), units=[LinenBlock], lora=lora(dropout=rate))
         state, batch = model.init(optax.sgd(0.0)), make_batches(1)[0]
         state = with_parts(state)
         evaluate = model.forward(token_loss)
@@ -284,7 +285,7 @@ def test_a_matrix_used_over_its_output_has_no_dropout():
         def __call__(self, tokens):
             return self.embed.attend(self.up(self.embed(tokens)) @ self.up.kernel.T)
 
-    model = jfsdp.fully_shard(Tied, lora=lora(targets=["up.kernel"]))
+    model = fully_shard(Tied, lora=lora(targets=["up.kernel"]))
     with pytest.raises(ValueError, match=r"^up.kernel: .*over the dims of its output, for which dropout is not"):
         model.train_step(token_loss, TX)(model.init(TX), make_batches(1)[0])
 

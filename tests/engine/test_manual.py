@@ -16,6 +16,7 @@ from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.engine.test_wire import compiled, compiled_wire
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 
 TX = optax.sgd(0.1)
 PREFETCH = jfsdp.Prefetch
@@ -71,7 +72,7 @@ def rows():
 
 
 def train(source, loss, batches, units=(Block,), check_loss=False, **options):
-    model = jfsdp.fully_shard(source, units=list(units), min_size=1, **options)
+    model = fully_shard(source, units=list(units), min_size=1, **options)
     state, step = model.init(TX), model.train_step(loss, TX, max_grad_norm=1.0, check_loss=check_loss)
     for batch in batches:
         state, metrics = step(state, batch)
@@ -140,11 +141,11 @@ def test_a_prefetch_that_the_step_cannot_follow_is_refused(prefetch, message):
 
 def test_names_of_engine_and_prefetch_are_checked():
     with pytest.raises(ValueError, match="engine 'hand' is unknown; the engines are auto, xla, manual"):
-        jfsdp.fully_shard(Tower, engine="hand")
+        fully_shard(Tower, engine="hand")
     with pytest.raises(ValueError, match="prefetch=1: engine='xla' leaves the collectives to XLA"):
-        jfsdp.fully_shard(Tower, prefetch=1, engine="xla")
+        fully_shard(Tower, prefetch=1, engine="xla")
     with pytest.raises(ValueError, match="fully_shard: prefetch=-1 must be a whole number, at least 0"):
-        jfsdp.fully_shard(Tower, engine="manual", prefetch=-1)
+        fully_shard(Tower, engine="manual", prefetch=-1)
 
 
 def test_a_model_whose_state_depends_on_the_rows_is_refused():
@@ -265,7 +266,7 @@ def test_a_root_that_is_resharded_is_gathered_again_where_its_backward_reads_it(
     """The layers are gathered twice, the last matrix twice if it is resharded; the first one's backward reads none."""
     per_unit = {"": {"reshard_after_forward": reshard}}
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
-    model = jfsdp.fully_shard(Bare, mesh=mesh, units=["layers.*"], engine="manual", per_unit=per_unit)
+    model = fully_shard(Bare, mesh=mesh, units=["layers.*"], engine="manual", per_unit=per_unit)
     text = compiled_for_one_node(model, jax.ShapeDtypeStruct((16, 64), jnp.float32))
     found = collections.Counter()
     for item in hlo.collectives(text, 8):
@@ -279,13 +280,13 @@ def bare_batch():
 
 @functools.cache
 def on_one_device():
-    plain = jfsdp.fully_shard(Bare, min_size=1, mesh=jfsdp.make_mesh(devices=jax.devices()[:1]))
+    plain = fully_shard(Bare, min_size=1, mesh=jfsdp.make_mesh(devices=jax.devices()[:1]))
     return plain.train_step(square, TX)(plain.init(TX), bare_batch())[1]
 
 
 @pytest.mark.parametrize("held", [{}, {"": False}, {"layers.*": False}, False])
 def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
-    model = jfsdp.fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    model = fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
     batch = bare_batch()
     step = model.train_step(square, TX, accumulate=2, reshard_after_backward=held, check_loss=False)
     _, metrics = step(model.init(TX), batch)
@@ -295,7 +296,7 @@ def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
 
 
 def test_units_to_be_held_are_checked():
-    model = jfsdp.fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    model = fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
     with pytest.raises(
         ValueError, match=r"reshard_after_backward\['layer'\] matches no unit; these are '', 'layers.0'"
     ):
@@ -312,7 +313,7 @@ def test_units_to_be_held_are_checked():
 def test_on_one_device_the_step_is_that_of_engine_auto(storage):
     def compiled(**options):
         mesh = jfsdp.make_mesh(devices=jax.devices()[:1])
-        model = jfsdp.fully_shard(Tower, mesh=mesh, units=[Block], **options)
+        model = fully_shard(Tower, mesh=mesh, units=[Block], **options)
         step = model.train_step(token_loss, TX)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
         return step.lower(model.abstract_state(TX), batch).compile()
@@ -362,7 +363,7 @@ def test_gradients_are_summed_in_reduce_dtype():
 
     def gradient(reduce_dtype):
         policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype)
-        before = jfsdp.fully_shard(lambda rngs: Chain(rngs, "once"), units=[Block], min_size=1).init(TX).params
+        before = fully_shard(lambda rngs: Chain(rngs, "once"), units=[Block], min_size=1).init(TX).params
         after, _ = train(lambda rngs: Chain(rngs, "once"), square, [rows()], engine="manual", mp_policy=policy)
         return {path: np.asarray(before[path]) - value for path, value in after.items()}
 
@@ -374,7 +375,7 @@ def test_gradients_are_summed_in_reduce_dtype():
 
 
 def test_what_is_frozen_is_gathered_and_not_reduced():
-    model = jfsdp.fully_shard(Tower, units=[Block], min_size=1, frozen=["blocks"], engine="manual")
+    model = fully_shard(Tower, units=[Block], min_size=1, frozen=["blocks"], engine="manual")
     state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False)
     before = jax.device_get(state.params)
     after = jax.device_get(step(state, make_batches(1)[0])[0].params)
@@ -389,7 +390,7 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
     assert wire["all-gather", "bf16"] == pytest.approx(2 * (2 * total - ROOT) * share, rel=1e-6)
     assert wire["reduce-scatter", "bf16"] == pytest.approx(2 * total * share, rel=1e-6)
     assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
-    layout = jfsdp.fully_shard(
+    layout = fully_shard(
         find_job("llama-8b").with_config(num_layers=6).model,
         mesh=jfsdp.make_abstract_mesh({"fsdp": 64}),
         units=find_job("llama-8b").units,

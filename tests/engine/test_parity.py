@@ -21,6 +21,7 @@ from tests import reference
 from tests.models_published import CUT, MODELS, PUBLISHED, SMALL, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
 
@@ -53,8 +54,8 @@ def shard(model, mesh, strategy, **options):
     if strategy == "node":  # the processes of this test are one host: say how many devices share a copy
         named = {"reshard_after_forward": 2} | named
     if "tensor" in MESHES[mesh]:
-        named = {"cuts": case.cuts} | named
-    return jfsdp.fully_shard(
+        named = {"placements": case.placements} | named
+    return fully_shard(
         case.source, mesh=make_mesh(mesh), strategy=WAYS.get(strategy, strategy), units=case.units, min_size=20, **named
     )
 
@@ -277,7 +278,7 @@ UNITS = {"root": [], "glob": ["blocks.*"], "size": [jfsdp.by_size(1000)], "neste
 @pytest.mark.parametrize("name", some(UNITS, ("glob", "size")))
 def test_the_choice_of_units_does_not_change_the_result(name):
     wanted, units = tower_losses(), UNITS[name]
-    model = jfsdp.fully_shard(lambda rngs: Tower(rngs, False), units=units, min_size=20)
+    model = fully_shard(lambda rngs: Tower(rngs, False), units=units, min_size=20)
     state = model.init(TX)
     step = model.train_step(token_loss, TX, check_loss=False)
     for batch, loss in zip(make_batches(2), wanted, strict=True):
@@ -287,7 +288,7 @@ def test_the_choice_of_units_does_not_change_the_result(name):
 
 @functools.cache
 def first_parameters(model):
-    sharded = jfsdp.fully_shard(MODELS[model].source, mesh=make_mesh("8"), strategy="ddp")
+    sharded = fully_shard(MODELS[model].source, mesh=make_mesh("8"), strategy="ddp")
     return {name: np.asarray(value) for name, value in sharded.init(TX).params.items()}
 
 

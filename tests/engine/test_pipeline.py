@@ -15,6 +15,7 @@ from flax import nnx
 
 import jfsdp
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 
 LAYERS, VOCAB, DIM, LENGTH, ROWS = 8, 24, 8, 6, 48
 EXACT = 1e-12
@@ -99,7 +100,7 @@ def gradients(sizes, tied, accumulate, options=None, **step):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:num])
     vocabulary = {"embed": (0, ("pipe", "tensor"))} | ({} if tied else {"head": (-1, ("pipe", "tensor"))})
     cuts = {"layers.up": (-1, "tensor"), "layers.down.kernel": (0, "tensor")} | vocabulary
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         lambda rngs: Deep(rngs, tied), mesh=mesh, units=[Layer], min_size=4, cuts=cuts, **(options or {})
     )
     state = model.init(optax.sgd(0.1))

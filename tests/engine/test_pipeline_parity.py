@@ -16,6 +16,7 @@ from jfsdp_models.llama import MLP, Attention  # pyright: ignore[reportMissingIm
 from tests import models_published as published
 from tests import models_small as small
 from tests import reference
+from tests.sharding import fully_shard
 
 STEPS, ROWS, ACCUMULATE, LEARNING_RATE = 3, 16, 4, 1e-2
 ADAM = optax.adamw(LEARNING_RATE, eps=1e-4)
@@ -107,7 +108,7 @@ QUICK = ("masked optimizer, average, clipping", "float16", "dropout, Linen")
 
 def train(case, sizes, options, step, tx):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    model = jfsdp.fully_shard(case.source, mesh=mesh, units=case.units, min_size=20, **options)
+    model = fully_shard(case.source, mesh=mesh, units=case.units, min_size=20, **options)
     state, losses = model.init(tx), []
     run = model.train_step(case.loss, tx, accumulate=ACCUMULATE, check_loss=False, **step)
     for seed in range(STEPS):
@@ -143,7 +144,7 @@ def test_a_pipeline_equals_the_same_data_shards_without_one(name):
 def test_what_a_state_does_besides_steps_does_not_know_stages():
     """Evaluation, the whole model, comparison of replicas, gradients of one's own loop."""
     mesh = jfsdp.make_mesh(pipe=2, replica=2, fsdp=2)
-    model = jfsdp.fully_shard(TOWER.source, mesh=mesh, units=TOWER.units, min_size=20)
+    model = fully_shard(TOWER.source, mesh=mesh, units=TOWER.units, min_size=20)
     state, batch = model.init(ADAM), TOWER.batch(np.random.default_rng(0), ROWS)
     out = model.forward(lambda model, tokens: model(tokens))(state, batch["tokens"])
     whole = nnx.jit(lambda model, tokens: model(tokens))(model.to_flax(state), batch["tokens"])

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jfsdp
+from tests.sharding import fully_shard
 
 LAYERS, VOCAB, DIM, ROWS, LENGTH = 4, 16, 8, 16, 5
 pytestmark = [
@@ -118,7 +119,7 @@ def by_name(grads):
 def make(factory: Any = Model, sizes=None, units=(Layer,), **options):
     sizes = sizes or {"pipe": 2}
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    return jfsdp.fully_shard(factory, mesh=mesh, units=list(units), min_size=4, **options)
+    return fully_shard(factory, mesh=mesh, units=list(units), min_size=4, **options)
 
 
 def gradients(model, loss_fn=loss, accumulate=4, rows=ROWS, **step):
@@ -393,7 +394,9 @@ class Stating(Layer):
     ],
 )
 def test_a_model_that_states_a_sharding_over_the_stages_is_refused_with_what_to_state_instead(run, kind):
-    with pytest.raises(ValueError, match=r"states a sharding over mesh axis 'pipe' .size 2.* cuts=.name: .dim, 'pipe'"):
+    with pytest.raises(
+        ValueError, match=r"states a sharding over mesh axis 'pipe' .size 2.* placements=.name: PartitionSpec.'pipe'"
+    ):
         gradients(make(functools.partial(Model, run=run, kind=kind), units=[kind]))
 
 

@@ -25,6 +25,7 @@ from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.models_published import CUT, DROPPING
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 U = PartitionSpec.UNCONSTRAINED
@@ -100,7 +101,7 @@ def make_mesh(sizes):
 def train(model, sizes, *, accumulate=1, loss=token_loss, step_options=None, **options: Any):
     """Take a few steps; return the state and the metrics."""
     source, units = MODELS.get(model, (model, [SplitBlock]))
-    sharded = jfsdp.fully_shard(source, mesh=make_mesh(sizes), units=units, min_size=20, **options)
+    sharded = fully_shard(source, mesh=make_mesh(sizes), units=units, min_size=20, **options)
     step, state, metrics = (
         sharded.train_step(loss, TX, accumulate=accumulate, check_loss=False, **(step_options or {})),
         None,
@@ -216,7 +217,7 @@ def test_weights_are_gathered_over_the_data_axes_alone(engine):
 
 
 def compiled(source, engine):
-    model = jfsdp.fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20, engine=engine)
+    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20, engine=engine)
     step = model.train_step(token_loss, TX)
     text = step.lower(model.abstract_state(TX), make_batches(1)[0]).compile().as_text()
     return find_collectives(parse_module(text), 8), model.layout, text
@@ -265,7 +266,7 @@ def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
     state, _ = train("stacked", MESHES["4x2"], engine="manual")
     jfsdp.save(tmp_path / "c", state)
     for sizes in ({"fsdp": 8}, MESHES["2x2x2"]):
-        like = jfsdp.fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20)
+        like = fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20)
         back = jfsdp.restore(tmp_path / "c", like=like.abstract_state(TX))
         for name, value in state.params.items():
             np.testing.assert_array_equal(
@@ -275,14 +276,14 @@ def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
 
 def test_first_weights_are_those_of_every_mesh():
     wide, narrow = (
-        jfsdp.fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20).init(TX)
+        fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20).init(TX)
         for sizes in (MESHES["4x2"], {"fsdp": 4})
     )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(wide.params), jax.device_get(narrow.params))
 
 
 def test_evaluation_runs_on_the_models_axes_too():
-    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20)
+    model = fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20)
     state, batch = model.init(TX), make_batches(1)[0]
     found = model.forward(lambda model, rows: token_loss(model, rows).total)(state, batch)
     plain = jax.jit(lambda batch: token_loss(SplitTower(nnx.Rngs(0)), batch).total)(batch)
@@ -298,7 +299,7 @@ def stating(spec):
 
 
 def lower(source, engine="auto", *, loss=token_loss, min_size=1024, **options: Any):
-    model = jfsdp.fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[Block], engine=engine, min_size=min_size)
+    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[Block], engine=engine, min_size=min_size)
     step = model.train_step(loss, TX, **options)
     return step.lower(model.abstract_state(TX), make_batches(1)[0])
 
@@ -334,16 +335,16 @@ def test_rows_that_a_model_gathers_unasked_are_told():
 
 def test_that_no_memory_is_saved_is_told():
     with pytest.warns(LayoutWarning, match=r"'tensor' \(size 2\) repeats 100.0 % of the parameters"):
-        jfsdp.fully_shard(Tower, mesh=make_mesh(MESHES["4x2"]), units=[Block])
+        fully_shard(Tower, mesh=make_mesh(MESHES["4x2"]), units=[Block])
 
 
 def test_a_mesh_that_the_axis_has_size_1_on_says_nothing():
-    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], engine="manual")
+    model = fully_shard(SplitTower, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], engine="manual")
     state, step = model.init(optax.sgd(1e-2)), model.train_step(token_loss, optax.sgd(1e-2), check_loss=False)
     step(state, make_batches(1)[0])
 
 
 def test_batches_are_split_over_the_data_axes():
-    model = jfsdp.fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock])
+    model = fully_shard(SplitTower, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock])
     rows = model.train_step(token_loss, TX).shard_batch(make_batches(1)[0])["tokens"]
     assert rows.sharding.shard_shape(rows.shape) == (4, 6)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jfsdp
 from jfsdp.launch import hosts
+from tests.sharding import fully_shard
 
 TX = optax.sgd(0.1)
 
@@ -59,7 +60,7 @@ def spread(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(mesh=None, strategy="full_shard"):
-    return jfsdp.fully_shard(Net, units=[Layer], min_size=0, mesh=mesh, strategy=strategy)
+    return fully_shard(Net, units=[Layer], min_size=0, mesh=mesh, strategy=strategy)
 
 
 def train(model, batch) -> list[float]:
@@ -97,7 +98,7 @@ def train_on(names):
 def shard_over_tensor(kind: str):
     """Shard rows over 2 x 2 processes, as `shard_batch`."""
     share = jax.process_index() // 2 if kind == "alike" else jax.process_index()
-    model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(fsdp=2, tensor=2), min_size=0)
+    model = fully_shard(Net, mesh=jfsdp.make_mesh(fsdp=2, tensor=2), min_size=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         x = model.train_step(loss, TX).shard_batch(rows(4 * share, 4 * share + 4))["x"]

@@ -12,6 +12,7 @@ from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
+from tests.sharding import place
 from tests.ways import WAYS
 
 TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
@@ -27,7 +28,7 @@ def make_table(
     reshard: bool | int | str | None = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     node_size: int = 4,
-    min_size: int = 1024,
+    min_size: int | None = 1024,
     types: Mapping[str, type] | None = None,
     offload: OffloadPolicy | None = None,
     **rules: Any,
@@ -38,10 +39,11 @@ def make_table(
       leaves: by path, a shape of float32 or (shape, dtype).
       mesh: a mesh, or sizes of an abstract one; default replica=2,fsdp=4.
       units: default one for every first name of a dotted path, the rest in the root.
-      rules: fields of `LeafRules`.
+      rules: fields of `LeafRules`, and words of `place`.
     """
     shapes = {path: abstract(leaf) for path, leaf in leaves.items()}
     units = first_names(shapes) if units is None else units
+    words = {name: rules.pop(name) for name in ("cuts", "ignored", "shard_dim", "placements") if name in rules}
     strategy, mp_policy = WAYS.get(strategy, strategy), MixedPrecisionPolicy(param_dtype)
     policies = resolve_policies(
         units,
@@ -59,8 +61,7 @@ def make_table(
         mesh=make_abstract_mesh(mesh or TWO_BY_FOUR) if isinstance(mesh, dict | None) else mesh,
         strategy=strategy,
         mp_policy=mp_policy,
-        min_size=min_size,
-        rules=LeafRules(**rules),
+        rules=LeafRules(placements=place(min_size=min_size, **words), **rules),
         types=types,
         offload=offload,
     )

@@ -11,6 +11,7 @@ import jfsdp
 from jfsdp.layout.advice import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
 from tests.layout.tables import make_table
+from tests.sharding import fully_shard
 
 
 class Net(nnx.Module):
@@ -20,7 +21,7 @@ class Net(nnx.Module):
 
 def warnings(mesh, strategy="full_shard", size=1024, **options):
     mesh = jfsdp.make_abstract_mesh(mesh)
-    return advise(jfsdp.fully_shard(lambda rngs: Net(rngs, size), mesh=mesh, strategy=strategy, **options).layout)
+    return advise(fully_shard(lambda rngs: Net(rngs, size), mesh=mesh, strategy=strategy, **options).layout)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -63,15 +64,15 @@ def test_large_leaves_that_stay_whole_are_told():
             self.large, self.small = nnx.Param(jnp.ones((2048, 1024))), nnx.Param(jnp.ones((64, 64)))
 
     mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
-    layout = jfsdp.fully_shard(Two, mesh=mesh, ignored="large").layout
+    layout = fully_shard(Two, mesh=mesh, ignored="large").layout
     (warning,) = advise(layout)
     assert "1 large leaves are whole on every device, the largest large with 2,097,152 elements" in warning
-    assert advise(jfsdp.fully_shard(Two, mesh=mesh, ignored="small").layout) == []
+    assert advise(fully_shard(Two, mesh=mesh, ignored="small").layout) == []
 
 
 def test_a_min_size_above_every_leaf_is_told():
     (warning,) = warnings({"fsdp": 8}, min_size=2**21)
-    assert warning == "no parameter is split: all are below min_size 2097152; lower it, or say ddp"
+    assert warning == "no parameter is split: all are below min_size 2097152; lower it (jfsdp.placements), or say ddp"
     assert warnings({"fsdp": 8}, "ddp", min_size=2**21) == []
 
 
@@ -94,14 +95,16 @@ def test_a_large_model_without_units_is_told_aloud_what_is_gathered_at_once(opti
     assert advise(layout) == [str(told[0].message)]
 
 
-@pytest.mark.parametrize("options", [{"units": [nnx.Linear]}, {"strategy": "ddp"}, {"ignored": "first"}])
+@pytest.mark.parametrize(
+    "options", [{"units": [nnx.Linear]}, {"strategy": "ddp"}, {"placements": {"first": jfsdp.Ignore()}}]
+)
 def test_units_or_whole_or_small_parameters_are_not_told_aloud(options):
     assert not [told for told in advise(wide(**options)) if "no units" in told]
 
 
 def test_padding_is_told_aloud_where_it_is_large():
     with pytest.warns(LayoutWarning, match=r"padding is 50\.0 % of all that is stored, most of it in weight"):
-        jfsdp.fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048
+        fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048
 
 
 class Sharing(nnx.Module):
@@ -115,9 +118,9 @@ class Sharing(nnx.Module):
 def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
     options: Any = {"mesh": jfsdp.make_abstract_mesh({"fsdp": 8})}
     with pytest.warns(LayoutWarning, match=r"1,048,576 parameters that units share .* of blocks\.0, blocks\.1"):
-        jfsdp.fully_shard(Sharing, units=[nnx.Sequential], **options)
-    jfsdp.fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
-    jfsdp.fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)
+        fully_shard(Sharing, units=[nnx.Sequential], **options)
+    fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
+    fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)
 
 
 def test_adapters_are_whole_as_they_were_asked_for():

@@ -9,6 +9,7 @@ import jfsdp
 from jfsdp.layout.codec import CODECS
 from jfsdp.layout.table import num_parameters
 from tests.models_small import Block, Tower
+from tests.sharding import fully_shard
 
 RNG = np.random.default_rng(0)
 VALUES = {
@@ -55,7 +56,7 @@ def test_what_was_decoded_has_the_same_codes_again(name):
 def shard(quantized, **options):
     mesh = jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4])
     given = {"units": [Block], "frozen": "**", "min_size": 0} | options
-    return jfsdp.fully_shard(lambda rngs: Tower(rngs, dim=64), mesh=mesh, quantized=quantized, **given)
+    return fully_shard(lambda rngs: Tower(rngs, dim=64), mesh=mesh, quantized=quantized, **given)
 
 
 def test_codes_and_scales_are_leaves_that_nobody_trains():

@@ -2,11 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jfsdp.layout.cuts import check_aliases, find_cuts
+from jfsdp.layout.placements import Ignore, Replicate, find_placements
 from jfsdp.layout.report import describe_stage, layout_to_dict
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
@@ -74,7 +74,9 @@ def test_dims_of_a_selector_are_counted_without_layer_dims():
 def found(*, leaves=None, stacked=0, names=None, mesh=None, **given):
     shapes = {path: abstract(shape) for path, shape in (leaves or LEAVES).items()}
     layers = dict.fromkeys(shapes, stacked)
-    cuts = find_cuts(shapes, layers, NAMES if names is None else names, mesh or MESH, types={}, **given)
+    placed = find_placements(given.get("placements"), shapes, layers, {})
+    asked = {path: one.cuts for path, one in placed.items() if one.cuts is not None}
+    cuts = find_cuts(shapes, layers, NAMES if names is None else names, mesh or MESH, given.get("axis_rules"), asked)
     return {path: [(cut.dim, cut.axis, cut.parts) for cut in own] for path, own in cuts.items() if own}
 
 
@@ -82,7 +84,7 @@ def test_names_of_dims_cut_as_the_rules_say_and_selectors_have_the_last_word():
     by_names = {"mlp.up": [(1, "tensor", 2)], "mlp.down": [(0, "tensor", 2)], "mlp.bias": [(0, "tensor", 2)]}
     assert found() == {}
     assert found(axis_rules=RULES) == by_names
-    assert found(axis_rules=RULES, cuts={"mlp.bias": None, "mlp.up": (0, "tensor")}) == {
+    assert found(axis_rules=RULES, placements={"mlp.bias": None, "mlp.up": P("tensor")}) == {
         "mlp.up": [(0, "tensor", 2)],
         "mlp.down": [(0, "tensor", 2)],
     }
@@ -112,22 +114,23 @@ def test_rules_may_be_pairs_as_flaxs_are(rules):
     assert found(axis_rules=rules) == found(axis_rules=RULES) != {}
 
 
-def test_a_dim_may_be_an_integer_of_numpy():
-    assert found(cuts={"mlp.up": (np.int64(-1), "tensor")}) == {"mlp.up": [(1, "tensor", 2)]}
+def test_an_axis_rule_holds_where_a_placement_says_nothing_of_it():
+    for value in (Replicate(), "zero1", lambda path, shape: None):
+        assert found(axis_rules=RULES, placements={"mlp.up": value}) == found(axis_rules=RULES)
 
 
 def test_a_leaf_of_two_names_is_chosen_by_its_own():
     leaves = {"embed.embedding": abstract((64, 16)), "head.bias": abstract((64,))}
     aliases = {"head.kernel": "embed.embedding"}
     for selector in ("head.kernel", "head"):
-        with pytest.raises(ValueError, match=r"embed\.embedding: cuts 'head.* names it head\.kernel, and it is one"):
-            check_aliases({selector: (0, "tensor")}, leaves, {}, aliases)
-    check_aliases({"head": (0, "tensor"), "embed": (0, "tensor")}, leaves, {}, aliases)
-    check_aliases({"head.bias": (0, "tensor")}, leaves, {}, aliases)
+        with pytest.raises(ValueError, match=r"embed\.embedding: placements 'head.* names it head\.kernel, and"):
+            check_aliases({selector: P("tensor")}, leaves, {}, aliases)
+    check_aliases({"head": P("tensor"), "embed": P("tensor")}, leaves, {}, aliases)
+    check_aliases({"head.bias": P("tensor")}, leaves, {}, aliases)
 
 
 def test_leaves_without_elements_are_not_cut():
-    assert found(leaves={"w": (0, 8)}, names={}, cuts={"w": (1, "tensor")}) == {}
+    assert found(leaves={"w": (0, 8)}, names={}, placements={"w": P(None, "tensor")}) == {}
 
 
 REFUSED = {
@@ -147,21 +150,16 @@ REFUSED = {
         r"mlp\.up: sharding metadata 'embed' cuts dim 0 over axis 'tensor', and sharding metadata 'mlp' dim 1",
     ),
     "a data axis": ({"axis_rules": {"mlp": "fsdp", "embed": None}}, "axis 'fsdp' cuts no leaf .the strategy says"),
-    "an unknown axis": ({"cuts": {"mlp.up": (1, "tenser")}}, "'tenser' cuts no leaf .close names are tensor"),
-    "a dim that is not there": ({"cuts": {"mlp.up": (2, "tensor")}}, r"mlp\.up: cuts: dim 2 is not a dim of shape"),
-    "no number": ({"cuts": {"mlp.up": ("1", "tensor")}}, r"mlp\.up: cuts: dim '1' is not a whole number"),
-    "no pair": ({"cuts": {"mlp.up": "tensor"}}, r"mlp\.up: cuts 'mlp\.up': 'tensor' is neither a dim and an axis"),
-    "an empty pair": ({"cuts": {"mlp.up": ()}}, r"mlp\.up: cuts 'mlp\.up': \(\) is neither"),
-    "a bool": ({"cuts": {"mlp.up": (True, "tensor")}}, "dim True is not a whole number"),
-    "no axis": ({"cuts": {"mlp.up": (1, None)}}, r"mlp\.up: cuts 'mlp\.up': axis None cuts no leaf"),
-    "nothing chosen": ({"cuts": {"mpl.up": (1, "tensor")}}, "cuts 'mpl.up' matches no parameter"),
+    "nothing chosen": ({"placements": {"mpl.up": P("tensor")}}, "placements 'mpl.up' matches no parameter"),
     "two selectors": (
-        {"cuts": {"mlp.*": (0, "tensor"), "mlp.up": (1, "tensor")}},
-        r"mlp\.up: cuts 'mlp\.up' and another",
+        {"placements": {"mlp.*": P("tensor"), "mlp.up": P(None, "tensor")}},
+        r"mlp\.up: placements 'mlp\.\*' .* and 'mlp\.up' .* collide",
     ),
+    "two dims": ({"placements": {"mlp.up": P("tensor", "tensor")}}, r"mlp\.up: .* an axis cuts one dim of a leaf"),
+    "too many entries": ({"placements": {"norm": P(None, "tensor")}}, r"norm: .* more entries than shape \(64,\)"),
     "uneven": (
-        {"mesh": {"fsdp": 2, "tensor": 3}, "cuts": {"norm": (0, "tensor")}},
-        r"norm: cuts 'norm': dim 0 \(size 64\) cannot be cut over axis 'tensor' \(size 3\)",
+        {"mesh": {"fsdp": 2, "tensor": 3}, "placements": {"norm": P("tensor")}},
+        r"norm: placements 'norm': dim 0 \(size 64\) cannot be cut over axis 'tensor' \(size 3\)",
     ),
     "too many names": (
         {"names": {"norm": ("a", "mlp")}, "axis_rules": {"a": None, "mlp": None}},
@@ -182,14 +180,14 @@ def test_what_cannot_be_is_refused_by_name(case):
 
 
 def test_what_contradicts_a_cut_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"mlp\.up: ignored by 'mlp\.up', .* and cuts 'mlp\.up' cuts it"):
-        table(ignored="mlp.up")
+    with pytest.raises(ValueError, match=r"mlp\.up: placements 'mlp\.up' .* and 'mlp\.\*' .*Ignore.* collide"):
+        table(placements={"mlp.up": P(None, "tensor"), "mlp.*": Ignore()}, cuts=None)
     with pytest.raises(ValueError, match=r"b: dim 0 is to be split over 4 devices .* cut into 2 parts of size 3"):
-        table({"b": (6,)}, cuts={"b": (0, "tensor")}, shard_dim=lambda path, shape: 0)
+        table({"b": (6,)}, placements={"b": P(("tensor", "fsdp"))}, cuts=None)
 
 
 def test_the_report_has_the_cuts():
     row = next(row for row in layout_to_dict(table())["leaves"] if row["path"] == "mlp.down")
-    assert row["cuts"] == [{"dim": 0, "axis": "tensor", "parts": 2, "reason": "cuts 'mlp.down'"}]
+    assert row["cuts"] == [{"dim": 0, "axis": "tensor", "parts": 2, "reason": "placements 'mlp.down'"}]
     assert row["stages"]["use"]["spec"] == ["tensor", None]
     assert row["bytes_per_device"] == 4 * math.prod(LEAVES["mlp.down"]) // 8

@@ -16,6 +16,7 @@ from jfsdp.layout.lora import MAGNITUDE, A, B, also, find_adapters
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
 from tests.models_small import Block, LinenBlock, Tower, linen_tower
+from tests.sharding import fully_shard
 
 LEAVES: dict[str, Any] = {
     "layers.up": (3, 8, 16),
@@ -164,7 +165,7 @@ def test_numbers_that_no_adapter_has_are_refused(options):
 @pytest.mark.parametrize("options", [{"also": "nope"}, {"placement": "zero9"}, {"placement": 7}])
 def test_other_options_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
-        jfsdp.fully_shard(Tower, mesh=jfsdp.make_mesh(), units=[Block], lora=lora("**.up.kernel", **options))
+        fully_shard(Tower, mesh=jfsdp.make_mesh(), units=[Block], lora=lora("**.up.kernel", **options))
 
 
 def test_a_leaf_with_an_adapter_is_not_trained_as_it_is_too():
@@ -178,7 +179,7 @@ SOURCES = {"nnx": (Tower, [Block]), "linen": (linen_tower(), [LinenBlock])}
 @pytest.mark.parametrize("kind", SOURCES)
 def test_an_optimizer_sees_the_users_tree_with_adapters_in_the_place_of_arrays(kind):
     source, units = SOURCES[kind]
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         source, mesh=jfsdp.make_mesh(), units=units, lora=lora("**.up.kernel", also="head.bias", dora=True)
     )
     seen: list[Any] = []
@@ -207,8 +208,8 @@ def test_an_optimizer_sees_the_users_tree_with_adapters_in_the_place_of_arrays(k
 def test_first_adapters_change_nothing_and_frozen_weights_are_those_without_adapters_cast(kind):
     source, units = SOURCES[kind]
     options: dict[str, Any] = {"mesh": jfsdp.make_mesh(), "units": units, "min_size": 8}
-    base = jfsdp.fully_shard(source, **options).init(optax.sgd(1.0)).params
-    model = jfsdp.fully_shard(source, lora=lora("**.up.kernel", dora=True), frozen_dtype="bfloat16", **options)
+    base = fully_shard(source, **options).init(optax.sgd(1.0)).params
+    model = fully_shard(source, lora=lora("**.up.kernel", dora=True), frozen_dtype="bfloat16", **options)
     params = model.init(optax.sgd(1.0)).params
     assert params.keys() == {*base, *(f"blocks.up.kernel.{part}" for part in (A, B, MAGNITUDE))}
     for name, value in base.items():
@@ -227,7 +228,7 @@ def test_a_list_of_parameters_has_no_adapters():
             self.kernels = nnx.List([nnx.Param(jnp.ones((4, 4))) for _ in range(2)])
 
     with pytest.raises(ValueError, match=r"kernels\.0: is in a list"):
-        jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), lora=lora("kernels.0"))
+        fully_shard(Net, mesh=jfsdp.make_mesh(), lora=lora("kernels.0"))
 
 
 class Boxed(linen.Module):
@@ -239,7 +240,7 @@ class Boxed(linen.Module):
 
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 def test_metadata_of_a_model_cuts_the_parts_too():
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         (Boxed(), (jnp.ones((2, 4)),)),
         mesh=jfsdp.make_mesh(fsdp=4, tensor=2),
         units=["up"],
@@ -254,6 +255,6 @@ def test_metadata_of_a_model_cuts_the_parts_too():
 def test_the_users_choice_of_dims_is_of_their_own_leaves():
     seen = []
     options = {"lora": jfsdp.LoRA("**.up.kernel", rank=2), "units": [Block]}
-    jfsdp.fully_shard(Tower, shard_dim=lambda path, shape: seen.append(path), **options)
+    fully_shard(Tower, shard_dim=lambda path, shape: seen.append(path), **options)
     assert "blocks.up.kernel" in seen
     assert not [path for path in seen if "lora" in path]

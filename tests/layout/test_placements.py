@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.placements import Ignore, Replicate, Shard, placements
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.units import UnitInfo
@@ -42,12 +43,8 @@ def axes(leaf: Leaf) -> dict[str, Any]:
     return {name: stage and stage.axes for name, stage in leaf.stages}
 
 
-def asks(dim: int) -> Any:
-    return lambda path, shape: dim if path == "head" else None
-
-
-def place(placements: Any, strategy: Any = "full_shard", **more: Any) -> dict[str, Leaf]:
-    return dict(make_table(LEAVES, strategy, types=TYPES, placements=placements, **more).by_path)
+def place(given: Any, strategy: Any = "full_shard", **more: Any) -> dict[str, Leaf]:
+    return dict(make_table(LEAVES, strategy, types=TYPES, placements=given, **more).by_path)
 
 
 # Strategies of axes given by hand.
@@ -204,8 +201,6 @@ def test_a_placement_changes_its_own_leaf_only(other):
 
 # PartitionSpec of `param` -> axes of param, kept, grad, opt, and the dim; under full_shard in a resharded unit.
 SPECS = {
-    P(): (W, W, F, F, 0),
-    P(None, None): (W, W, F, F, 0),
     P("fsdp"): (F, F, F, F, 0),
     P(None, "fsdp"): (F, F, F, F, 1),
     P("replica", None): (R, R, A, A, 0),
@@ -234,33 +229,71 @@ def test_a_partition_spec_splits_a_leaf_below_min_size_and_pads_an_odd_dim():
     assert (leaf.dim, leaf.padding, leaf.reason) == (1, 1, "dim 1, as asked; placed by 'w'")
 
 
-def test_a_partition_spec_and_a_shard_dim_that_agree_are_welcome():
+def test_shard_names_the_dim_and_the_strategy_the_axes():
     for dim in (1, -1):
-        assert place({"head": P(None, "fsdp")}, shard_dim=asks(dim))["head"].dim == 1
+        leaf = place({"head": Shard(dim)})["head"]
+        assert (leaf.dim, axes(leaf)["opt"], leaf.reason) == (1, F, "dim 1, as asked; placed by 'head'")
+    stack = make_table(STACK, units=UNITS, placements={"layers.w": Shard(0)}).by_path["layers.w"]
+    assert stack.dim == 1, "layer dims do not count"
+
+
+def test_replicate_keeps_every_stage_whole():
+    assert {stage.axes for _, stage in place({"head": Replicate()})["head"].stages if stage} == {W}
+
+
+def test_a_spec_of_a_model_axis_is_a_cut_and_the_strategy_splits_the_rest():
+    mesh = {"fsdp": 4, "tensor": 2}
+    for spec, param in {P("tensor"): P(("tensor", "fsdp"), None), P(None, "tensor"): P("fsdp", "tensor")}.items():
+        assert place({"head": spec}, mesh=mesh)["head"].spec("param") == param
+    both = place({"head": P("fsdp", "tensor")}, "ddp", mesh=mesh)["head"]
+    assert (both.spec("param"), both.spec("use")) == (P("fsdp", "tensor"), P(None, "tensor"))
+    assert axes(both)["opt"] == F
+
+
+def test_a_function_places_by_path_and_shape_and_none_leaves_the_rule():
+    seen = {}
+
+    def choose(path, shape):
+        seen[path] = shape
+        return Shard(1) if path == "head" else None
+
+    leaves = place({"**": choose, "table": "ddp"})
+    assert seen == LEAVES
+    before = make_table(LEAVES, types=TYPES).by_path
+    assert {path for path in LEAVES if leaves[path] != before[path]} == {"head", "table"}
+    assert leaves["head"].dim == 1
+
+
+def test_a_minimum_size_is_merged_with_placements():
+    given = {"block.scale": Shard(0), **placements(min_size=3000)}
+    leaves = place(given, min_size=None)
+    assert {path for path, leaf in leaves.items() if leaf.dim is None} == {"block.bias"}
 
 
 STACK = {"layers.w": (6, 64, 64)}
+UNITS = {"": UnitInfo("", "Net", 0, ()), "layers": UnitInfo("layers", "Layer", 1, tuple(STACK))}
 BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     "collision": (
         {"block.*": "ddp", "**.w": "zero2"},
         "block.w: placements 'block.*' ('ddp') and '**.w' ('zero2') collide; make one of them narrower",
     ),
     "collision of a class": (
-        {Weight: P(), "head": P("fsdp")},
-        f"head: placements Weight ({P()!r}) and 'head' ({P('fsdp')!r}) collide",
+        {Weight: P("replica"), "head": P("fsdp")},
+        f"head: placements Weight ({P('replica')!r}) and 'head' ({P('fsdp')!r}) collide",
     ),
     "two dims": ({"head": P("replica", "fsdp")}, "splits dims 0, 1; data axes split one dim of a leaf"),
     "too long": ({"block.bias": P(None, "fsdp")}, "has more entries than shape (2048,) has dims"),
     "axis twice": ({"head": P(("fsdp", "fsdp"))}, "param=('fsdp', 'fsdp') is neither a jfsdp.Split nor a tuple"),
     "axes out of order": ({"head": P(("fsdp", "replica"))}, "each once, in the order ('replica', 'fsdp')"),
     "unknown axis": ({"head": P("data")}, "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
-    "model axis": ({"head": P(None, "tensor")}, "say cuts={'head': (1, 'tensor')}"),
     "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is neither a jfsdp.Split nor a tuple of data axes"),
     "unknown strategy": (
         {"head": "zero4"},
         "head: placements: strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp,",
     ),
-    "no strategy": ({"head": None}, "head: placements: strategy None is unknown"),
+    "a class": ({"head": Ignore}, "is unknown"),
+    "a dim that is not there": ({"head": Shard(2)}, "head: placements 'head': dim 2 is not a dim of shape (64, 128)"),
+    "a function of something else": ({"head": lambda path: None}, "placements 'head' is called as f(path, shape)"),
     "kept whole in a resharded unit": (
         {"block.w": "_HYBRID_SHARD_ZERO2"},
         "block.w: placed by 'block.w', and strategy 'full_shard' has reshard_after_forward=False, while its "
@@ -282,10 +315,10 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", BAD_PLACEMENTS)
 def test_placements_that_cannot_be_had_are_refused(case):
-    placements, message = BAD_PLACEMENTS[case]
+    given, message = BAD_PLACEMENTS[case]
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        place(placements)
-    if "matches" not in message and "neither a path" not in message:
+        place(given)
+    if not re.search("matches|neither a path|is called as", message):
         assert str(error.value).startswith(("block.", "head: "))
 
 
@@ -299,29 +332,11 @@ def test_a_leaf_that_a_unit_keeps_for_its_backward_may_be_placed_so():
     assert leaf.stage("kept").axes == W
 
 
-@pytest.mark.parametrize("dim", [0, -2, 5, -1000])
-def test_a_partition_spec_and_another_shard_dim_are_refused(dim):
-    with pytest.raises(
-        ValueError, match=rf"head: placed by 'head', which splits dim 1, and shard_dim asks for {dim}; choose one"
-    ):
-        place({"head": P(None, "fsdp")}, shard_dim=asks(dim))
-
-
-def test_a_partition_spec_on_a_layer_dim_is_refused():
-    units = {"": UnitInfo("", "Net", 0, ()), "layers": UnitInfo("layers", "Layer", 1, tuple(STACK))}
-    with pytest.raises(ValueError, match=r"layers\.w: dim 0 \(size 6\) is a layer dim and cannot be split"):
-        make_table(STACK, units=units, placements={"layers.w": P("fsdp")})
-
-
 def test_ignored_and_placed_is_refused():
     with pytest.raises(
-        ValueError, match=r"block\.w: placements 'block' \('ignored'\) and 'block\.w' \('ddp'\) collide"
+        ValueError, match=r"block\.w: placements 'block' \(Ignore\(\)\) and 'block\.w' \('ddp'\) collide"
     ):
         place({"block.w": "ddp"}, ignored="block")
-
-
-def test_ignored_is_a_placement():
-    assert place({"block": "ignored"}) == place(None, ignored="block")
 
 
 def test_ignored_leaves_are_whole_in_their_own_dtype_and_still_trained():

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,29 +117,10 @@ def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
     leaf["min_size"] = 10**9
     ndim = len(leaf["shape"])
     dim = data.draw(st.integers(leaf["stacked"], ndim - 1))
-    choices = [choose(leaf, shard_dim=dim), choose(leaf, shard_dim=dim - ndim)]
-    assert [choice.dim for choice in choices] == [dim, dim]
-    assert (leaf["shape"][dim] + choices[0].padding) % leaf["num_shards"] == 0
-    assert choices[0].reason == f"dim {dim}, as asked"
-
-
-def test_a_dim_may_be_a_number_of_numpy():
-    shape = (64, 128)
-    assert choose_dim("w", shape, 8, shard_dim=np.argmax(shape)) == choose_dim("w", shape, 8, shard_dim=1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dim", [2, 5, -3])
-def test_a_dim_that_the_leaf_has_not_is_refused(dim):
-    with pytest.raises(
-        ValueError, match=rf"blocks\.w: shard_dim={dim} is not a dim of shape \(64, 64\); pass one of 0\.\.1"
-    ):
-        choose_dim("blocks.w", (64, 64), 8, shard_dim=dim)
-
-
-@pytest.mark.parametrize("dim", [0, -3])
-def test_a_layer_dim_asked_for_is_refused(dim):
-    with pytest.raises(ValueError, match=r"blocks\.w: dim 0 \(size 32\) is a layer dim and cannot be split"):
-        choose_dim("blocks.w", (32, 64, 64), 8, stacked=1, shard_dim=dim)
+    choice = choose(leaf, dim=dim)
+    assert choice.dim == dim
+    assert (leaf["shape"][dim] + choice.padding) % leaf["num_shards"] == 0
+    assert choice.reason == f"dim {dim}, as asked"
 
 
 def test_stacked_leaves_are_measured_per_layer():

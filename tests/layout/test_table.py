@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.placements import LeafRules
+from jfsdp.layout.placements import Ignore, LeafRules, Shard, placements
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
 from jfsdp.layout.strategy import STRATEGIES
@@ -21,6 +21,7 @@ from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import UnitInfo
 from jfsdp.modules.nnx import NNXModel
 from tests.models_small import Block, Tower
+from tests.sharding import fully_shard
 from tests.ways import WAYS
 
 W, G, A = (), ("fsdp",), ("replica", "fsdp")
@@ -151,7 +152,7 @@ def test_spec_puts_all_axes_of_a_stage_on_the_split_dim():
 
 
 def test_spec_of_a_slice_has_lost_its_layer_dims():
-    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
+    layout = fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
     leaf = layout.by_path["blocks.up.kernel"]
     assert (leaf.shape, leaf.stacked) == ((3, 16, 64), 1)
     assert leaf.spec("param") == P(None, "fsdp", None)
@@ -170,35 +171,36 @@ def test_source_is_the_copy_where_there_is_one():
     assert make_layout("zero1").by_path["block.w"].source == "param"
 
 
-def test_shard_dim_is_asked_for_every_leaf_and_none_leaves_the_choice():
+def test_a_placement_function_is_asked_for_every_leaf_and_none_leaves_the_choice():
     asked = {}
 
     def choose(path, shape):
         asked[path] = shape
-        return -1 if path == "block.w" else None
+        return Shard(-1) if path == "block.w" else None
 
-    layout = make_layout(rules=LeafRules(shard_dim=choose))
+    layout = make_layout(rules=LeafRules(placements={"**": choose}))
     assert asked == {leaf.path: leaf.shape for leaf in layout.leaves}
     assert layout.by_path["block.w"].spec("param") == P(None, "fsdp")
     assert layout.by_path["head"].reason == "dim 0, the first divisible by 4"
 
 
 def test_min_size_moves_the_line_below_which_leaves_replicate():
-    assert make_layout(min_size=64).by_path["block.scale"].spec("param") == P("fsdp")
-    assert make_layout(min_size=10**6).by_path["block.w"].spec("param") == P(None, None)
+    low, high = (make_layout(rules=LeafRules(placements=placements(min_size=size))) for size in (64, 10**6))
+    assert low.by_path["block.scale"].spec("param") == P("fsdp")
+    assert high.by_path["block.w"].spec("param") == P(None, None)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": "zero1"},
     "mesh": {"sizes": {"replica": 4, "fsdp": 2}},
     "precision": {"param_dtype": "bfloat16"},
-    "min_size": {"min_size": 1},
+    "min_size": {"rules": LeafRules(placements=placements(min_size=1))},
     "resharding": {"reshard_after_forward": False},
     "remat": {"remat": "none"},
     "remat of one unit": {"per_unit": {"block": {"remat": "dots"}}},
     "number of devices": {"reshard_after_forward": 2},
     "frozen": {"rules": LeafRules(frozen="head")},
-    "ignored": {"rules": LeafRules(ignored="head")},
+    "ignored": {"rules": LeafRules(placements={"head": Ignore()})},
     "placement": {"rules": LeafRules(placements={"head": P(None, "fsdp")})},
     "offload": {"offload": OffloadPolicy(opt_state=True)},
 }
@@ -298,7 +300,7 @@ def padding_share(layout: Layout) -> float:
 def llama_8b(num_devices: int) -> Layout:
     job = jfsdp.find_job("llama-8b")
     mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
-    return jfsdp.fully_shard(job.model, mesh=mesh, units=job.units).layout
+    return fully_shard(job.model, mesh=mesh, units=job.units).layout
 
 
 @pytest.mark.parametrize("num_devices", [64, 512])
@@ -343,7 +345,7 @@ class Gpt2(nnx.Module):
 @pytest.mark.parametrize("num_devices", [24, 64])
 def test_gpt2_xl_is_padded_by_less_than_a_percent(num_devices):
     mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
-    layout = jfsdp.fully_shard(Gpt2, mesh=mesh, units=[Gpt2Block]).layout
+    layout = fully_shard(Gpt2, mesh=mesh, units=[Gpt2Block]).layout
     assert num_parameters(layout.leaves) == 1_557_611_200
     assert not [leaf.path for leaf in layout.leaves if leaf.dim is None]
     padded = {leaf.path for leaf in layout.leaves if leaf.padding}
@@ -360,13 +362,13 @@ class Attention(nnx.Module):
 
 def test_square_matrices_of_a_unit_are_not_replicated():
     mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
-    layout = jfsdp.fully_shard(lambda rngs: nnx.List([Attention(rngs)]), mesh=mesh, units=[Attention]).layout
+    layout = fully_shard(lambda rngs: nnx.List([Attention(rngs)]), mesh=mesh, units=[Attention]).layout
     assert not [leaf.reason for leaf in layout.leaves if leaf.dim is None]
 
 
 def test_abstract_leaves_carry_stored_shape_dtype_and_sharding():
     mesh = jfsdp.make_mesh(fsdp=3, devices=jax.devices()[:3])
-    layout = jfsdp.fully_shard(Tower, mesh=mesh, min_size=1).layout
+    layout = fully_shard(Tower, mesh=mesh, min_size=1).layout
     leaf = layout.by_path["embed.embedding"]
     abstract = layout.abstract(mesh, leaf, "param")
     assert abstract.shape == leaf.stored_shape == (39, 16)
@@ -374,14 +376,14 @@ def test_abstract_leaves_carry_stored_shape_dtype_and_sharding():
 
 
 def test_layout_covers_exactly_the_parameters_of_the_model():
-    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block]).layout
+    layout = fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block]).layout
     assert {leaf.path: leaf.shape for leaf in layout.leaves} == {
         path: leaf.shape for path, leaf in NNXModel(Tower).params.items()
     }
 
 
 def test_an_unknown_name_is_told_close_ones():
-    layout = jfsdp.fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
+    layout = fully_shard(Tower, mesh=jfsdp.make_abstract_mesh({"fsdp": 8}), units=[Block], min_size=1).layout
     with pytest.raises(
         KeyError, match=r"blocks\.up\.kernal: the layout has no leaf .*; close names are .*\.up\.kernel"
     ):

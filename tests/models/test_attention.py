@@ -16,6 +16,7 @@ from jfsdp.engine.unit import apply_remat
 from jfsdp_models import attention, cudnn  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests import models_published as published
+from tests.sharding import fully_shard
 
 T = 12
 
@@ -144,7 +145,8 @@ def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, engine):
     case, mesh = published.llama(True, vocab=64), jfsdp.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
     def train():
-        model = jfsdp.fully_shard(case.source, mesh=mesh, units=case.units, cuts=case.cuts, engine=engine, min_size=20)
+        placed: dict = {"placements": case.placements, "min_size": 20}
+        model = fully_shard(case.source, mesh=mesh, units=case.units, engine=engine, **placed)
         tx = optax.sgd(0.1)
         step, state = model.train_step(case.loss, tx, check_loss=False), model.init(tx)
         for seed in range(2):

@@ -19,6 +19,7 @@ from jfsdp_models.over_tensor import (  # pyright: ignore[reportMissingImports] 
     split_tokens,
     whole_rows,
 )
+from tests.sharding import fully_shard
 
 FREE = PartitionSpec.UNCONSTRAINED
 STATED = {split_tokens: PartitionSpec(FREE, "tensor", FREE), whole_rows: PartitionSpec(FREE, None, FREE)}
@@ -136,6 +137,6 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_jobs_cut_all_kernels_of_their_layers(name):
     job = (llama.JOBS | gpt2.JOBS | {"vit": dataclasses.asdict(vit.job())})[name]
-    leaves = jfsdp.fully_shard(job["model"], mesh=mesh(2), units=job["units"], cuts=job["cuts"]).layout.leaves
+    leaves = fully_shard(job["model"], mesh=mesh(2), units=job["units"], placements=job["placements"]).layout.leaves
     wide = [leaf for leaf in leaves if leaf.path.endswith(("kernel", "embedding"))]
     assert {leaf.path for leaf in wide if not leaf.cuts} == WHOLE[name]

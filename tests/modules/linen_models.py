@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-import jfsdp
 from tests.modules.parity import DIM, ROWS
+from tests.sharding import fully_shard
 
 VOCAB = 37  # prime: padded on every mesh
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
@@ -68,7 +68,7 @@ def mean_square(model, batch):
 
 
 def shard(module, example=(X,), units=(Block,), **options):
-    return jfsdp.fully_shard((module, example), units=units, min_size=1, **options)
+    return fully_shard((module, example), units=units, min_size=1, **options)
 
 
 class Decode(nn.Module):

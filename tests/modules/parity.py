@@ -6,8 +6,8 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 
-import jfsdp
 from jfsdp.engine.xla import XlaEngine
+from tests.sharding import fully_shard
 
 DIM, ROWS = 16, 16
 TX = optax.sgd(0.1)
@@ -59,7 +59,7 @@ def unsharded(model, state):
 
 def check_nnx(factory, loss, batch, units, *, steps=2, **options):
     """Take steps with the plain NNX model and the sharded one; losses, parameters and other state must agree."""
-    model = jfsdp.fully_shard(factory, units=units, min_size=1, **options)
+    model = fully_shard(factory, units=units, min_size=1, **options)
     state = model.init(TX)
     graphdef, abstract, abstract_rest = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))), nnx.Param, ...)
     arrays, other = unsharded(model, state)
@@ -100,7 +100,7 @@ def check_linen(module, example, call, batch, units, *, loss=None, steps=2, muta
         sharded model it is the model itself, for the plain one it applies the module to its variables, under the rng
         key that the rule of LinenModel says, and keeps the collections in `mutable`.
     """
-    model = jfsdp.fully_shard((module, example), units=units, min_size=1, **options)
+    model = fully_shard((module, example), units=units, min_size=1, **options)
     state = model.init(TX)
     params, variables = map(nested, unsharded(model, state))
     variables.pop("rngs")

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 import jfsdp
 from tests.modules.parity import DIM, TX, check_linen, check_nnx, data
+from tests.sharding import fully_shard
 
 
 @dataclasses.dataclass
@@ -147,7 +148,7 @@ def test_linen_units_take_and_return_containers_that_jax_does_not_know():
 
 
 def test_program_manual_takes_containers_too():
-    run = lambda engine: jfsdp.fully_shard(Net, units=[Layer], min_size=1, engine=engine)  # noqa: E731
+    run = lambda engine: fully_shard(Net, units=[Layer], min_size=1, engine=engine)  # noqa: E731
     found = [m.train_step(loss(), TX)(m.init(TX), data())[1]["grad_norm"] for m in (run("xla"), run("manual"))]
     np.testing.assert_allclose(*found, rtol=1e-5)
 
@@ -167,7 +168,7 @@ def test_precision_is_that_of_arrays_in_containers_that_jax_does_not_know(api, k
     put, take = KINDS[kind]
     seen = {}
     for name, settings in (("whole", None), ("root", per_unit)):
-        model = jfsdp.fully_shard(source(kind), units=units if has_units else [], mp_policy=policy, per_unit=settings)
+        model = fully_shard(source(kind), units=units if has_units else [], mp_policy=policy, per_unit=settings)
         state = model.abstract_state(TX)
         out = jax.eval_shape(lambda *args, model=model: model.apply(*args)[0], *_apply(put, take, state))
         seen[name] = out.dtype.name
@@ -229,7 +230,7 @@ class Writer(nnx.Module):
 
 
 def test_a_write_of_a_unit_to_a_container_that_is_copied_is_refused():
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Writer(rngs)), units=[Writer])
+    model = fully_shard(lambda rngs: nnx.Sequential(Writer(rngs)), units=[Writer])
     with pytest.raises(
         ValueError, match=r"unit 'layers.0': its call writes to an argument \(a Record\).*return the new"
     ):
@@ -271,7 +272,7 @@ def test_what_the_model_writes_to_an_argument_is_there_after_its_call(api, dtype
         return (found[2].astype(jnp.float32) ** 2).mean()
 
     source = Logger if api == "nnx" else (LinenLogger(), (make(jnp.zeros((1, DIM))),))
-    model = jfsdp.fully_shard(source, mp_policy=jfsdp.MixedPrecisionPolicy(dtype))
+    model = fully_shard(source, mp_policy=jfsdp.MixedPrecisionPolicy(dtype))
     model.train_step(mean, TX)(model.init(TX), data())
 
 
@@ -298,7 +299,7 @@ class Later(nnx.Module):
 )
 @pytest.mark.parametrize("engine", ["xla", "manual"])
 def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, engine):
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Later(rngs)), units=[Later], engine=engine)
+    model = fully_shard(lambda rngs: nnx.Sequential(Later(rngs)), units=[Later], engine=engine)
 
     def mean(model, x):
         outs = getattr(model.layers[0], method)(x)
@@ -326,6 +327,6 @@ def test_a_value_that_leaves_a_unit_but_is_not_returned_is_refused(engine):
         out = model(x) + kept[-1]
         return jfsdp.Loss((out**2).sum(), out.size)
 
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Leaky(rngs)), units=[Leaky], engine=engine)
+    model = fully_shard(lambda rngs: nnx.Sequential(Leaky(rngs)), units=[Leaky], engine=engine)
     with pytest.raises(ValueError, match=r"inside a unit's call .* is used outside it.*return it from the call"):
         model.train_step(squares, TX)(model.init(TX), data())

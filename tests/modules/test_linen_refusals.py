@@ -9,10 +9,10 @@ import pytest
 from flax import linen as nn
 from flax.core import DenyList
 
-import jfsdp
 from jfsdp.modules.linen import LinenModel
 from tests.modules.linen_models import SPLIT, Block, Carry, Net, X, mean_square, shard
 from tests.modules.parity import DIM, TX, assert_close, check_linen, data, flat, train_sharded
+from tests.sharding import fully_shard
 
 
 def refuse(match, module, loss=mean_square, units=(Block,), example=(X,), **options):
@@ -123,7 +123,7 @@ def test_state_made_by_a_call_is_refused_by_name():
 def test_given_variables_are_kept_and_wrong_ones_are_refused():
     module = Net()
     variables = module.init(jax.random.key(7), data())
-    model = jfsdp.fully_shard((module, (X,), variables), units=[Block], min_size=1)
+    model = fully_shard((module, (X,), variables), units=[Block], min_size=1)
     assert_close(model.init(TX, seed=3).params, flat(variables["params"]), 0, 0)
     with pytest.raises(ValueError, match=r"missing: batch_stats"):
         LinenModel(module, (X,), {"params": variables["params"]})
@@ -145,7 +145,7 @@ def test_boxed_parameters_are_unboxed():
 @pytest.mark.parametrize("source", [Net(), (Net(),), (Net, X), (X, Net())], ids=["bare", "one", "class", "order"])
 def test_what_is_no_linen_model_is_refused_with_the_form_to_pass(source):
     with pytest.raises(ValueError, match=r"\((linen_)?module, example_inputs\)"):
-        jfsdp.fully_shard(source)
+        fully_shard(source)
 
 
 @pytest.mark.parametrize("example", [(1, 64), [1, 64], 64])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jfsdp
 from jfsdp.modules.nnx import NNXModel
 from jfsdp.modules.nnx_unit import _methods
 from tests.modules.parity import DIM, ROWS, TX, check_nnx, count_calls, data, tokens, train_sharded
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 VOCAB = 37  # prime: padded on every mesh
@@ -111,7 +111,7 @@ def test_encoder_decoder_with_a_tied_table_in_the_root_or_as_a_unit_of_two_metho
 
 
 def test_each_call_of_a_unit_gathers_it_once_and_nothing_twice(monkeypatch):
-    model = jfsdp.fully_shard(Seq2Seq, units=[Block, Cross, nnx.Embed], min_size=1)
+    model = fully_shard(Seq2Seq, units=[Block, Cross, nnx.Embed], min_size=1)
     counts = count_calls(monkeypatch, model, cross_entropy, {"source": tokens(), "target": tokens(seed=1)})
     once = ["encoder.0", "decoder.0", "decoder.0.inner"]
     assert counts == {"": 1, "embed": 3, **dict.fromkeys(once, 1)}
@@ -177,7 +177,7 @@ def test_a_cache_made_by_a_call_is_there_for_the_next_and_must_be_popped():
         return out
 
     check_nnx(lambda rngs: Net(rngs, Lazy), twice, data(), [Lazy], steps=1)
-    model = jfsdp.fully_shard(lambda rngs: Net(rngs, Lazy), units=[Lazy], min_size=1)
+    model = fully_shard(lambda rngs: Net(rngs, Lazy), units=[Lazy], min_size=1)
     with pytest.raises(ValueError, match=r"created or removed state: layers\.0\.cache, layers\.1\.cache"):
         train_sharded(model, mean_square, [data()])
 
@@ -199,7 +199,7 @@ def test_decoding_token_by_token_fills_the_caches_of_units():
         return jnp.concatenate([model(batch[:, index : index + 1]) for index in range(4)], axis=1)
 
     batch = data(ROWS, 4, DIM)
-    model = jfsdp.fully_shard(Decoder, units=[nnx.MultiHeadAttention], min_size=1)
+    model = fully_shard(Decoder, units=[nnx.MultiHeadAttention], min_size=1)
     wanted = decode(nnx.jit(lambda: Decoder(nnx.Rngs(0)))(), batch)
     np.testing.assert_allclose(model.forward(decode)(model.init(TX), batch), wanted, rtol=1e-5, atol=1e-6)
     check_nnx(
@@ -213,7 +213,7 @@ def test_a_parameter_made_by_a_call_is_refused_by_name():
             self.made = nnx.Param(jnp.ones(DIM))
             return super().__call__(x)
 
-    model = jfsdp.fully_shard(lambda rngs: Net(rngs, Maker), units=[Maker], min_size=1)
+    model = fully_shard(lambda rngs: Net(rngs, Maker), units=[Maker], min_size=1)
     with pytest.raises(ValueError, match=r"unit 'layers\.0': its call created parameter 'made'; create it in __init__"):
         train_sharded(model, mean_square, [data()])
 
@@ -222,7 +222,7 @@ def test_a_weight_taken_out_of_a_unit_is_refused_by_name():
     def penalized(model, batch):
         return mean_square(model, batch) + (model.layers[0].up.kernel[...] ** 2).sum()
 
-    model = jfsdp.fully_shard(Net, units=[Block], min_size=1)
+    model = fully_shard(Net, units=[Block], min_size=1)
     with pytest.raises(ValueError, match=r"layers\.0\.up\.kernel: read outside the calls of its unit 'layers\.0'"):
         train_sharded(model, penalized, [data()])
 
@@ -231,7 +231,7 @@ def test_a_layer_of_a_unit_called_from_outside_is_refused_by_name():
     def reaching(model, batch):
         return model.layers[0].up(batch).mean()
 
-    model = jfsdp.fully_shard(Net, units=[Block], min_size=1)
+    model = fully_shard(Net, units=[Block], min_size=1)
     with pytest.raises(ValueError, match=r"layers\.0\.up\.(bias|kernel): read outside the calls of its unit"):
         train_sharded(model, reaching, [data()])
 
@@ -270,7 +270,7 @@ def test_two_parameters_of_one_name_are_refused():
             self.inner = nnx.Dict({"a.b": nnx.Param(jnp.ones(3)), "a": nnx.Dict(b=nnx.Param(jnp.zeros(3)))})
 
     with pytest.raises(ValueError, match=r"inner\.a\.b: two arrays would have this name; take the '\.' out"):
-        jfsdp.fully_shard(Twice)
+        fully_shard(Twice)
 
 
 def test_a_factory_that_makes_no_module_is_refused():
@@ -334,7 +334,7 @@ def test_bare_arrays_of_a_factory_are_state_as_they_are_of_an_instance():
     assert {f"layers.{i}.{name}" for i in range(2) for name in names} <= set(NNXModel(instance).state)
     states, losses = [], []
     for source in (MaskedNet, instance):
-        model = jfsdp.fully_shard(source, units=[Masked], min_size=1)
+        model = fully_shard(source, units=[Masked], min_size=1)
         found, state = train_sharded(model, mean_square, [data()] * 2)
         states.append(state.model_state)
         losses.append(found)
@@ -397,7 +397,7 @@ def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):
 
 
 def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered():
-    model = jfsdp.fully_shard(Net, units=[Block], min_size=1)
+    model = fully_shard(Net, units=[Block], min_size=1)
     with pytest.raises(ValueError, match=r"layers\.0\.up.*call.* as module\.method\(x\), not as Class\.method"):
         train_sharded(model, lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean(), [data()])
     train_sharded(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), [data()])
@@ -419,7 +419,7 @@ class Normalized(nnx.Module):
 @pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_a_module_that_normalizes_its_own_weights_is_refused_and_its_copy_trains(norm):
     make = lambda rngs: norm(nnx.Linear(DIM, DIM, rngs=rngs), rngs=rngs)  # noqa: E731
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(make(rngs)), units=[norm], min_size=1)
+    model = fully_shard(lambda rngs: nnx.Sequential(make(rngs)), units=[norm], min_size=1)
     with pytest.raises(ValueError, match=r"writes to 1 of its parameters .*kernel\).*nnx\.clone"):
         train_sharded(model, mean_square, [data()])
     check_nnx(lambda rngs: nnx.Sequential(Normalized(make(rngs))), mean_square, data(), [Normalized])

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
 from tests.modules.parity import ROWS, TX
+from tests.sharding import fully_shard
 
 SIZE, LAYERS = 24, 2
 X = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.float32)
@@ -109,7 +110,7 @@ MODELS: dict[str, Any] = {
 def weights_saved(name, remat, reshard):
     """Count what has a weight's size, or a stack's, among what the forward keeps, besides the weights at rest."""
     source, units = MODELS[name]
-    model = jfsdp.fully_shard(source, units=units, min_size=1, remat=POLICIES[remat], reshard_after_forward=reshard)
+    model = fully_shard(source, units=units, min_size=1, remat=POLICIES[remat], reshard_after_forward=reshard)
     state = model.abstract_state(TX)
 
     def kept(params, model_state, x):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
 from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, data, train_sharded
+from tests.sharding import fully_shard
 
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 RULES = (("embed", None), ("mlp", "fsdp"), ("batch", "fsdp"))
@@ -69,7 +70,7 @@ def total(model, batch):
 
 def lower(source, unit, **options):
     """Trace init and a step; return the model."""
-    model = jfsdp.fully_shard(source, units=[unit], min_size=1, **options)
+    model = fully_shard(source, units=[unit], min_size=1, **options)
     model.lower_init(TX)
     model.train_step(total, TX).lower(model.abstract_state(TX), X)
     return model
@@ -83,10 +84,12 @@ class Tied(nnx.Module):
 
 def test_a_tied_leaf_is_cut_by_its_own_name_and_the_other_one_is_refused():
     mesh = jfsdp.make_abstract_mesh({"fsdp": 4, "tensor": 2})
-    model = jfsdp.fully_shard(Tied, mesh=mesh, cuts={"embed": (0, "tensor")})
+    model = fully_shard(Tied, mesh=mesh, cuts={"embed": (0, "tensor")})
     assert model.layout.by_path["embed.embedding"].cuts
-    with pytest.raises(ValueError, match=r"embed\.embedding: cuts 'head' names it head\.embedding, and it is one"):
-        jfsdp.fully_shard(Tied, mesh=mesh, cuts={"head": (0, "tensor")})
+    with pytest.raises(
+        ValueError, match=r"embed\.embedding: placements 'head' names it head\.embedding, and it is one"
+    ):
+        fully_shard(Tied, mesh=mesh, cuts={"head": (0, "tensor")})
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -96,7 +99,7 @@ def test_a_factory_with_names_needs_no_mesh_and_no_setting_of_flax(stacked):
 
 @pytest.mark.parametrize("names", [("embed", "mlp"), ("fsdp", None), (None, "tensor")])
 def test_names_change_no_layout(names):
-    plain = jfsdp.fully_shard(lambda rngs: Net(rngs, names=(None, None)), units=[Block], min_size=1)
+    plain = fully_shard(lambda rngs: Net(rngs, names=(None, None)), units=[Block], min_size=1)
     assert lower(lambda rngs: Net(rngs, names=names), Block).layout == plain.layout
 
 
@@ -115,8 +118,7 @@ def test_an_instance_that_flax_has_placed_on_a_mesh_trains_as_its_factory():
         instance: Any = nnx.jit(lambda: Net(nnx.Rngs(0)))()
     assert instance.blocks[0].up.kernel.sharding.spec == PartitionSpec(None, "mlp")
     losses = [
-        train_sharded(jfsdp.fully_shard(source, units=[Block], min_size=1), loss, [data()])[0]
-        for source in (instance, Net)
+        train_sharded(fully_shard(source, units=[Block], min_size=1), loss, [data()])[0] for source in (instance, Net)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
@@ -132,7 +134,7 @@ def test_a_variable_with_names_may_be_made_by_a_call():
         nnx.pop(model, nnx.Cache)
         return out
 
-    model = jfsdp.fully_shard(Caching, units=[Block], min_size=1)
+    model = fully_shard(Caching, units=[Block], min_size=1)
     model.train_step(popped, TX).lower(model.abstract_state(TX), X)
 
 
@@ -147,7 +149,7 @@ def test_hooks_of_a_user_on_a_unit_s_parameters_are_run():
         def __call__(self, x):
             return x * self.one[...] * self.two[...]
 
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Hooked(rngs)), units=[Hooked], min_size=1)
+    model = fully_shard(lambda rngs: nnx.Sequential(Hooked(rngs)), units=[Hooked], min_size=1)
     found = model.forward(lambda model, x: model(x))(model.init(TX), data())
     np.testing.assert_allclose(found, data() * 6, rtol=1e-6)
 
@@ -209,11 +211,11 @@ def test_boxed_variables_that_are_given_are_unboxed_whatever_mesh_is_set():
     module = LinenNet(nn.with_partitioning)
     variables = module.init(jax.random.key(0), data())
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
-        model = jfsdp.fully_shard((module, (X,), variables), units=[LinenBlock], min_size=1)
+        model = fully_shard((module, (X,), variables), units=[LinenBlock], min_size=1)
     assert model.layout.by_path["layers.Dense_0.kernel"].unit == "layers"
 
 
 def test_a_set_mesh_with_explicit_axes_is_refused_with_what_to_do():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Explicit axes \('data',\).*outside of it"):
-        jfsdp.fully_shard(Net, units=[Block])
+        fully_shard(Net, units=[Block])

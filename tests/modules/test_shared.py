@@ -12,6 +12,7 @@ from flax import nnx
 import jfsdp
 from tests import reference
 from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, count_calls, data
+from tests.sharding import fully_shard
 
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 ADAM = optax.adam(1e-2, eps=1e-4)
@@ -88,7 +89,7 @@ def square(model, batch):
 
 def check_manual(source, units, **options):
     """Train under the manual engine, where each device sees its rows; compare with one device."""
-    model = jfsdp.fully_shard(source, units=units, min_size=1, engine="manual", **options)
+    model = fully_shard(source, units=units, min_size=1, engine="manual", **options)
     state, step, batches = model.init(ADAM), model.train_step(square, ADAM, check_loss=False), [data(), data(seed=1)]
     for batch in batches:
         state, _ = step(state, batch)
@@ -128,23 +129,21 @@ def test_a_module_that_two_parents_hold_trains_under_the_manual_engine_too(units
 
 
 def test_each_call_of_a_shared_unit_gathers_it_once(monkeypatch):
-    model = jfsdp.fully_shard(Net, units=[Outer, Core], min_size=1)
+    model = fully_shard(Net, units=[Outer, Core], min_size=1)
     counts = count_calls(monkeypatch, model, mean_square, data())
     assert counts == {"": 1, "blocks.0": 1, "blocks.1": 1, "blocks.0.core": 3}
 
 
 def test_a_shared_module_between_units_is_the_root_s_and_its_reason_names_them():
-    layout = jfsdp.fully_shard(Net, units=[Outer]).layout
+    layout = fully_shard(Net, units=[Outer]).layout
     assert "share it: blocks.0, blocks.1" in layout.by_path["blocks.0.core.linear.kernel"].reason
     assert "share it" not in layout.by_path["blocks.0.own.kernel"].reason
-    assert (
-        "share it" not in jfsdp.fully_shard(Net, units=[Outer, Core]).layout.by_path["blocks.0.core.norm.bias"].reason
-    )
+    assert "share it" not in fully_shard(Net, units=[Outer, Core]).layout.by_path["blocks.0.core.norm.bias"].reason
 
 
 def test_a_weight_of_a_shared_module_may_be_read_beside_its_calls_if_no_unit_owns_it():
     check_nnx(lambda rngs: Net(rngs, Scaled), mean_square, data(), [Outer], steps=1)
-    model = jfsdp.fully_shard(lambda rngs: Net(rngs, Scaled), units=[Core], min_size=1)
+    model = fully_shard(lambda rngs: Net(rngs, Scaled), units=[Core], min_size=1)
     with pytest.raises(ValueError, match=r"blocks\.0\.core\.linear\.bias: read outside the calls of its unit"):
         model.train_step(mean_square, TX).lower(model.abstract_state(TX), X)
 

@@ -6,8 +6,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-import jfsdp
 from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, data
+from tests.sharding import fully_shard
 
 TRANSFORMS = {
     "vmap": lambda call, x: jax.vmap(call)(x),
@@ -52,7 +52,7 @@ def evaluated(model, batch):
 
 
 def refuse(match, source, unit):
-    model = jfsdp.fully_shard(source, units=[unit], min_size=1)
+    model = fully_shard(source, units=[unit], min_size=1)
     with pytest.raises(ValueError, match=match):
         model.train_step(loss, TX).lower(model.abstract_state(TX), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32))
 

@@ -14,6 +14,7 @@ from jfsdp.plan.wire.axes import group_axes
 from jfsdp.plan.wire.ledger import make_ledger
 from jfsdp.plan.wire.theory import expected_wire
 from tests.plan import programs
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 GROUPS = (("replica", 2), ("fsdp", 4))
@@ -98,7 +99,7 @@ def test_a_ledger_is_plain_data():
 
 def layout(strategy="full_shard", mesh=(("fsdp", 8),), **options):
     task = programs.job()
-    return jfsdp.fully_shard(
+    return fully_shard(
         task.model,
         mesh=make_abstract_mesh(dict(mesh)),
         strategy=strategy,
@@ -143,7 +144,7 @@ def test_equal_shapes_are_dealt_out_by_what_theory_still_expects():
 
 
 def test_a_scope_outweighs_what_theory_expects():
-    table = jfsdp.fully_shard(
+    table = fully_shard(
         programs.job(stacked=False).model,
         mesh=make_abstract_mesh({"fsdp": 8}),
         units=programs.job().units,

@@ -20,6 +20,7 @@ from jfsdp.plan.wire.traps import excess_elements
 from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests.plan import programs
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 NUM_DEVICES = 16
@@ -31,11 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 def program(engine, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
     """The compiled step as a module, its layout, and its trace."""
     job = programs.job(num_layers, attention="xla")
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(2), fsdp=fsdp, tensor=tensor),
         units=job.units,
-        cuts=job.cuts,
+        placements=job.placements,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
         engine=engine,
         remat=remat,

@@ -29,6 +29,7 @@ from jfsdp.trainer.options import StepOptions
 from tests import hlo
 from tests.plan import programs
 from tests.plan.test_timeline import COPY, DOT, timeline
+from tests.sharding import fully_shard
 
 LAYERS, DIM, FFN, VOCAB, KV, SEQ = 8, 1024, 2048, 4096, 512, 512
 P, F = 2, 4
@@ -43,11 +44,11 @@ def compiled(schedule="1f1b", repeats=1, prefetch=1, microbatches=8, layers=LAYE
     """Return the step, its module, and how it was compiled."""
     job = programs.job(layers)
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         job.model,
         mesh=mesh,
         units=job.units,
-        cuts=job.cuts,
+        placements=job.placements,
         prefetch=prefetch,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
     )
@@ -156,7 +157,7 @@ def test_theory_knows_which_ends_of_a_stage_do_not_stay(has_small):
     units = [jfsdp.Unit(f"layers.{name}", stacked=1) for name in ("mix", "scores", *["small"] * has_small)]
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
     words = {"embed.embedding": (0, "pipe")}
-    model = jfsdp.fully_shard(lambda rngs: Counted(rngs, has_small), mesh=mesh, units=units, min_size=1000, cuts=words)
+    model = fully_shard(lambda rngs: Counted(rngs, has_small), mesh=mesh, units=units, min_size=1000, cuts=words)
     tx = optax.sgd(0.1)
     step = model.train_step(counted_loss, tx, accumulate=4)
     lowered = step.lower(model.abstract_state(tx), jax.ShapeDtypeStruct((4 * F, 128), jnp.int32))

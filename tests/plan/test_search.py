@@ -279,11 +279,11 @@ def test_axis_tensor_takes_the_divisors_of_a_host_and_the_global_batch_stays():
     assert tensor_meshes(hybrid, TWO_NODES)[:2] == [("replica=-1,fsdp=8", 1), ("replica=-1,fsdp=4,tensor=2", 2)]
 
 
-def test_a_mesh_that_is_fixed_and_a_job_without_cuts_keep_their_tensor(monkeypatch):
+def test_a_mesh_that_is_fixed_and_a_job_without_placements_keep_their_tensor(monkeypatch):
     for mesh in ("fsdp=8", "replica=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=-1,tensor=1", "fsdp=2,tensor=-1"):
         assert tensor_meshes(dataclasses.replace(TINY, mesh=mesh)) == []
     assert tensor_meshes(TINY, space=dataclasses.replace(ONE, tensor_sizes=(2,))) == [("fsdp=-1,tensor=2", 2)]
-    uncut = dataclasses.replace(find_job("llama-tiny"), cuts={"**.up_proj": None})
+    uncut = dataclasses.replace(find_job("llama-tiny"), placements=None)
     monkeypatch.setattr(spaces, "find_planned_job", lambda options: uncut)
     assert tensor_meshes(TINY) == []
 

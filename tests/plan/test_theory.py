@@ -16,6 +16,7 @@ from jfsdp.layout.table import num_parameters
 from jfsdp.plan.program.hlo import Shape
 from jfsdp.plan.wire.theory import expected_wire, hlo_dtype
 from jfsdp.trainer.job import find_job
+from tests.sharding import fully_shard
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
 SHARE, GROUP_SHARE = (NUM - 1) / NUM, (GROUP - 1) / GROUP
@@ -29,7 +30,7 @@ def layout(strategy="full_shard", mesh=(("fsdp", NUM),), param_dtype="bfloat16",
     job = find_job("llama-8b")
     if "per_unit" in options:
         options["per_unit"] = {unit: dict(policy) for unit, policy in options["per_unit"]}
-    return jfsdp.fully_shard(
+    return fully_shard(
         job.model,
         mesh=make_abstract_mesh(dict(mesh)),
         strategy=strategy,

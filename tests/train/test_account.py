@@ -14,6 +14,7 @@ import jfsdp
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.train.account import StateBytes, account, explain_to_dict
+from tests.sharding import fully_shard
 from tests.ways import WAYS
 
 COUNTERS = 3 * 4  # step, num_skipped, Adam's count
@@ -36,7 +37,7 @@ MODEL_STATE = 9 * 4 + 8 + 4  # batch statistics, a key, its count
 
 def sharded(strategy: str, mesh: Any, param_dtype: str | None = None) -> jfsdp.ShardedModel:
     mp_policy = jfsdp.MixedPrecisionPolicy(param_dtype)
-    return jfsdp.fully_shard(Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8)
+    return fully_shard(Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8)
 
 
 def device_mesh(sizes: dict[str, int]) -> Any:
@@ -185,7 +186,7 @@ def test_explain_rows_count_parameters_copies_and_optimizer():
 def llama_8b(num_devices: int, tx: Any = None) -> tuple[StateBytes, int]:
     job = jfsdp.find_job("llama-8b")
     mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
-    model = jfsdp.fully_shard(job.model, mesh=mesh, units=job.units)
+    model = fully_shard(job.model, mesh=mesh, units=job.units)
     return account(model.abstract_state(tx or optax.adamw(1e-3))), sum(map(padding_elements, model.layout.leaves))
 
 
@@ -210,9 +211,7 @@ def test_what_is_offloaded_is_counted_apart_and_is_what_the_live_arrays_occupy(s
     policy = jfsdp.OffloadPolicy(**dict.fromkeys(what, True))
     here = sharded(strategy, mesh, "bfloat16")
     mp_policy = jfsdp.MixedPrecisionPolicy("bfloat16")
-    there = jfsdp.fully_shard(
-        Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8, offload_policy=policy
-    )
+    there = fully_shard(Net, mesh=mesh, strategy=WAYS[strategy], mp_policy=mp_policy, min_size=8, offload_policy=policy)
     state, count, plain = there.init(tx), account(there.abstract_state(tx)), account(here.abstract_state(tx))
     kinds: dict[str, list[Any]] = {"device": [], "pinned_host": []}
     for array in jax.tree.leaves(state):
@@ -232,12 +231,12 @@ def test_what_is_offloaded_is_counted_apart_and_is_what_the_live_arrays_occupy(s
 
 def test_a_frozen_leaf_has_parameters_and_no_more():
     mesh = jfsdp.make_abstract_mesh(MESHES["8"])
-    model = jfsdp.fully_shard(Net, mesh=mesh, min_size=8, frozen="even")
+    model = fully_shard(Net, mesh=mesh, min_size=8, frozen="even")
     count = account(model.abstract_state(optax.adam(1e-3)))
     assert count.by_leaf["even"] == 4 * EVEN // 8
 
 
 def test_the_loss_scale_is_among_the_counters():
     mesh = jfsdp.make_abstract_mesh(MESHES["8"])
-    model = jfsdp.fully_shard(Net, mesh=mesh, mp_policy=jfsdp.MixedPrecisionPolicy("float16"))
+    model = fully_shard(Net, mesh=mesh, mp_policy=jfsdp.MixedPrecisionPolicy("float16"))
     assert account(model.abstract_state(optax.adam(1e-3))).counters == COUNTERS + 2 * 4

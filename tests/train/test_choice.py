@@ -13,6 +13,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
 MESH, GROUPS = {"fsdp": 8}, {"replica": 2, "fsdp": 4}
@@ -162,7 +163,7 @@ CASES = {
 
 def step_of(source, loss_fn, mesh, options, config):
     options = {"units": ["up", "down"], "min_size": 0} | options
-    model = jfsdp.fully_shard(source, mesh=make_abstract_mesh(mesh), **options)
+    model = fully_shard(source, mesh=make_abstract_mesh(mesh), **options)
     return model, model.train_step(loss_fn, TX, **config)
 
 
@@ -240,7 +241,7 @@ def test_a_loss_is_traced_at_most_three_times(name, accumulate, weight):
 
     options = {"units": ["up"] if source is Tied else ["up", "down"], "min_size": 0} | options
     sizes = {"replica": 1, "fsdp": 1} | mesh
-    model = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**sizes), **options)
+    model = fully_shard(source, mesh=jfsdp.make_mesh(**sizes), **options)
     step = model.train_step(counted, TX, accumulate=accumulate, check_loss=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -14,6 +14,7 @@ import jfsdp
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 
 TX = optax.sgd(0.0)
 
@@ -51,7 +52,7 @@ QUICK = ("full_shard", "zero1 in microbatches", "reduced once", "manual, flat")
 
 def step_for(way, loss, **extra):
     source, options, steps = WAYS[way][:3]
-    model = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(replica=2, fsdp=4), units=["up"], min_size=1, **options)
+    model = fully_shard(source, mesh=jfsdp.make_mesh(replica=2, fsdp=4), units=["up"], min_size=1, **options)
     return model.train_step(loss, TX, **steps, **extra), model.init(TX)
 
 
@@ -111,7 +112,7 @@ def scalar(loss):
 
 
 def test_a_weight_of_the_whole_batch_is_not_counted_in_every_microbatch():
-    model = jfsdp.fully_shard(Net)
+    model = fully_shard(Net)
     mine = lambda model, batch: jfsdp.Loss((model(batch["x"]) ** 2).sum(), 16.0)  # noqa: E731
     model.train_step(mine, TX)(model.init(TX), BATCH)
     with pytest.raises(ValueError, match="the weight of the loss is 16 for any number of rows"):
@@ -327,7 +328,7 @@ def test_dropout_neither_hides_a_coupled_loss_nor_looks_like_one(api, dtype, los
     linen_source = LinenDropped(dtype), (jax.ShapeDtypeStruct((1, 8), "float32"),)
     source = (lambda rngs: Dropped(rngs, dtype)) if api == "nnx" else linen_source
     mesh, units = jfsdp.make_mesh(replica=2, fsdp=4), ["*own*"] if api == "nnx" else [linen.Dense]
-    model = jfsdp.fully_shard(source, mesh=mesh, units=units, engine="manual")
+    model = fully_shard(source, mesh=mesh, units=units, engine="manual")
     step = model.train_step(loss, TX)
     with contextlib.nullcontext() if loss is masked else pytest.raises(ValueError, match="another value over 8"):
         step(model.init(TX), BATCH)
@@ -359,7 +360,7 @@ def test_what_a_dtype_explains_is_less_than_what_a_balance_of_experts_changes():
 
 def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
     policy = jfsdp.MixedPrecisionPolicy("float16")
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         lambda rngs: Tower(rngs, stacked=False),
         mesh=jfsdp.make_mesh(replica=2, fsdp=4),
         units=[Block],
@@ -376,7 +377,7 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
 
 
 def in_microbatches(loss, source=Net, mesh=None, num=2, **steps):
-    model = jfsdp.fully_shard(source, mesh=mesh, engine="xla", min_size=1)
+    model = fully_shard(source, mesh=mesh, engine="xla", min_size=1)
     batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
     return model.train_step(loss, TX, accumulate=num, **steps)(model.init(TX), batch)[1]
 
@@ -466,7 +467,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_weight_with_a_derivative_is_refused_by_name(kind, options):
     weigh, has_derivative = WEIGHTS[kind]
-    model = jfsdp.fully_shard(Router, min_size=1, **options)
+    model = fully_shard(Router, min_size=1, **options)
     step, state = model.train_step(weighed(weigh), TX, accumulate=2), model.abstract_state(TX)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
     if has_derivative:
@@ -478,6 +479,6 @@ def test_a_weight_with_a_derivative_is_refused_by_name(kind, options):
 
 
 def test_a_weight_may_depend_on_what_is_frozen():
-    model = jfsdp.fully_shard(lambda rngs: nnx.Sequential(Net(rngs), Router(rngs)), frozen=["layers.1.**"], min_size=1)
+    model = fully_shard(lambda rngs: nnx.Sequential(Net(rngs), Router(rngs)), frozen=["layers.1.**"], min_size=1)
     loss = lambda model, x: jfsdp.Loss((model.layers[0](x) ** 2).sum(), model.layers[1](x)[1][:, 0].sum())  # noqa: E731
     model.train_step(loss, TX).trace(model.abstract_state(TX), jax.ShapeDtypeStruct((16, 8), jnp.float32))

@@ -9,13 +9,14 @@ import pytest
 import jfsdp
 from jfsdp.train.update.loss_scale import LossScale
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 TX = optax.adamw(1e-2, eps=1e-4)
 
 
 def make(strategy="full_shard", param_dtype: str | None = "float16", **options):
-    return jfsdp.fully_shard(
+    return fully_shard(
         lambda rngs: Tower(rngs, False),
         strategy=strategy,
         units=[Block],
@@ -120,7 +121,7 @@ def test_other_precisions_carry_no_scale():
 
 def test_float32_reductions_of_bfloat16_gradients_are_had_by_reducing_once():
     policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
-    model = jfsdp.fully_shard(lambda rngs: Tower(rngs, False), strategy="zero1", units=[Block], mp_policy=policy)
+    model = fully_shard(lambda rngs: Tower(rngs, False), strategy="zero1", units=[Block], mp_policy=policy)
     step = model.train_step(token_loss, TX, reduce="once")
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
     text = step.lower(model.abstract_state(TX), batch).as_text()

@@ -13,6 +13,7 @@ import jfsdp
 from jfsdp.train.update.low_precision import round_stochastically
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 RATE = 1e-2
@@ -20,7 +21,7 @@ RATE = 1e-2
 
 def make(num_devices: int = 8, **options: Any) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
-    return jfsdp.fully_shard(Tower, mesh=mesh, units=[Block], min_size=20, **options)
+    return fully_shard(Tower, mesh=mesh, units=[Block], min_size=20, **options)
 
 
 def train(model: jfsdp.ShardedModel, tx: Any, num: int = 3) -> jfsdp.TrainState:

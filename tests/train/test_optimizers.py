@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.ways import WAYS
 
 STEPS, RATE, LIMIT = 5, 1e-2, 1e-3
@@ -161,7 +162,7 @@ CASES = {
 
 def shard(mesh: str, strategy: str, form: str, **options: Any) -> jfsdp.ShardedModel:
     num_devices = int(np.prod(list(MESHES[mesh].values())))
-    return jfsdp.fully_shard(
+    return fully_shard(
         lambda rngs: Tower(rngs, form == "stacked"),
         mesh=jfsdp.make_mesh(**MESHES[mesh], devices=jax.devices()[:num_devices]),
         strategy=WAYS[strategy],

@@ -12,6 +12,7 @@ from flax import linen, nnx
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.states import logical
 from tests.thin import thin
 
@@ -33,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def shard(form: str = "auto", source: Any = Tower, num_devices: int = 3, **options: Any) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
     units = [LinenBlock] if isinstance(source, tuple) else [Block]
-    return jfsdp.fully_shard(source, mesh=mesh, units=units, min_size=4, **(FORMS[form] | options))
+    return fully_shard(source, mesh=mesh, units=units, min_size=4, **(FORMS[form] | options))
 
 
 @pytest.mark.parametrize("form", thin(FORMS, 3))
@@ -256,7 +257,7 @@ class Normed(linen.Module):
 
 def test_linen_variables_come_back_with_all_collections():
     source = Normed(), (jnp.ones((1, 7)),)
-    model = jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(devices=jax.devices()[:3]), min_size=1)
+    model = fully_shard(source, mesh=jfsdp.make_mesh(devices=jax.devices()[:3]), min_size=1)
     x = np.random.default_rng(0).normal(size=(6, 7)).astype("f")
     state, grads, _ = model.grads(lambda model, x: model(x).var())(model.init(TX), x)
     before, state = state, model.apply_gradients(state, grads, TX)

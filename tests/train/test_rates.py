@@ -10,6 +10,7 @@ from jfsdp.train.update.rates import scale_rates
 from jfsdp.trainer.parse import parse_factors
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.sharding import fully_shard
 
 FACTORS = {"embed": 0.1, "blocks.**": 2.0, "**.down.kernel": 0.0}
 
@@ -23,7 +24,7 @@ def factor(name):
 @pytest.mark.parametrize(("source", "unit"), [(Tower, Block), (linen_tower(), LinenBlock)])
 def test_updates_are_multiplied_by_the_last_glob_that_fits(source, unit):
     tx, batches = optax.chain(optax.sgd(0.1), scale_rates(FACTORS)), make_batches(1)
-    model = jfsdp.fully_shard(source, units=[unit], min_size=20)
+    model = fully_shard(source, units=[unit], min_size=20)
     state = model.init(tx)
     before = {name: np.asarray(jfsdp.full(state, name)) for name in state.params}
     state, _ = model.train_step(token_loss, tx, check_loss=False)(state, batches[0])
@@ -35,7 +36,7 @@ def test_updates_are_multiplied_by_the_last_glob_that_fits(source, unit):
 
 def test_parts_of_adapters_have_names_too():
     tx = optax.chain(optax.sgd(0.1), scale_rates({"**.lora_a": 0.0}))
-    model = jfsdp.fully_shard(Tower, units=[Block], lora=jfsdp.LoRA("**.up.kernel", rank=2))
+    model = fully_shard(Tower, units=[Block], lora=jfsdp.LoRA("**.up.kernel", rank=2))
     state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
     first = jax.device_get(state.params)
     for batch in make_batches(2):
@@ -46,7 +47,7 @@ def test_parts_of_adapters_have_names_too():
 
 def test_a_glob_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=r"rate_scale \*\*\.nothing matches no parameter|rate_scale"):
-        jfsdp.fully_shard(Tower, units=[Block]).abstract_state(scale_rates({"**.nothing": 0.5}))
+        fully_shard(Tower, units=[Block]).abstract_state(scale_rates({"**.nothing": 0.5}))
 
 
 @pytest.mark.parametrize("text", ["embed", "=1", "embed=x", "embed=-1", "embed=nan"])

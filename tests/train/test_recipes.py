@@ -20,6 +20,7 @@ from jax.tree_util import tree_map_with_path
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.states import logical
 from tests.thin import thin
 
@@ -151,7 +152,7 @@ def train(name: str, api: str, place: str) -> jfsdp.TrainState:
     num_devices, form, options, frozen = PLACES[place]
     mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
     units = [LinenBlock if api == "linen" else Block]
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         source(api, form), mesh=mesh, units=units, min_size=4, frozen=[f"{path}.**" for path in frozen], **options
     )
     tx = RECIPES[name].make(api, form)
@@ -205,7 +206,7 @@ def test_the_tree_that_an_optimizer_gets_is_the_models_own(api):
         return optax.EmptyState()
 
     tx = optax.GradientTransformation(see, lambda grads, state, params: (grads, see(grads, params)))  # type: ignore[arg-type]
-    model = jfsdp.fully_shard(source(api, "stacked"), mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
+    model = fully_shard(source(api, "stacked"), mesh=jfsdp.make_mesh(devices=jax.devices()[:3]))
     model.train_step(token_loss, tx)
     wanted = jax.tree.map(lambda x: x.shape, reference.plain(source(api, "stacked")).params)
     assert len(given) > 2 and all(tree == wanted for tree in given)
@@ -223,7 +224,7 @@ def test_the_tree_that_an_optimizer_gets_is_the_models_own(api):
     ],
 )
 def test_what_a_step_cannot_give_is_refused_by_name(tx, named):
-    model = jfsdp.fully_shard(Tower)
+    model = fully_shard(Tower)
     with pytest.raises(ValueError, match=f"optimizer: .*{named}"):
         model.train_step(token_loss, tx)
 
@@ -233,7 +234,7 @@ def test_frozen_and_integer_parameters_are_masked_nodes():
         def __init__(self, rngs):
             self.tower, self.table = Tower(rngs), nnx.Param(jnp.arange(8))
 
-    model = jfsdp.fully_shard(Mixed, frozen="tower.head.**")
+    model = fully_shard(Mixed, frozen="tower.head.**")
     moments = model.init(optax.adam(RATE)).opt_state[0].mu
     assert moments["table"].get_raw_value() == optax.MaskedNode() == moments["tower"]["head"]["bias"].get_raw_value()
     assert moments["tower"]["embed"]["embedding"].shape == (37, 16)

@@ -9,6 +9,7 @@ import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.train.step.choice import needs_of
 from jfsdp.train.step.config import StepConfig
+from tests.sharding import fully_shard
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
 F32_SUMS = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
@@ -17,7 +18,7 @@ F32_SUMS = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
 def layout(**settings: Any) -> jfsdp.Layout:
     model = lambda rngs: nnx.List([nnx.Linear(8, 8, rngs=rngs)])  # noqa: E731
     mesh = jfsdp.make_mesh(replica=2, fsdp=4)
-    return jfsdp.fully_shard(model, mesh=mesh, units=[nnx.Linear], **settings).layout
+    return fully_shard(model, mesh=mesh, units=[nnx.Linear], **settings).layout
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from flax import nnx
 
 import jfsdp
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.states import logical
 from tests.thin import thin
 
@@ -58,7 +59,7 @@ def make(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
     sizes = settings.pop("sizes")
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     mp_policy = jfsdp.MixedPrecisionPolicy(settings.pop("param_dtype", None))
-    return jfsdp.fully_shard(factory, mesh=mesh, units=[Block], mp_policy=mp_policy, min_size=20, **settings)
+    return fully_shard(factory, mesh=mesh, units=[Block], mp_policy=mp_policy, min_size=20, **settings)
 
 
 def train(model: jfsdp.ShardedModel, state: jfsdp.TrainState, num: int = 2) -> jfsdp.TrainState:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Kind, abstract_opt_state, place
+from tests.sharding import fully_shard
 from tests.ways import WAYS
 
 
@@ -35,7 +36,7 @@ class Leaves(nnx.Module):
 @functools.cache
 def model(sizes: tuple[tuple[str, int], ...] = (("fsdp", 8),), strategy: str = "full_shard", min_size: int = 8) -> Any:
     mesh = jfsdp.make_abstract_mesh(dict(sizes))
-    return jfsdp.fully_shard(Leaves, mesh=mesh, strategy=WAYS[strategy], min_size=min_size)
+    return fully_shard(Leaves, mesh=mesh, strategy=WAYS[strategy], min_size=min_size)
 
 
 def layout(**options: Any) -> Any:
@@ -115,7 +116,7 @@ def test_placing_roles_anew_is_deciding_them_in_the_other_layout():
 
 
 def test_a_state_of_another_optimizer_is_refused_with_what_differs():
-    model = jfsdp.fully_shard(Leaves, min_size=8)
+    model = fully_shard(Leaves, min_size=8)
     state = model.init(optax.sgd(1e-3))
     step = model.train_step(lambda model, batch: (model.even[...] ** 2).sum(), optax.adam(1e-3))
     with pytest.raises(ValueError, match=r"another optimizer .* 13 arrays differ \(opt_state\.0\.count: the state has"):
@@ -140,7 +141,7 @@ def collectives(model: jfsdp.ShardedModel, tx: Any) -> dict[str, int]:
 @pytest.mark.parametrize("num_devices", [3, 8])
 def test_cutting_the_padding_off_moves_no_data(num_devices):
     mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
-    model = jfsdp.fully_shard(Leaves, mesh=mesh, min_size=8)
+    model = fully_shard(Leaves, mesh=mesh, min_size=8)
     assert any(leaf.padding for leaf in model.layout.leaves)
     assert collectives(model, optax.adamw(1e-3)) == {}
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -148,6 +149,6 @@ def test_cutting_the_padding_off_moves_no_data(num_devices):
 
 
 def test_factored_moments_move_vectors_and_no_matrix():
-    model = jfsdp.fully_shard(Leaves, min_size=8)
+    model = fully_shard(Leaves, min_size=8)
     found = collectives(model, optax.adafactor(1e-3, min_dim_size_to_factor=8))
     assert 0 < max(found.values()) <= 2 * 32, found  # the columns of the stack of two; its matrices have 256 elements

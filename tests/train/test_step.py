@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.step.loss import as_loss
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
 
 
 def make(**options):
-    return jfsdp.fully_shard(Tower, units=[Block], **{"min_size": 20, **options})
+    return fully_shard(Tower, units=[Block], **{"min_size": 20, **options})
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +185,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"remat": "some"}, "none, full, dots"),
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"opt_over": ["fsdp"], "strategy": "ddp"}, "opt_over=.fsdp. splits .* and so does strategy 'ddp'"),
-        ({"shard_dim": 0}, "shard_dim=0 must be a function or None"),
-        ({"shard_dim": lambda path, shape: "last"}, r"shard_dim='last' is not a dim of shape \("),
+        ({"placements": {"**": jfsdp.Shard(9)}}, r"placements '\*\*': dim 9 is not a dim of shape \("),
         ({"min_size": "1024"}, "min_size='1024' must be a whole number"),
         ({"reshard_after_forward": True, "strategy": "ddp"}, "contradicts strategy 'ddp'"),
     ],
@@ -319,7 +319,7 @@ def low_precision(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
 def test_masters_of_any_inexact_dtype_are_trained_and_keep_their_dtypes(dtype, tmp_path):
-    model = jfsdp.fully_shard(low_precision(dtype), min_size=1)
+    model = fully_shard(low_precision(dtype), min_size=1)
     step = model.train_step(lambda model, x: model(x).mean(), TX, max_grad_norm=1.0, accumulate=2)
     start = model.init(TX)
     before = {name: np.asarray(x) for name, x in start.params.items()}
@@ -350,7 +350,7 @@ class Drifting(nnx.Module):
 
 
 def test_a_model_whose_state_changes_its_types_is_refused():
-    model, tx = jfsdp.fully_shard(Drifting), optax.sgd(0.1)
+    model, tx = fully_shard(Drifting), optax.sgd(0.1)
     step = model.train_step(lambda model, x: (model(x) ** 2).mean(), tx)
     with pytest.raises(ValueError, match=r"model_state.*the model turns int32.* into float32"):
         step(model.init(tx), jnp.ones((8, 8)))
@@ -365,8 +365,8 @@ def test_labels_by_leaf_and_padded_leaves_go_together():
 
 
 def test_a_lone_unit_need_not_stand_in_a_list():
-    assert jfsdp.fully_shard(Tower, units=Block).layout == jfsdp.fully_shard(Tower, units="blocks").layout
-    assert len(jfsdp.fully_shard(Tower, units=jfsdp.by_size(100)).layout.units) > 1
+    assert fully_shard(Tower, units=Block).layout == fully_shard(Tower, units="blocks").layout
+    assert len(fully_shard(Tower, units=jfsdp.by_size(100)).layout.units) > 1
 
 
 def test_a_model_on_a_mesh_without_devices_has_shapes_only():
@@ -399,8 +399,8 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
         (lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel"),
         (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
         (lambda: make(placements=["embed"]), r"placements \(a list\) must be a dict or None"),
-        (lambda: jfsdp.fully_shard(Tower, units=3), "units=3 is neither"),
-        (lambda: jfsdp.fully_shard(model), "model: a ShardedModel is sharded already"),
+        (lambda: fully_shard(Tower, units=3), "units=3 is neither"),
+        (lambda: fully_shard(model), "model: a ShardedModel is sharded already"),
         (
             lambda: model.train_step(TX, token_loss),
             r"train_step: loss_fn \(a GradientTransformationExtraArgs\) must be a function",
@@ -440,7 +440,7 @@ def test_rows_may_have_a_key_each(engine, accumulate):
     factory = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
     batch = {"x": np.ones((16, 8), np.float32), "key": jax.random.split(jax.random.key(3), 16)}
     found = noisy(factory(nnx.Rngs(0)), batch)
-    model = jfsdp.fully_shard(factory, min_size=1, engine=engine)
+    model = fully_shard(factory, min_size=1, engine=engine)
     _, metrics = model.train_step(noisy, TX, accumulate=accumulate)(model.init(TX), batch)
     np.testing.assert_allclose(metrics["loss"], found.total / found.weight, rtol=1e-5)
 
@@ -461,7 +461,7 @@ def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
         dtypes.append((jnp.ones((), jnp.bfloat16) * batch["scale"]).dtype)
         return found._replace(total=found.total * batch["scale"], aux={"seen": jfsdp.Max(batch["scale"])})
 
-    model = jfsdp.fully_shard(Tower, units=[Block], engine=engine)
+    model = fully_shard(Tower, units=[Block], engine=engine)
     batch = make_batches(1)[0]
     plain = model.train_step(token_loss, TX, accumulate=accumulate)(model.init(TX), batch)[1]
     for scale, dtype in ((2.0, jnp.bfloat16), (np.float32(2.0), jnp.float32), (jnp.float32(2.0), jnp.float32)):
@@ -481,7 +481,7 @@ def test_the_learning_rate_is_among_the_metrics_where_the_state_holds_it(model):
 
 
 def test_a_step_that_trains_nothing_is_refused():
-    model = jfsdp.fully_shard(Tower, frozen="**")
+    model = fully_shard(Tower, frozen="**")
     with pytest.raises(ValueError, match="nothing is trained"):
         model.train_step(token_loss, TX)
 
@@ -521,10 +521,10 @@ def squares(model, batch):
 
 def test_a_stack_that_is_not_seen_as_one_is_told_how_to_be_declared():
     batch = {"x": np.ones((16, 16), np.float32)}
-    model = jfsdp.fully_shard(ScaledStack, units=[Scaled], min_size=0)
+    model = fully_shard(ScaledStack, units=[Scaled], min_size=0)
     with pytest.raises(ValueError, match=r"layers.scale: dim 0 .*jfsdp.Unit\(..., stacked=1\)"):
         model.train_step(squares, TX)(model.init(TX), batch)
-    model = jfsdp.fully_shard(ScaledStack, units=[jfsdp.Unit(Scaled, stacked=1)], min_size=0)
+    model = fully_shard(ScaledStack, units=[jfsdp.Unit(Scaled, stacked=1)], min_size=0)
     _, metrics = model.train_step(squares, TX)(model.init(TX), batch)
     plain = ScaledStack(nnx.Rngs(jax.random.key(0)))
     np.testing.assert_allclose(metrics["loss"], squares(plain, batch).total / batch["x"].size, rtol=1e-5)
@@ -546,7 +546,7 @@ def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine, kind):
 
     source = lambda rngs: nnx.Sequential(Scaled(rngs))  # noqa: E731
     prefetch = 0 if engine == "manual" else None  # no schedule reaches a unit inside of a derivative
-    model = jfsdp.fully_shard(source, units=[Scaled], engine=engine, prefetch=prefetch)
+    model = fully_shard(source, units=[Scaled], engine=engine, prefetch=prefetch)
     batch = {"x": np.ones((16, 16), np.float32)}
     with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; use jax.vjp or jax.jacrev.*units="):
         model.train_step(tangent(kind), TX)(model.init(TX), batch)
@@ -575,14 +575,14 @@ def test_an_array_on_the_mesh_that_is_closed_over_and_indexed_is_refused_with_wh
     def loss(how):
         return lambda model, batch: jfsdp.Loss((model(batch["x"] + how(model, batch)) ** 2).sum(), batch["x"].size)
 
-    model = jfsdp.fully_shard(Looking, engine="manual")
+    model = fully_shard(Looking, engine="manual")
     state = model.init(TX)
     if remedy == "take":
         with pytest.raises(ValueError, match=r"indexes an array on the mesh.*np.asarray.*jnp.take\("):
             model.train_step(loss(how["index"]), TX)(state, batch)
     batch["row"] = np.asarray(table)[batch["i"]]
     found = model.train_step(loss(how[remedy]), TX)(state, batch)[1]["loss"]
-    xla = jfsdp.fully_shard(Looking, engine="xla")
+    xla = fully_shard(Looking, engine="xla")
     np.testing.assert_allclose(found, xla.train_step(loss(how["index"]), TX)(xla.init(TX), batch)[1]["loss"], rtol=1e-5)
 
 

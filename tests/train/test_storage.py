@@ -25,6 +25,7 @@ from jfsdp.train.state import array_bytes
 from jfsdp.train.storage import by_leaf, in_storage
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
@@ -35,7 +36,7 @@ def make(source: Any = Tower, mesh="8", **options: Any):
     sizes = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     options = {"units": [Block], "engine": "manual", "storage": "flat"} | options
-    return jfsdp.fully_shard(source, mesh=jfsdp.make_mesh(**sizes, devices=devices), **options)
+    return fully_shard(source, mesh=jfsdp.make_mesh(**sizes, devices=devices), **options)
 
 
 def train(model, tx=TX, num=2, **step_options):
@@ -236,7 +237,7 @@ def check_buffers(shapes, num_layers, num_devices):
         def __init__(self, rngs):
             self.odd = Odd(rngs)
 
-    layout = jfsdp.fully_shard(
+    layout = fully_shard(
         Model,
         mesh=make_abstract_mesh({"fsdp": num_devices}),
         units=[jfsdp.Unit(Odd, stacked=len(lead))],
@@ -257,9 +258,9 @@ def check_buffers(shapes, num_layers, num_devices):
 
 def test_xla_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
     with pytest.raises(ValueError, match="storage='flat': engine='xla' leaves the collectives to XLA"):
-        jfsdp.fully_shard(Tower, storage="flat", engine="xla")
+        fully_shard(Tower, storage="flat", engine="xla")
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
-        jfsdp.fully_shard(Tower, storage="round")
+        fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)
     with pytest.raises(ValueError, match=r"the state has another layout .* than this model .* 2 flat buffers"):
         step(make(storage="per_parameter").init(TX), make_batches(1)[0])
@@ -363,9 +364,7 @@ def test_a_parameter_of_a_buffers_name_is_refused():
 def test_a_step_has_one_gather_and_one_reduction_per_unit():
     devices = hlo.h100s(1)
     source = lambda rngs: Tower(rngs, stacked=False, dim=64)  # noqa: E731
-    model = jfsdp.fully_shard(
-        source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], engine="manual", storage="flat"
-    )
+    model = fully_shard(source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], engine="manual", storage="flat")
     # Thresholds of one byte: what XLA would combine by itself stays apart, so that what is counted is ours.
     apart = {f"xla_gpu_{k}_combine_threshold_bytes": 1 for k in ("all_gather", "reduce_scatter", "all_reduce")}
     step = model.train_step(token_loss, TX, compiler_options=apart)

@@ -15,6 +15,7 @@ import jfsdp
 from tests import reference
 from tests.models_published import MODELS, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.sharding import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
 
@@ -37,7 +38,7 @@ FORMULAS = {
 def make(strategy="full_shard", param_dtype=None, mesh: Any = None, stacked=False, **options: Any):
     if strategy == "node":
         options = {"reshard_after_forward": 2} | options
-    return jfsdp.fully_shard(
+    return fully_shard(
         lambda rngs: Tower(rngs, stacked),
         mesh=jfsdp.make_mesh(**(mesh or MESH)),
         strategy=WAYS.get(strategy, strategy),
@@ -143,7 +144,7 @@ def test_what_is_offloaded_stands_in_host_memory_before_and_after_a_step(strateg
 
 
 def test_small_leaves_are_not_offloaded():
-    model = jfsdp.fully_shard(Tower, units=[Block], min_size=100, offload_policy=jfsdp.OffloadPolicy(params=True))
+    model = fully_shard(Tower, units=[Block], min_size=100, offload_policy=jfsdp.OffloadPolicy(params=True))
     kinds = {name: x.sharding.memory_kind for name, x in model.init(TX).params.items()}
     assert kinds["blocks.norm.scale"] == "device"
     assert kinds["blocks.up.kernel"] == "pinned_host"
@@ -165,7 +166,7 @@ def test_an_offloaded_state_given_to_a_step_is_gone():
 def test_evaluation_gives_the_logits_of_one_device(name, strategy):
     case = MODELS[name]
     options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "node" else {}
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         case.source, mesh=jfsdp.make_mesh(**MESH), strategy=WAYS[strategy], units=case.units, min_size=20, **options
     )
     batch = batches(name, 1, 8)[0]
@@ -199,10 +200,10 @@ def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
 
     batch = make_batches(1)[0]
     wanted = float(token_loss(Tower(nnx.Rngs(jax.random.key(0))), batch).total) / 100
-    model = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1)
+    model = fully_shard(Tower, units=[Block], strategy=strategy, min_size=1)
     _, metrics = model.train_step(by_constant, TX)(model.init(TX), batch)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
-    manual = jfsdp.fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
+    manual = fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
     with pytest.raises(ValueError, match=r"the weight of the loss is 100 for any number of rows.*use engine='xla'"):
         manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
     once = model.train_step(by_constant, TX, accumulate=2, reduce="once", reshard_after_backward=False)
@@ -229,7 +230,7 @@ def test_a_weight_that_is_counted_beside_the_loss_in_one_call_follows_the_rows(s
     def loss(model, batch):
         return jfsdp.Loss(*summed(model(batch["tokens"]) ** 2))
 
-    model, batch = jfsdp.fully_shard(Tower, units=[Block], strategy="zero1", min_size=1), make_batches(1)[0]
+    model, batch = fully_shard(Tower, units=[Block], strategy="zero1", min_size=1), make_batches(1)[0]
     total, weight = loss(Tower(nnx.Rngs(jax.random.key(0))), batch)[:2]
     _, metrics = model.train_step(loss, TX, accumulate=2)(model.init(TX), batch)
     np.testing.assert_allclose((metrics["loss"], metrics["weight"]), (total / weight, weight), rtol=1e-5)
@@ -274,7 +275,7 @@ class DrawsKey(Tower):
 
 
 def test_a_key_that_the_model_replaces_cannot_be_the_same_on_devices_with_other_keys():
-    model = jfsdp.fully_shard(DrawsKey, units=[Block], strategy="zero1", min_size=20)
+    model = fully_shard(DrawsKey, units=[Block], strategy="zero1", min_size=20)
     step = model.train_step(token_loss, TX, accumulate=2, reduce="once")
     with pytest.raises(ValueError, match="reduce='once': the model changes its rng key key"):
         step(model.init(TX), make_batches(1)[0])
@@ -297,7 +298,7 @@ def test_dropout_masks_differ_between_devices_where_a_step_reduces_once():
         total = out.sum()
         return jfsdp.Loss(total, batch["x"].shape[0], {"squares": total**2})
 
-    model = jfsdp.fully_shard(Dropped, strategy="ddp")
+    model = fully_shard(Dropped, strategy="ddp")
     # The check would refuse this aux: a square does not add up.
     step = model.train_step(loss, optax.sgd(0.0), accumulate=2, reduce="once", check_loss=False)
     _, metrics = step(model.init(optax.sgd(0.0)), {"x": np.ones((16, 4), np.float32)})

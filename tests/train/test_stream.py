@@ -9,6 +9,7 @@ import jfsdp
 from jfsdp.engine.engine import is_on_host
 from jfsdp.train.update import stream
 from tests import models_small as small
+from tests.sharding import fully_shard
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
@@ -20,7 +21,7 @@ OFFLOADED = jfsdp.OffloadPolicy(params=True, opt_state=True)
 
 
 def shard(**options):
-    return jfsdp.fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=8), units=[small.Block], min_size=0, **options)
+    return fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=8), units=[small.Block], min_size=0, **options)
 
 
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from tests.sharding import fully_shard
 
 DIM, ROWS = 8, 16
 TX = optax.sgd(0.1)
@@ -46,7 +47,7 @@ def make_batch():
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("engine", ["xla", "manual"])
 def test_a_loss_in_float64_is_that_of_one_device(engine, accumulate):
-    model = jfsdp.fully_shard(deep(jnp.float64), min_size=1, engine=engine)
+    model = fully_shard(deep(jnp.float64), min_size=1, engine=engine)
     state, metrics = model.train_step(loss, TX, accumulate=accumulate)(model.init(TX), make_batch())
 
     plain = deep(jnp.float64)(nnx.Rngs(0))
@@ -73,7 +74,7 @@ def test_a_loss_in_float64_is_that_of_one_device(engine, accumulate):
 @pytest.mark.parametrize("low", ["float32", "float16"])
 def test_a_wide_loss_widens_no_gradient(engine, low):
     policy = jfsdp.MixedPrecisionPolicy(low)
-    model = jfsdp.fully_shard(deep(jnp.float32), min_size=1, engine=engine, mp_policy=policy)
+    model = fully_shard(deep(jnp.float32), min_size=1, engine=engine, mp_policy=policy)
     state = model.init(TX)
     before = jax.tree.map(lambda x: x.dtype, state)
     state, grads, metrics = model.grads(loss, accumulate=2)(state, make_batch())
@@ -83,6 +84,6 @@ def test_a_wide_loss_widens_no_gradient(engine, low):
 
 
 def test_a_loss_in_float32_stays_one():
-    model = jfsdp.fully_shard(deep(jnp.float32, jnp.float32), min_size=1)
+    model = fully_shard(deep(jnp.float32, jnp.float32), min_size=1)
     _, metrics = model.train_step(lambda m, batch: m(batch["x"]).mean(), TX)(model.init(TX), make_batch())
     assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}

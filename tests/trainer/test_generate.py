@@ -11,6 +11,7 @@ import pytest
 
 import jfsdp
 from jfsdp.trainer.generate import Generator, Sampling
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).astype(np.int32) for length in (3, 9, 1, 6, 12)]
@@ -35,7 +36,7 @@ def make_job(name):
 def generate(job, sizes, sampling, prompts=PROMPTS, **options):
     count = int(np.prod(list(sizes.values())))
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:count])
-    model = jfsdp.fully_shard(job.model, mesh=mesh, units=job.units, cuts=job.cuts)
+    model = fully_shard(job.model, mesh=mesh, units=job.units, placements=job.placements)
     state = model.init(optax.identity(), 3)
     found = Generator(model, job, sampling, **options)(state, prompts, NUM)
     return [row.tolist() for row in found]
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_forwards_without_a_cache(name):
     """One row at a time, whole, padded at its end: causal attention does not see that."""
     job = make_job(name)
     mesh = jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    model = jfsdp.fully_shard(job.model, mesh=mesh, units=job.units)
+    model = fully_shard(job.model, mesh=mesh, units=job.units)
     state = model.init(optax.identity(), 3)
     logits = model.forward(lambda module, tokens, end: module(tokens)[0, end - 1])
     for prompt, found in zip(PROMPTS, on_one(name, Sampling()), strict=True):

@@ -236,3 +236,8 @@ def test_a_job_whose_model_was_replaced_does_not_get_another_one_from_its_config
     job = dataclasses.replace(as_job(configurable(), "mine"), model=repr)
     with pytest.raises(ValueError, match=r"job 'mine': its model was replaced, .* asked to change dim: give the job"):
         job.with_config(dim=9)
+
+
+def test_the_cuts_of_0_2_are_refused_with_their_new_name():
+    facts = ("cuts", "placements", "PartitionSpec(None, 'tensor')")
+    refuses(lambda: as_job({"cuts": {"**.kernel": (1, "tensor")}}, "old"), *facts)

@@ -65,7 +65,6 @@ def test_both_commands_take_all_options():
         ({"offload": ("grads", "params")}, "offload_policy", jfsdp.OffloadPolicy(params=True, grads=True)),
         ({"frozen": ("embed,norm", "layers.*")}, "frozen", ["embed", "norm", "layers.*"]),
         ({"frozen_dtype": "bfloat16"}, "frozen_dtype", "bfloat16"),
-        ({"min_size": 0}, "min_size", 0),
         ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
         (
             {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},

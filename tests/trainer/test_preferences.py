@@ -15,6 +15,7 @@ import jfsdp
 from examples import vit
 from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, score_answers, with_preference
 from tests.pairwise import cover
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 VOCAB, DIM, LENGTH, PAIRS, BETA = 24, 8, 7, 48, 0.3
@@ -107,9 +108,7 @@ COLUMNS = {
 def test_losses_and_gradients_are_exact(kind, sizes, engine, strategy, accumulate):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     cuts = {"blocks.*.up": (-1, "tensor"), "blocks.*.down.kernel": (0, "tensor"), "head": (-1, "tensor")}
-    model = jfsdp.fully_shard(
-        Language, mesh=mesh, units=[Block], strategy=strategy, engine=engine, min_size=4, cuts=cuts
-    )
+    model = fully_shard(Language, mesh=mesh, units=[Block], strategy=strategy, engine=engine, min_size=4, cuts=cuts)
     state = model.init(optax.sgd(0.1))
     step = model.grads(make_job(kind).loss, accumulate=accumulate, check_loss=False)
     _, grads, metrics = step(state, make_batch())
@@ -130,7 +129,7 @@ def test_models_score_answers_without_logits_of_whole_rows(name, engine):
     """Sums by row in chunks, and their gradient, beside whole logits; GPT-2 without its dropout."""
     small = {"num_layers": 2, "vocab_size": 40, "dim": 32, "loss_chunk": 3}
     job = jfsdp.find_job(name).with_config(**small)
-    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4]), units=job.units)
+    model = fully_shard(job.model, mesh=jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4]), units=job.units)
     state, batch = model.init(optax.identity()), {**make_batch()}
     batch["weights"] = batch["weights"].astype(np.float32)
 
@@ -147,7 +146,7 @@ def test_models_score_answers_without_logits_of_whole_rows(name, engine):
         return preference_loss(plain(module, batch), batch["weights"].sum(-1), batch["reference"], beta=BETA)
 
     batch["reference"] = batch["reference"].astype(np.float32)
-    sharded = jfsdp.fully_shard(job.model, mesh=model.mesh, units=job.units, engine=engine)
+    sharded = fully_shard(job.model, mesh=model.mesh, units=job.units, engine=engine)
     ours, theirs = (sharded.grads(loss, check_loss=False)(state, batch)[1] for loss in (by_chunks, whole))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 + 2e-5 * np.abs(b).max())

@@ -170,7 +170,7 @@ def _resized(options: StepOptions, cluster: Cluster, axis: str, size: int) -> It
 
 def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
     job = find_planned_job(given)
-    has_cuts = any((job.cuts or {}).values()) or job.axis_rules is not None
+    has_cuts = bool(job.placements) or job.axis_rules is not None
     return _divisors(cluster.gpus_per_node) if has_cuts and _is_open(given, "tensor") else []
 
 

@@ -134,7 +134,7 @@ def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: S
         raise ValueError(
             f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which inside of its "
             "layers is none that it may name; leave the axis out there, and cut weights before and after the layers "
-            f"over it: cuts={{name: (dim, {PIPE!r})}} splits what is computed with them too"
+            f"over it: placements={{name: PartitionSpec({PIPE!r})}} splits what is computed with them too"
         )
     obstacle = found.problem or found.no_sum
     if forced:

@@ -117,8 +117,8 @@ class Gradients:
         if unused:
             warn(
                 f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
-                "devices repeat each other's work; cut weights over it (cuts=, axis_rules=), state one in the model "
-                "(jax.lax.with_sharding_constraint), or give "
+                "devices repeat each other's work; cut weights over it (placements=, axis_rules=), state one in the "
+                "model (jax.lax.with_sharding_constraint), or give "
                 f"its devices to {' or '.join(map(repr, DATA_AXES))}"
             )
 

@@ -10,6 +10,7 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 from jfsdp.checkpoint.source import Encoded, read_whole
 from jfsdp.layout.codec import CODECS
+from tests.sharding import fully_shard
 
 TX = optax.adamw(1e-3)
 JOB = jfsdp.find_job("llama-tiny").with_config(dim=128, ffn_dim=192, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -19,7 +20,7 @@ QUANTIZED = {"**.attn.*_proj.kernel": "nf4", "**.up_proj.kernel": "int8"}
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     root = tmp_path_factory.mktemp("coded")
-    model = jfsdp.fully_shard(JOB.model, units=JOB.units)
+    model = fully_shard(JOB.model, units=JOB.units)
     state = model.init(TX)
     jfsdp.save(root / "c", state)
     leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
@@ -34,7 +35,7 @@ def test_what_is_read_is_the_encoding_of_the_whole(weights, fsdp):
     mesh = jfsdp.make_mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
     options = {"mesh": mesh, "units": JOB.units, "min_size": 0}
     lora = jfsdp.LoRA(["**.attn.*_proj.kernel"], rank=2, dora=True)
-    model = jfsdp.fully_shard(JOB.model, lora=lora, quantized=QUANTIZED, **options)
+    model = fully_shard(JOB.model, lora=lora, quantized=QUANTIZED, **options)
     state = jfsdp.load_pretrained(path, model, TX, JOB.pretrained, config=JOB.config)
     for name, codec in model.model.codecs.items():
         codes, scales = CODECS[codec.name].encode(values[name], np)

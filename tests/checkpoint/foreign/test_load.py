@@ -22,6 +22,7 @@ from jfsdp.modules.adapt import as_model
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job, parse_config
+from tests.sharding import fully_shard
 from tests.thin import thin
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
@@ -48,7 +49,7 @@ def sharded(target, **more):
     settings = {**TARGETS[target], **more}
     sizes = settings.pop("sizes")
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    return jfsdp.fully_shard(job().model, mesh=mesh, units=job().units, min_size=8, **settings)
+    return fully_shard(job().model, mesh=mesh, units=job().units, min_size=8, **settings)
 
 
 @pytest.fixture(scope="module")

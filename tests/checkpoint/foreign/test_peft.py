@@ -34,6 +34,7 @@ from jfsdp.modules.adapted import merge
 from jfsdp.train.storage import by_leaf
 from jfsdp.trainer.job import load_job, parse_config
 from tests.checkpoint.arrays import Arrays
+from tests.sharding import fully_shard
 
 SIZES = ("dim=16", "num_layers=2", "num_heads=2", "vocab_size=37")
 LLAMA, GPT2 = ("llama-tiny", (*SIZES, "num_kv_heads=1", "ffn_dim=24")), ("gpt2-tiny", (*SIZES, "num_positions=24"))
@@ -322,9 +323,9 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     write_safetensors(Arrays(base), tmp_path / "base")
     path = given.write(tmp_path / "adapter", base="some/base")
     options: dict[str, Any] = {"mesh": jfsdp.make_mesh(), "units": given.job.units, "min_size": 8}
-    plain = jfsdp.fully_shard(given.job.model, **options)
+    plain = fully_shard(given.job.model, **options)
     loras = read_loras(path, given.names, plain)
-    model = jfsdp.fully_shard(given.job.model, lora=loras, frozen_dtype="bfloat16", **options)
+    model = fully_shard(given.job.model, lora=loras, frozen_dtype="bfloat16", **options)
     state = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names, adapter=path)
     exported = Exported(Arrays({path: np.asarray(by_leaf(state).params[path]) for path in given.leaves}), given.names)
     assert_same(arrays_of(exported), base)
@@ -452,7 +453,7 @@ def test_quantized_weights_are_not_merged(tmp_path):
 
 def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
     given = Adapted("llama")
-    model = jfsdp.fully_shard(given.job.model, units=given.job.units, lora=given.loras)
+    model = fully_shard(given.job.model, units=given.job.units, lora=given.loras)
     state = model.init(optax.sgd(1.0))
     jfsdp.save(tmp_path / "saved", state, frozen=False)
     jfsdp.export_peft(model, state, tmp_path / "right", given.names)
@@ -470,7 +471,7 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
 
 def test_the_averages_of_adapters_are_exported(tmp_path, capsys):
     given = Adapted("llama")
-    model = jfsdp.fully_shard(given.job.model, units=given.job.units, lora=given.loras)
+    model = fully_shard(given.job.model, units=given.job.units, lora=given.loras)
     state = model.init(optax.chain(optax.sgd(1.0), jfsdp.track_ema(0.9)))
     averaged = jfsdp.with_ema(state)
     moved = {name: x + 1 for name, x in state.params.items() if name.endswith(("lora_a", "lora_b"))}
@@ -506,7 +507,7 @@ def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
     also = ["layers.attn_norm.scale", "lm_head.kernel"]
     options: dict[str, Any] = {"units": given.job.units, "min_size": 8}
     lora = jfsdp.LoRA(targets=TARGETS["llama-tiny"], rank=3, also=also)
-    model = jfsdp.fully_shard(given.job.model, lora=lora, **options)
+    model = fully_shard(given.job.model, lora=lora, **options)
     state = load_pretrained(base, model, optax.sgd(1.0), given.names)
     state = dataclasses.replace(state, params={name: x + 1 * (name in also) for name, x in state.params.items()})
     jfsdp.export_peft(model, state, tmp_path / "adapter", given.names)
@@ -519,9 +520,9 @@ def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
         read_whole(adapter.source, "base_model.model.lm_head.weight"), np.asarray(state.params["lm_head.kernel"]).T
     )
 
-    loras = read_loras(tmp_path / "adapter", given.names, jfsdp.fully_shard(given.job.model, **options))
+    loras = read_loras(tmp_path / "adapter", given.names, fully_shard(given.job.model, **options))
     assert loras[0].also == also
-    again = jfsdp.fully_shard(given.job.model, lora=loras, **options)
+    again = fully_shard(given.job.model, lora=loras, **options)
     found = load_pretrained(base, again, optax.sgd(1.0), given.names, adapter=tmp_path / "adapter")
     for name, x in by_leaf(state).params.items():
         np.testing.assert_array_equal(by_leaf(found).params[name], x, err_msg=name)

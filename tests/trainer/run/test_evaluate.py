@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jfsdp
 from examples import vit
 from jfsdp.trainer.data import ByteTokenizer
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.evaluate import Evaluator
 from jfsdp.trainer.run.sample import sample_texts
+from tests.sharding import fully_shard
 
 TINY = {
     "llama-tiny": {"dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 32},
@@ -25,7 +25,7 @@ TINY = {
 @pytest.fixture(scope="module", params=TINY)
 def sharded(request):
     job = find_job(request.param).with_config(**TINY[request.param])
-    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     return job, model, model.init(job.optimizer(1e-3), seed=0)
 
 
@@ -109,7 +109,7 @@ def images():
     sizes = {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32}
     config = dataclasses.replace(vit.CONFIG, **sizes, norm="batch", dropout=0.3)
     job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
-    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     tx = job.optimizer(1e-2)
     state, step = model.init(tx, seed=0), model.train_step(job.loss, tx)
     for seed in range(3):
@@ -162,7 +162,7 @@ def test_evaluation_does_not_depend_on_what_else_is_in_the_batch(images):
 
 def test_the_training_loss_of_gpt2_draws_masks_and_its_evaluation_loss_none():
     job = find_job("gpt2-tiny").with_config(**TINY["gpt2-tiny"])
-    model = jfsdp.fully_shard(job.model, units=job.units, min_size=1, remat="none")
+    model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     tx = job.optimizer(1e-3)
     state, step = model.init(tx, seed=0), model.train_step(job.loss, tx, check_loss=False)
     batch = {name: x for name, x in next(iter(_batches())).items() if name != "weights"}
