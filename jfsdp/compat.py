@@ -57,11 +57,6 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" if is_on else None for kind in kinds}
 
 
-def effort(level: int) -> dict[str, Any]:
-    """Return the option for XLA's own optimization level, as this JAX spells it."""
-    return {"optimization_level": level if jax.__version_info__ < (0, 11) else f"O{level}"}
-
-
 def misorders_offloads() -> bool:
     """Return whether this XLA:GPU reads values that a loop offloads in the wrong order (openxla/xla#46231).
 

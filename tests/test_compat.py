@@ -52,7 +52,7 @@ def test_xla_takes_the_options_of_this_version():
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
     lowered = jax.jit(lambda x: x.sum()).lower(jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding))
     options = compat.pipelining("all_gather", "all_reduce", "reduce_scatter")
-    lowered.compile(compiler_options=compiler_options(mesh) | options | compat.effort(1))
+    lowered.compile(compiler_options=compiler_options(mesh) | options)
     assert set(compat.pipelining("all_gather", is_on=False).values()) == {None}
 
 

@@ -61,8 +61,6 @@ class PlanJob(StepOptions):
     """Seconds that --search may take."""
     write_recipe: Annotated[str | None, optional(str, "FILE.json")] = option(None, "search")
     """With --search: write the fastest that fits as a recipe for scripts/train.py."""
-    plot: File = option(None, "search")
-    """With --search: draw memory against time of all that was tried, as PNG or SVG."""
     analytic: bool = option(False, "output")
     """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""
     json: bool = option(False, "output")
@@ -109,8 +107,8 @@ class PlanJob(StepOptions):
         """Refuse what would be written nowhere, before anything takes time."""
         from jfsdp.plan.picture import ENDINGS
 
-        if not self.search and (self.write_recipe or self.plot):
-            raise ValueError("--write-recipe and --plot go with --search")
+        if not self.search and self.write_recipe:
+            raise ValueError("--write-recipe goes with --search")
         if (self.dump_hlo or self.timeline) and (self.search or self.analytic):
             option = "--dump-hlo" if self.dump_hlo else "--timeline"
             raise ValueError(f"{option} goes with a plan of one program: without --search and --analytic")
@@ -124,13 +122,12 @@ class PlanJob(StepOptions):
             raise ValueError("--search compiles, and --analytic does not; give one of them")
         suffixes = {
             "--write-recipe": (self.write_recipe, (".json",)),
-            "--plot": (self.plot, ENDINGS),
             "--timeline": (self.timeline, ENDINGS),
         }
         for option, (name, known) in suffixes.items():
             if name and Path(name).suffix not in known:
                 raise ValueError(f"{option} {name}: must end in {' or '.join(known)}")
-        for name in (self.write_recipe, self.plot, self.dump_hlo, self.timeline):
+        for name in (self.write_recipe, self.dump_hlo, self.timeline):
             if name and Path(name).expanduser().is_dir():
                 raise ValueError(f"{name}: is a directory; name a file in it")
             if name and not Path(name).expanduser().parent.is_dir():
@@ -145,7 +142,6 @@ class PlanJob(StepOptions):
         return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
     def _search(self, cluster: Cluster) -> int:
-        from jfsdp.plan.search.pareto import plot_front
         from jfsdp.plan.search.search import search_job
         from jfsdp.trainer.recipes import read_recipe
 
@@ -158,8 +154,6 @@ class PlanJob(StepOptions):
         search = dataclasses.replace(search, base=base)
         if search.best and self.write_recipe:
             search.write_recipe(Path(self.write_recipe).expanduser())
-        if self.plot and any(one.is_planned for one in search.tried):
-            plot_front(search, Path(self.plot).expanduser())
         return self._tell(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
 
     def _machine(self) -> dict[str, Any]:

@@ -214,9 +214,8 @@ def print_search(search: Search) -> None:
     console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
     _print_error()
     if not search.is_complete:
-        other = f"; no other {', '.join(search.untried)} was tried" if search.untried else ""
         longest = max(one.compile_s for one in planned)
-        console.print(f"--budget ended the search{other}; give it more seconds (a candidate takes up to {longest:.0f})")
+        console.print(f"--budget ended the search; give it more seconds (a candidate takes up to {longest:.0f})")
 
 
 _LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line

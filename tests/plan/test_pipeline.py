@@ -3,7 +3,6 @@
 A narrow Llama of 8 layers on pipe=2,fsdp=4. The closed forms here are written from the schedules' definitions.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -19,13 +18,10 @@ from jfsdp.engine.pipeline.schedule import get_schedule
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.program.collectives import find_collectives
 from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.search.bounds import bound_job
-from jfsdp.plan.search.space import SearchSpace, batches, pipes, schedules
 from jfsdp.plan.time.chart import draw_timeline
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.plan.wire.ledger import make_ledger
-from jfsdp.trainer.options import StepOptions
 from tests import hlo
 from tests.plan import programs
 from tests.plan.test_timeline import COPY, DOT, timeline
@@ -229,47 +225,3 @@ def test_a_picture_has_a_lane_for_every_stage():
     assert [label.get_text() for label in stages.get_yticklabels()] == [f"stage {stage}" for stage in range(4)]
     assert {bars.get_label() for bars in stages.collections} == {"forward", "backward", "shared", "idle"}
     assert [label.get_text() for label in step.get_yticklabels()] == ["compute"]
-
-
-GIVEN = StepOptions(model="llama-8b", seq_len=512)
-
-
-def tried(given=GIVEN, space=None):
-    return list(pipes(given, given, NODES, space or SearchSpace()))
-
-
-def test_a_search_tries_stages_that_divide_nodes_and_layers():
-    found = {(one.mesh, one.batch_per_device, one.accumulate) for one in tried()}
-    assert found == {(f"fsdp=-1,pipe={size}", rows, rows) for size in (2, 4, 8) for rows in (size, 4 * size)}
-    assert {one.reshard_after_backward for one in tried()} == {True, False}
-    for mesh in ("fsdp=64", "pipe=2,fsdp=-1"):
-        assert tried(dataclasses.replace(GIVEN, mesh=mesh)) == []
-    odd = dataclasses.replace(GIVEN, model_config=("num_layers=6",))
-    assert {one.mesh for one in tried(odd)} == {"fsdp=-1,pipe=2"}
-
-
-def test_with_microbatches_given_the_global_batch_of_a_pipeline_stays():
-    given = dataclasses.replace(GIVEN, batch_per_device=4, accumulate=2)
-    found = {(one.mesh, one.batch_per_device, one.accumulate) for one in tried(given, SearchSpace(pipe_sizes=(4,)))}
-    assert found == {("fsdp=-1,pipe=4", 16, 16), ("fsdp=-1,pipe=4", 16, 8)}
-
-
-def test_schedules_and_more_microbatches_are_tried_of_a_pipeline_alone():
-    piped = dataclasses.replace(GIVEN, mesh="fsdp=-1,pipe=4", batch_per_device=4, accumulate=4)
-    found = [(one.schedule, one.pipe_repeats) for one in schedules(piped, SearchSpace())]
-    assert found == [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 1)]
-    assert list(schedules(GIVEN, SearchSpace())) == []
-    found = batches(piped, GIVEN, SearchSpace())
-    ladders = [[(one.batch_per_device, one.accumulate) for one in ladder][:3] for ladder in found]
-    assert ladders == [[(4, 4), (8, 4), (16, 4)], [(4, 4), (8, 8), (16, 16)]]
-
-
-def test_a_bound_counts_the_bubble_of_the_layers_and_the_ticks_gathers():
-    plain = bound_job(dataclasses.replace(GIVEN, batch_per_device=4), NODES)
-    piped = dataclasses.replace(GIVEN, mesh="pipe=4,fsdp=16", batch_per_device=16, accumulate=16)
-    found = bound_job(piped, NODES)
-    layers = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    share = layers / (layers + 2 * 128256 * 4096)
-    assert found.compute_s == pytest.approx(plain.compute_s * (1 + share * 3 / 16))
-    once = bound_job(dataclasses.replace(piped, reshard_after_backward=False, reduce="once"), NODES)
-    assert once.wire_bytes < found.wire_bytes / 15

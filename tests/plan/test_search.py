@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jfsdp.plan.search import space as spaces
 from jfsdp.plan.search.bounds import bound_job, estimate_job
 from jfsdp.plan.search.candidates import Outcome, pareto_front
 from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, mesh_sizes, shard_planned
-from jfsdp.plan.search.pareto import plot_front
 from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.job import find_job
@@ -29,15 +29,13 @@ TINY = StepOptions(model="llama-tiny", seq_len=64)
 LIMIT = NODE.gpu.memory_bytes - 3 * 2**30
 SMALL = SearchSpace(
     ("full_shard", "replicas"),
-    (4,),
     ("full", "none", "dots"),
     None,
     ((("a=1",), ("b=2",)),),
     2,
     tensor_sizes=(),
-    pipe_sizes=(),
 )
-ONE = SearchSpace(("full_shard",), (), (), (), (), engines=(), tensor_sizes=(), pipe_sizes=())
+ONE = SearchSpace(("full_shard",), (), (), (), engines=(), tensor_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 
@@ -84,7 +82,15 @@ def found():
 
 
 def test_the_front_has_what_none_beats_and_of_equals_the_first():
-    points = [Point(3, 1.0), Point(1, 5.0), Point(2, 6.0), Point(2, 4.0), Point(2, 4.0), Point(4, 1.0), Point(9, 0.5)]
+    points: list[Any] = [
+        Point(3, 1.0),
+        Point(1, 5.0),
+        Point(2, 6.0),
+        Point(2, 4.0),
+        Point(2, 4.0),
+        Point(4, 1.0),
+        Point(9, 0.5),
+    ]
     assert pareto_front(points) == (Point(1, 5.0), Point(2, 4.0), Point(3, 1.0), Point(9, 0.5))
     assert pareto_front(points)[1] is points[3]
     assert pareto_front([]) == ()
@@ -142,8 +148,6 @@ def test_a_recipe_is_what_training_then_runs(found, tmp_path):
     for field in dataclasses.fields(StepOptions):
         assert getattr(config, field.name) == getattr(found.best.options, field.name), field.name
     assert set(found.recipe()) == {"model", "seq_len", *found.best.changes}
-    with pytest.raises(ValueError, match=r"winner.txt: a recipe is a file \*.json"):
-        found.write_recipe(tmp_path / "winner.txt")
 
 
 def test_what_cannot_be_compiled_is_recorded_and_the_search_goes_on():
@@ -177,19 +181,6 @@ def test_without_time_only_what_was_given_is_planned():
     assert [one.is_planned for one in result.tried] == [True] + [False] * (len(result.tried) - 1)
     assert {one.reason for one in result.tried[1:]} == {"no time left"}
     assert result.best is result.default and result.gain == 1 and not result.is_complete
-
-
-def test_a_quarter_of_the_time_is_kept_for_the_options_of_xla(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("jfsdp.plan.search.search.time.perf_counter", lambda: now[0])
-
-    def planner(options, cluster, **more):
-        now[0] += 10.0
-        return fake_plan(options, cluster, **more)
-
-    result = search(planner=planner, budget_s=80)
-    assert sum(one.is_planned for one in result.tried) == 8 and result.elapsed_s == 80
-    assert [one.is_planned for one in result.tried if one.options.xla] == [True, True]
 
 
 def test_state_that_does_not_fit_is_not_compiled():
@@ -368,25 +359,14 @@ def test_the_names_of_values_are_the_models():
     assert value_names(TINY, NODE) == ("attended", "mlp_hidden", "qkv")
 
 
-@pytest.mark.parametrize(("options", "groups"), [(TINY, 4), (dataclasses.replace(TINY, mesh="fsdp=-1,tensor=2"), 5)])
-def test_this_xla_knows_every_choice(options, groups):
+def test_this_xla_knows_every_choice():
     sharding = jax.sharding.SingleDeviceSharding(topology_devices(NODE)[0])
     double = jax.jit(lambda x: 2 * x, in_shardings=sharding, out_shardings=sharding)
     lowered = double.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
-    found = xla_choices(options, NODE)
-    assert len(found) == groups
+    found = xla_choices(TINY, NODE)
+    assert len(found) == 3
     for pairs in itertools.chain(*found):
         lowered.compile(compiler_options={name: x for name, x in parse_xla(pairs).items() if x is not None})
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_plot_is_written(found, tmp_path, kind):
-    path = tmp_path / f"front.{kind}"
-    plot_front(found, path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG") if kind == "png" else b"</svg>" in content
-    with pytest.raises(ValueError, match=r"front.gif: a plot is a .png or a .svg"):
-        plot_front(found, tmp_path / "front.gif")
 
 
 @pytest.mark.proof

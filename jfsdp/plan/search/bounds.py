@@ -62,7 +62,7 @@ def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
     Raises:
       ValueError: for options that training would refuse.
     """
-    return _bound(_shard(options, cluster), cluster)
+    return _bound(shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices), cluster)
 
 
 def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int = RESERVE_BYTES) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int =
     Raises:
       ValueError: for options that training would refuse.
     """
-    planned = _shard(options, cluster)
+    planned = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
     bound, layout = _bound(planned, cluster), planned.model.layout
     limit = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
     return {
@@ -90,10 +90,6 @@ def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int =
         "strategy": layout.strategy.name,
         "mesh": dict(layout.mesh_sizes),
     }
-
-
-def _shard(options: StepOptions, cluster: Cluster) -> Planned:
-    return shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices)
 
 
 def _bound(planned: Planned, cluster: Cluster) -> Bound:

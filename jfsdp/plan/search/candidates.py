@@ -8,41 +8,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from jfsdp.plan.search.space import changes
 from jfsdp.trainer.options import StepOptions
-
-
-class Point(Protocol):
-    """What a front needs of a candidate."""
-
-    @property
-    def needed_bytes(self) -> int: ...
-
-    @property
-    def item_s(self) -> float: ...
-
-
-P = TypeVar("P", bound=Point)
-
-
-def pareto_front(points: Iterable[P]) -> tuple[P, ...]:
-    """Return the points that none beats in memory without being slower; leanest first. Of equal ones, the first."""
-    front: list[P] = []
-    for point in sorted(points, key=lambda point: (point.needed_bytes, point.item_s)):
-        if not front or point.item_s < front[-1].item_s:
-            front.append(point)
-    return tuple(front)
-
-
-KINDS = {
-    "strategy and mesh": {"strategy", "mesh", "opt_over", "reshard_after_forward", "schedule", "pipe_repeats"},
-    "remat": {"remat"},
-    "batch": {"batch_per_device", "accumulate", "reshard_after_backward"},
-    "engine": {"engine", "prefetch", "storage"},
-    "XLA's options": {"xla"},
-}
 
 
 class Outcome(enum.Enum):
@@ -62,7 +31,7 @@ class Candidate:
       changes: the fields that differ from the options that the user gave.
       reason: why it was not planned.
       mesh: the sizes of its axes, without those of size 1.
-      fits, needed_bytes, step_s, items_per_s, exposed_s, mfu, compile_s: as in `Plan`.
+      fits, needed_bytes, step_s, items_per_s, mfu, compile_s: as in `Plan`.
     """
 
     options: StepOptions
@@ -73,7 +42,6 @@ class Candidate:
     needed_bytes: int = 0
     step_s: float = math.inf
     items_per_s: float = 0.0
-    exposed_s: float = 0.0
     mfu: float | None = None
     compile_s: float = 0.0
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -98,7 +66,7 @@ class Candidate:
         plain = {"changes": _plain(self.changes), "outcome": self.outcome.value, "reason": self.reason}
         if not self.is_planned:
             return plain
-        names = ("mesh", "fits", "needed_bytes", "step_s", "items_per_s", "exposed_s", "mfu", "compile_s")
+        names = ("mesh", "fits", "needed_bytes", "step_s", "items_per_s", "mfu", "compile_s")
         return plain | {name: getattr(self, name) for name in names}
 
 
@@ -108,6 +76,15 @@ def _word(value: Any) -> str:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def pareto_front(points: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Return those that none beats in memory without being slower; leanest first. Of equal ones, the first."""
+    front: list[Candidate] = []
+    for point in sorted(points, key=lambda point: (point.needed_bytes, point.item_s)):
+        if not front or point.item_s < front[-1].item_s:
+            front.append(point)
+    return tuple(front)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +130,13 @@ class Search:
         return self.default.item_s / self.best.item_s if self.best and self.default.fits else None
 
     @property
-    def untried(self) -> tuple[str, ...]:
-        """The kinds of options of which no other value was planned, in the order of the search."""
-        changed = {name for one in self.tried if one.is_planned for name in one.changes}
-        return tuple(kind for kind, names in KINDS.items() if not changed & names)
-
-    @property
     def advice(self) -> str:
         """Where nothing fits: what came nearest, and what would help. Otherwise empty."""
         if self.best is not None:
             return ""
         planned = [one for one in self.tried if one.is_planned]
         if not planned:
-            reasons = dict.fromkeys(one.reason for one in self.tried)
-            return f"{self.title}: no candidate could be planned: {'; '.join(list(reasons)[:3])}"
+            return f"{self.title}: no candidate could be planned: {self.default.reason}"
         least = min(planned, key=lambda one: one.needed_bytes)
         return (
             f"{self.title}: nothing that was tried fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
@@ -176,18 +146,12 @@ class Search:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: bytes per device, seconds per step."""
+        names = ("title", "item", "limit_bytes", "elapsed_s", "is_complete", "gain", "advice")
         return {
-            "title": self.title,
-            "item": self.item,
-            "limit_bytes": self.limit_bytes,
-            "elapsed_s": self.elapsed_s,
-            "is_complete": self.is_complete,
-            "untried": list(self.untried),
+            **{name: getattr(self, name) for name in names},
             "default": self.default.to_dict(),
             "best": self.best and self.best.to_dict(),
             "front": [one.to_dict() for one in self.front],
-            "gain": self.gain,
-            "advice": self.advice,
             "recipe": self.recipe() if self.best else None,
             "tried": [one.to_dict() for one in self.tried],
         }
@@ -207,10 +171,8 @@ class Search:
         """Write the best as a file that `--recipe FILE.json` takes.
 
         Raises:
-          ValueError: if nothing fits, or the file is not named *.json.
+          ValueError: if nothing fits.
         """
-        if Path(path).suffix != ".json":
-            raise ValueError(f"{path}: a recipe is a file *.json; rename it")
         Path(path).write_text(json.dumps(self.recipe(), indent=2) + "\n", encoding="utf-8")
 
 

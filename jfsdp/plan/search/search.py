@@ -2,7 +2,7 @@
 
 [Note: how the search goes]
 One kind of option after the other: where state is split, over how many devices the best of these splits the model
-itself (axes `tensor` and `pipe`, and by which schedule), what the best then recomputes, how many rows per device for
+itself (axis `tensor`), what the best then recomputes, how many rows per device for
 the best few; over again while that gains; engine, depth of prefetch and storage; XLA's options at last. Before a
 candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
 at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
@@ -30,20 +30,15 @@ from jfsdp.plan.search.space import (
     changes,
     engines,
     leaner,
-    pipes,
     placements,
     remats,
-    schedules,
     tensors,
     value_names,
     xla_choices,
 )
 from jfsdp.trainer.options import StepOptions
 
-__all__ = ["Candidate", "Outcome", "Search", "SearchSpace", "search_job"]
-
 BUDGET_S = 900.0
-_XLA_SHARE = 0.25  # of the budget is kept for the last stage, if a candidate takes less
 
 
 def search_job(
@@ -94,8 +89,6 @@ def search_job(
 
 def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     given, cluster = tries.default, tries.cluster
-    # A part in which not one candidate fits is no use to XLA's options, and would be missing elsewhere.
-    tries.share = 1 - _XLA_SHARE if _XLA_SHARE * tries.budget_s >= tries.longest_s else 1.0
     _place(tries, given, space)
     names = value_names(given, cluster) if space.remats is None else ()
     for one in [] if tries.fitting() else tries.best(1):
@@ -119,7 +112,6 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         return
     for one in tries.best(1):
         tries.try_all(engines(one, space))
-    tries.share = 1.0
     for choices in xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
             tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)
@@ -129,10 +121,6 @@ def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
     tries.try_all(placements(one, tries.cluster, space))
     for best in tries.best(1):
         tries.try_all(tensors(best, tries.default, tries.cluster, space))
-    for best in tries.best(1):
-        tries.try_all(pipes(best, tries.default, tries.cluster, space))
-    for best in tries.best(1):
-        tries.try_all(schedules(best, space))
 
 
 def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -149,7 +137,7 @@ class _Tries:
     def __init__(self, default: StepOptions, cluster: Cluster, budget_s: float, say: Callable[[str], None]):
         self.default, self.cluster, self.budget_s, self.say = default, cluster, budget_s, say
         self.found: dict[StepOptions, Candidate] = {}
-        self.share, self.is_cut, self.longest_s = 1.0, False, 0.0
+        self.is_cut, self.longest_s = False, 0.0
         self.begin_s = time.perf_counter()
 
     @property
@@ -203,13 +191,13 @@ class _Tries:
 
     def _try(self, options: StepOptions, bound: Bound) -> None:
         if bound.state_bytes > self.limit_bytes:
-            sizes = f"{bound.state_bytes / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f}"
-            return self._skip(options, Outcome.SKIPPED, f"its state alone does not fit: {sizes}")
+            reason = f"{bound.state_bytes / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f}"
+            return self._skip(options, Outcome.SKIPPED, f"its state alone does not fit: {reason}")
         if bound.item_s >= self.least_item_s():
+            times = f"{bound.item_s / self.least_item_s():.2f}x of the best"
             what = "wire" if bound.wire_s > bound.compute_s else "matmuls at their peak"
-            reason = f"cannot be faster: its {what} alone takes {bound.item_s / self.least_item_s():.2f}x of the best"
-            return self._skip(options, Outcome.SKIPPED, reason)
-        if self.elapsed_s + self.longest_s > self.share * self.budget_s:
+            return self._skip(options, Outcome.SKIPPED, f"cannot be faster: its {what} alone takes {times}")
+        if self.elapsed_s + self.longest_s > self.budget_s:
             self.is_cut = True
             return self._skip(options, Outcome.SKIPPED, "no time left")
         return self._record(self._planned(options))
@@ -232,15 +220,13 @@ class _Tries:
             self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
         names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")
         numbers: dict[str, Any] = {name: getattr(plan, name) for name in names}
-        numbers |= {"exposed_s": plan.timeline.exposed_s, "compile_s": plan.compiled.compile_s}
+        numbers["compile_s"] = plan.compiled.compile_s
         numbers["mesh"] = {axis: size for axis, size in plan.layout.mesh_sizes if size > 1}
         return Candidate(options, changed, Outcome.PLANNED, **numbers)
 
     def _record(self, one: Candidate) -> None:
         self.found[one.options] = one
+        text = f"{one.outcome.value}: {one.reason}"
         if one.is_planned:
-            text = f"{one.step_s:.4f} s, {one.items_per_s:.0f} items/s, {one.needed_bytes / 2**30:.1f} GiB"
-            text += "" if one.fits else " (does not fit)"
-        else:
-            text = f"{one.outcome.value}: {one.reason}"
+            text = f"{one.step_s:.4f} s, {one.needed_bytes / 2**30:.1f} GiB" + " (does not fit)" * (not one.fits)
         self.say(f"{len(self.found)}. {one.label}: {text} [{self.elapsed_s:.0f} of {self.budget_s:.0f} s]")

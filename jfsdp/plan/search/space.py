@@ -10,28 +10,13 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import effort, pipelining
+from jfsdp.compat import pipelining
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import PIPE, parse_mesh
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
-
-__all__ = [
-    "SearchSpace",
-    "batches",
-    "changes",
-    "engines",
-    "leaner",
-    "pipes",
-    "placements",
-    "remats",
-    "schedules",
-    "tensors",
-    "value_names",
-    "xla_choices",
-]
 
 # By name: the strategy, --reshard-after-forward, --opt-over, and whether the mesh has replicas.
 _KEPT_IN_DOMAIN, _ZERO1 = "full_shard kept in a host", "zero1"
@@ -54,8 +39,6 @@ ENGINES = (
 )
 _MAX_SUBSETS = 3  # of so many names or fewer, every subset is tried: 7 of 3
 _MAX_DOUBLINGS = 16
-_SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("gpipe", 1))
-_FULL = 4  # microbatches for each stage, with which a bubble is a fifth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +47,6 @@ class SearchSpace:
 
     Attributes:
       strategies: names of `WAYS`; by default all.
-      group_sizes: sizes of axis `fsdp` for full_shard with replicas; by default a node and two; of one node half.
       remats: as `--remat` takes them; by default full, dots, none, and the names that the model gave to values.
       batches: rows per device and step; by default powers of two times the given, up while they fit and gain. With
         accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
@@ -74,23 +56,15 @@ class SearchSpace:
       engines: each as (engine, prefetch, storage); by default `ENGINES`.
       tensor_sizes: of axis `tensor`; by default the divisors of a host's GPUs, if the job has cuts and the given mesh
         leaves the axis open: it says -1 for some axis and does not name `tensor`.
-      pipe_sizes: of axis `pipe`; by default the divisors of the nodes, or of a single node's GPUs, that divide the
-        layers of every stack, if the given mesh leaves the axis open likewise.
     """
 
     strategies: tuple[str, ...] | None = None
-    group_sizes: tuple[int, ...] | None = None
     remats: tuple[str, ...] | None = None
     batches: tuple[int, ...] | None = None
     xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     beam: int = 3
     engines: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
-    pipe_sizes: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.beam < 1:
-            raise ValueError(f"beam={self.beam}: a search goes on from at least 1 candidate")
 
 
 def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
@@ -112,9 +86,7 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
             continue  # zero2 is the same program then
         if name == _KEPT_IN_DOMAIN and not 1 < domain < num:
             continue
-        meshes = (
-            [{"replica": -1, "fsdp": n} for n in _group_sizes(space, num, domain)] if has_replicas else [{"fsdp": -1}]
-        )
+        meshes = [{"replica": -1, "fsdp": n} for n in _group_sizes(num, domain)] if has_replicas else [{"fsdp": -1}]
         for mesh in meshes:
             yield dataclasses.replace(
                 options,
@@ -133,10 +105,10 @@ def _way_of(options: StepOptions) -> str:
     return next((name for name, other in WAYS.items() if other == way), "replicas" if has_replicas else "full_shard")
 
 
-def _group_sizes(space: SearchSpace, num: int, domain: int) -> list[int]:
+def _group_sizes(num: int, domain: int) -> list[int]:
+    """Return the sizes of axis `fsdp` for full_shard with replicas: a node's, and two nodes'; of one node half."""
     usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
-    wanted = usual if space.group_sizes is None else space.group_sizes
-    return [size for size in dict.fromkeys(wanted) if 1 < size < num and num % size == 0]
+    return [size for size in usual if 1 < size < num and num % size == 0]
 
 
 def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
@@ -149,74 +121,21 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
       options: those to change.
       given: those that the user gave.
     """
-    for size in _tensor_sizes(given, cluster) if space.tensor_sizes is None else space.tensor_sizes:
-        for other in _resized(options, cluster, "tensor", size):
-            yield from placements(other, cluster, _both(space, options, given))
-
-
-def _both(space: SearchSpace, options: StepOptions, given: StepOptions) -> SearchSpace:
-    return dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
-
-
-def _resized(options: StepOptions, cluster: Cluster, axis: str, size: int) -> Iterator[StepOptions]:
-    """Yield the options with another size of an axis of the model, and the same global batch if rows can be that."""
+    both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
     sizes = mesh_sizes(options.mesh, cluster.num_devices)
-    rows, rest = divmod(options.batch_per_device * size, sizes.get(axis, 1))
-    others = {name: num for name, num in sizes.items() if name in (PIPE, "tensor") and num > 1 and name != axis}
-    if not rest:
-        mesh = _mesh({"fsdp": -1} | others | {axis: size})
-        yield dataclasses.replace(options, mesh=mesh, batch_per_device=rows)
+    for size in _tensor_sizes(given, cluster) if space.tensor_sizes is None else space.tensor_sizes:
+        rows, rest = divmod(options.batch_per_device * size, sizes.get("tensor", 1))
+        if not rest:
+            stages = {PIPE: sizes[PIPE]} if sizes.get(PIPE, 1) > 1 else {}
+            mesh = _mesh({"fsdp": -1} | stages | {"tensor": size})
+            yield from placements(dataclasses.replace(options, mesh=mesh, batch_per_device=rows), cluster, both)
 
 
 def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
-    job = find_planned_job(given)
+    job, sizes = find_planned_job(given), parse_mesh(given.mesh)
     has_cuts = bool(job.placements) or job.axis_rules is not None
-    return _divisors(cluster.gpus_per_node) if has_cuts and _is_open(given, "tensor") else []
-
-
-def _is_open(given: StepOptions, axis: str) -> bool:
-    sizes = parse_mesh(given.mesh)
-    return axis not in sizes and -1 in sizes.values()
-
-
-def pipes(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options with every size of axis `pipe`, some microbatches, and weights gathered per tick or per step.
-
-    The global batch stays if it is cut into microbatches as given, which are then of one or two rows. Else there are
-    also as many as fill the pipeline: a bound knows the bubble, and what has too few would be skipped.
-
-    Args: as `tensors`.
-    """
-    for size in _pipe_sizes(given, cluster) if space.pipe_sizes is None else space.pipe_sizes:
-        for other in _resized(options, cluster, PIPE, size):
-            rows = other.batch_per_device
-            fills = (
-                {rows: (rows, max(1, rows // 2))}
-                if given.accumulate > 1
-                else {rows: (rows,), _FULL * rows: (_FULL * rows,)}
-            )
-            for batch, counts in fills.items():
-                for count, reshards in itertools.product(counts, (True, False)):
-                    if batch % count == 0 and count >= size:
-                        more = {"batch_per_device": batch, "accumulate": count, "reshard_after_backward": reshards}
-                        piped = dataclasses.replace(other, engine="auto", **more)
-                        yield from placements(piped, cluster, _both(space, options, given))
-
-
-def _pipe_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
-    if not _is_open(given, PIPE):
-        return []
-    layout = shard_planned(given, find_planned_job(given), num_devices=cluster.num_devices).model.layout
-    stacks = {leaf.shape[0] for leaf in layout.leaves if leaf.stacked}
-    sizes = _divisors(cluster.nodes if cluster.nodes > 1 else cluster.gpus_per_node)
-    return [size for size in sizes if size > 1 and stacks and not any(layers % size for layers in stacks)]
-
-
-def schedules(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options of a pipeline under every schedule; nothing for a mesh without one."""
-    if space.pipe_sizes != () and parse_mesh(options.mesh).get(PIPE, 1) > 1:
-        for name, repeats in _SCHEDULES:
-            yield dataclasses.replace(options, schedule=name, pipe_repeats=repeats)
+    is_open = "tensor" not in sizes and -1 in sizes.values()
+    return _divisors(cluster.gpus_per_node) if has_cuts and is_open else []
 
 
 def _mesh(sizes: Mapping[str, int]) -> str:
@@ -231,15 +150,11 @@ def engines(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
 
 def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> Iterator[StepOptions]:
     """Yield the options with every remat; `names` are those that the model gave to values."""
-    policies = _policies(names) if space.remats is None else space.remats
-    for policy in policies:
-        yield dataclasses.replace(options, remat=policy)
-
-
-def _policies(names: Sequence[str]) -> list[str]:
     sizes = range(1, len(names) + 1) if len(names) <= _MAX_SUBSETS else {1, len(names)}
     subsets = [part for size in sizes for part in itertools.combinations(names, size)]
-    return ["full", "none", "dots", *("names:" + ",".join(part) for part in subsets)]
+    usual = ("full", "none", "dots", *("names:" + ",".join(part) for part in subsets))
+    for policy in usual if space.remats is None else space.remats:
+        yield dataclasses.replace(options, remat=policy)
 
 
 def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Iterator[list[StepOptions]]:
@@ -260,11 +175,7 @@ def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Ite
                 yield [dataclasses.replace(split, reshard_after_backward=False)]
     else:
         rows = [options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS)]
-        ladder = [dataclasses.replace(options, batch_per_device=count) for count in rows]
-        yield ladder
-        if parse_mesh(options.mesh).get(PIPE, 1) > 1:
-            count = options.accumulate
-            yield [dataclasses.replace(one, accumulate=count * 2**power) for power, one in enumerate(ladder)]
+        yield [dataclasses.replace(options, batch_per_device=count) for count in rows]
         if options.accumulate == 1:
             # Gathers and reductions once for two microbatches: what helps where the wire is the limit.
             twice = dataclasses.replace(options, batch_per_device=rows[1], accumulate=2)
@@ -292,9 +203,7 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
     """Return groups of choices for XLA, by the names that they have in this JAX; see `engine/options.py` for the
     defaults that they replace.
 
-    Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined; XLA's
-    own effort, which turns on passes of its choice; with axis `tensor`, matrix products in windows (async tensor
-    parallelism, of which log.md says what it has brought).
+    Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined.
     """
     layout = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout
     unit, shard = unit_bytes(layout)
@@ -305,9 +214,7 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
         for sizes in (dict.fromkeys(twice, "none"), twice)
     ]
     off, scatter = _pairs(pipelining("all_gather", is_on=False)), _pairs(pipelining("reduce_scatter"))
-    windows = "xla_gpu_threshold_for_windowed_einsum_mib=0", "xla_gpu_multi_streamed_windowed_einsum=true"
-    own = ((windows,),) if layout.num_shards(("tensor",)) > 1 else ()
-    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds), (_pairs(effort(1)),), *own
+    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds)
 
 
 def _pairs(options: Mapping[str, Any]) -> tuple[str, ...]:
