@@ -161,7 +161,12 @@ def is_gpu(mesh: Any) -> bool:
 
 def is_there(mesh: Any) -> bool:
     """Return whether the devices of a mesh are this run's own, and not only described."""
-    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0] in jax.devices(_platform(mesh))
+    if isinstance(mesh, AbstractMesh):
+        return False
+    try:
+        return mesh.devices.flat[0] in jax.devices(_platform(mesh))
+    except RuntimeError:  # no backend for the platform of devices that are only compiled for
+        return False
 
 
 def _platform(mesh: Any) -> str:
