@@ -57,7 +57,7 @@ _token_init = nnx.initializers.normal(0.02)
 class BatchNorm(nnx.BatchNorm):
     """Normalize by the batch's statistics, or in evaluation by those stored: float32 inside, the input's dtype out.
 
-    The statistics are over all leading dims; under jfsdp's auto engine that is the global batch.
+    The statistics are over all leading dims; in a jfsdp step (program="xla") that is the global batch.
     """
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:

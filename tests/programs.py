@@ -23,7 +23,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.contents import logical_arrays
 from jfsdp.layout.report import layout_to_dict
 from tests.models_small import VOCAB, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 NUM_LAYERS = 5  # enough that a scan of iterations that look alike is left under every prefetch
 
@@ -118,22 +118,19 @@ OPTIMIZERS = {
 CHOSEN = {"embed", functools.partial(lambda unit, path, x: f".{unit}." in path, "a")}
 POLICY = jax.checkpoint_policies.everything_saveable
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16")
-MANUAL, GROUPS = {"engine": "manual"}, {"replica": 2, "fsdp": 4}
+XLA, MANUAL, GROUPS = {"program": "xla"}, {"program": "manual"}, {"replica": 2, "fsdp": 4}
 FLAT, LISTS = MANUAL | {"storage": "flat"}, MANUAL | {"prefetch": "lists"}
-TWICE, ONCE = {"accumulate": 2}, {"accumulate": 2, "reduce": "once"}
+TWICE, ONCE = {"accumulate": 2}, {"accumulate": 2, "sync": "last"}
 KEPT, NEIGHBOURS, FREED = ({"reshard_after_forward": value} for value in (False, 2, True))
 # The options of `fully_shard`, and of `train_step`.
 SETTINGS = {
-    "auto": ({}, {}),
-    "auto, twice": ({"mp_policy": BF16}, TWICE),
-    "auto, kept": (KEPT, {}),
-    "auto, neighbours": (NEIGHBOURS, TWICE),
-    "auto, zero1, once": ({"strategy": "zero1"}, TWICE),
-    "auto, ddp, once": ({"strategy": "ddp"}, ONCE),
-    "xla, hybrid": ({"engine": "xla", **GROUPS}, TWICE),
-    "auto, hybrid": (GROUPS, TWICE),
-    "auto, hfsdp": ({"opt_over": ("replica", "fsdp"), "mp_policy": BF16, **GROUPS}, {}),
-    "auto, tensor": ({"fsdp": 4, "tensor": 2}, {}),
+    "xla": (XLA, {}),
+    "xla, twice": (XLA | {"mp_policy": BF16}, TWICE),
+    "xla, kept": (XLA | KEPT, {}),
+    "xla, neighbours": (XLA | NEIGHBOURS, TWICE),
+    "xla, hybrid": (XLA | GROUPS, TWICE),
+    "xla, tensor": (XLA | {"fsdp": 4, "tensor": 2}, {}),
+    "by the loss": ({"strategy": "ddp"}, ONCE),
     "manual": (MANUAL, {"max_grad_norm": 1.0}),
     "manual, depth 0": (MANUAL | {"prefetch": 0}, TWICE),
     "manual, depth 2": (MANUAL | {"prefetch": 2}, {}),

@@ -18,12 +18,12 @@ from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 class AuditProgram(StepOptions):
     """Compare a saved program with the job it was compiled from: bytes and dtypes sent, replication, overlap.
 
-    The program is scheduled HLO as text: from `jfsdp plan --dump-hlo FILE`, from XLA's own dump, or
+    FILE is scheduled HLO as text: from `jfsdp plan --dump-hlo FILE`, from XLA's own dump, or
     `step.lower(...).compile().as_text()`. The other options are those that it was compiled with. Exit status: 0 nothing
     found, 4 something is, 2 bad arguments.
     """
 
-    program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = tyro.MISSING
+    hlo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = tyro.MISSING
     """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
@@ -41,7 +41,7 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.search.jobs import find_planned_job, shard_planned
         from jfsdp.plan.wire.audit import audit, read_module
 
-        module = read_module(Path(self.program).expanduser())
+        module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         state = planned.model.abstract_state(planned.tx)
         reason = as_options(planned.step.decide(state, planned.batch))

@@ -12,10 +12,12 @@ optimizer moves whose update mixes the elements of a leaf, and activations.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 
 XLA, MANUAL = "xla", "manual"
@@ -102,6 +104,30 @@ class Move:
     pieces: int = 1
     times: int | Fraction = 1
     stage: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the gathered or not yet reduced array, all layers of a stack together."""
+        return self.leaf.piece_shape(self.pieces)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends per step, padding included."""
+        return float(self.times) * wire_bytes(
+            self.kind, math.prod(self.shape) * item_bytes(self.dtype), self.group_size
+        )
+
+
+def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
+    """Return what a device sends for a value of `full_bytes` (gathered or unreduced).
+
+    All-gather, reduce-scatter and all-to-all (N-1)/N of it, an all-reduce twice that (a reduce-scatter and an
+    all-gather), the others all of it.
+    """
+    share = (group_size - 1) / group_size if group_size else 0.0
+    if kind in (GATHER, SCATTER, "all-to-all", "ragged-all-to-all"):
+        return full_bytes * share
+    return 2 * full_bytes * share if kind == REDUCE else float(full_bytes) * (group_size > 1)
 
 
 def movements(

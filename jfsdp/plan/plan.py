@@ -297,6 +297,6 @@ def make_plan(
 def _pipeline(step: TrainStep, module: Module, timeline: Timeline) -> Pipeline | None:
     if step.schedule is None:
         return None
-    name = step.config.schedule if isinstance(step.config.schedule, str) else "own"
+    name = step.config.pipe_schedule if isinstance(step.config.pipe_schedule, str) else "own"
     of = (step.config.pipe_repeats, step.config.accumulate)
     return Pipeline(name, step.schedule, *of, tick_seconds(module, timeline), timeline.step_s)

@@ -9,9 +9,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jfsdp.arguments import Size, checked
+from jfsdp.arguments import checked
 from jfsdp.compat import warn
-from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.codec import Coded, find_codecs
@@ -40,7 +39,6 @@ from jfsdp.modules.adapt import as_model
 from jfsdp.modules.adapted import AdaptedModel
 from jfsdp.train.checks import check_offloads
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.step.choice import AUTO, ENGINES, Asked, choose, needs_of
 from jfsdp.train.update.loss_scale import LossScale
 
 
@@ -56,8 +54,6 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | str | None = None,
     remat: Remat = "full",
-    engine: str = AUTO,
-    prefetch: Size | Prefetch | None = None,
     storage: str = "per_parameter",
     frozen: Selectors = None,
     frozen_dtype: Any = None,
@@ -104,14 +100,9 @@ def fully_shard(
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root); globs that match one unit must not contradict each other.
       loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
-      engine: which program a training step is. "xla" leaves collectives and their order to XLA; "manual" writes them
-        out, inside a `shard_map`, where each device sees its own rows; "auto" chooses: `step.program` and `step.reason`
-        tell. Evaluation and generation are "xla" always.
-      prefetch: for program "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
-        None is 1.
-      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or, for program
-        "manual", "flat", the leaves of each unit in one array that one collective moves. Optimizer states are leaf by
-        leaf.
+      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
+        each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
+        states are leaf by leaf.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
@@ -120,8 +111,6 @@ def fully_shard(
       LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
         not small, or weights that axis `tensor` does not cut; and where that axis joins devices of different hosts.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is unknown; the engines are {', '.join(ENGINES)}")
     if isinstance(model, ShardedModel):
         raise ValueError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
@@ -172,10 +161,7 @@ def fully_shard(
     for warning in advise_memory(layout):
         warn(warning, LayoutWarning)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
-    needs = [] if prefetch is None else [f"prefetch={prefetch!r}"]
-    asked = Asked(engine, None if prefetch is None else as_prefetch(prefetch), (*needs, *needs_of(layout)))
-    choose(layout, asked)  # refuses what contradicts itself
-    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None), asked)
+    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None))
 
 
 def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:

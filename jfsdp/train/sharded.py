@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import Count, Seed, Size, checked
 from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import stored_leaf, to_device, unpad_all
 from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.pipeline.schedule import Schedule
@@ -30,7 +31,6 @@ from jfsdp.train import state as states
 from jfsdp.train.checks import check_donated, check_lowers, check_stands, check_state
 from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
-from jfsdp.train.step.choice import Asked
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.own_loop import ApplyStep, GradStep, named_gradients
 from jfsdp.train.step.step import TrainStep
@@ -57,9 +57,8 @@ class ShardedModel:
         layout: Layout,
         mesh: Mesh | AbstractMesh,
         loss_scale: LossScale | None,
-        asked: Asked,
     ):
-        self.model, self.layout, self.loss_scale, self._asked = model, layout, loss_scale, asked
+        self.model, self.layout, self.loss_scale = model, layout, loss_scale
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
         self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
@@ -230,38 +229,43 @@ class ShardedModel:
         tx: optax.GradientTransformation,
         *,
         accumulate: Count = 1,
-        reduce: str | None = None,
+        program: str | None = None,
+        prefetch: Size | Prefetch | None = None,
+        sync: str | None = None,
         reshard_after_backward: bool | Mapping[str, bool] = True,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
-        schedule: str | Schedule = "1f1b",
+        pipe_schedule: str | Schedule = "1f1b",
         pipe_repeats: Count = 1,
     ) -> TrainStep:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
-          loss_fn: `f(model, batch)` with the user's model as they wrote it; returns a scalar or a `Loss`.
+          loss_fn: `f(model, batch)` with the user's model as they wrote it. Returns a scalar, the mean over the
+            rows that it is given, or with metrics `scalar, aux`; or a `Loss`, a sum with its weight. This decides the
+            step's program (see `StepConfig`), and with `accumulate` a scalar is the mean of the microbatches' means.
           tx: any optax transformation whose state `init` was given.
-          accumulate, reduce, reshard_after_backward, schedule, pipe_repeats: see `StepConfig`.
-          max_grad_norm, skip_nonfinite, compiler_options, check_loss: see `StepConfig`.
+          max_grad_norm, skip_nonfinite, compiler_options, check_loss, and all others: see `StepConfig`.
 
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
         """
         config = StepConfig(
             int(accumulate),
-            reduce,
+            program,
+            prefetch,
+            sync,
             reshard_after_backward,
             max_grad_norm,
             skip_nonfinite,
             compiler_options,
             check_loss,
-            schedule,
+            pipe_schedule,
             int(pipe_repeats),
         )
-        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale, self._asked)
+        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
 
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
@@ -308,33 +312,36 @@ class ShardedModel:
         loss_fn: LossFn,
         *,
         accumulate: Count = 1,
-        reduce: str | None = None,
+        program: str | None = None,
+        prefetch: Size | Prefetch | None = None,
+        sync: str | None = None,
         reshard_after_backward: bool | Mapping[str, bool] = True,
         skip_nonfinite: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
         check_loss: bool = True,
-        schedule: str | Schedule = "1f1b",
+        pipe_schedule: str | Schedule = "1f1b",
         pipe_repeats: Count = 1,
     ) -> GradStep:
         """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
 
         Args:
-          loss_fn, accumulate, reduce, reshard_after_backward, compiler_options, check_loss, schedule, pipe_repeats: as
-            in `train_step`.
           skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
+          loss_fn, and all others: as in `train_step`.
         """
         config = StepConfig(
             int(accumulate),
-            reduce,
+            program,
+            prefetch,
+            sync,
             reshard_after_backward,
             None,
             skip_nonfinite,
             compiler_options,
             check_loss,
-            schedule,
+            pipe_schedule,
             int(pipe_repeats),
         )
-        return GradStep(self.apply, loss_fn, config, self.loss_scale, self._asked)
+        return GradStep(self.apply, loss_fn, config, self.loss_scale)
 
     def apply_gradients(
         self,

@@ -121,12 +121,12 @@ class ShardingOptions:
     offload:C: all but these, which wait in host memory. Both are joined by +."""
     offload: Stages = option((), "sharding and memory", "rounding", python="`shard(offload_policy=)`")
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
-    engine: Annotated[str, tyro.conf.arg(metavar="auto|xla|manual")] = option(
-        "auto", "sharding and memory", "rounding", python="`shard(engine=)`"
+    program: Annotated[str | None, optional(str, "xla|manual")] = option(
+        None, "sharding and memory", "rounding", python="`step(program=)`"
     )
-    """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them.
-    auto: manual where XLA would send more bytes than it must, else xla; the run's first lines say which, and why."""
-    prefetch: Number = option(None, "sharding and memory", "rounding", python="`shard(prefetch=)`")
+    """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them. none: manual for a loss that
+    is a sum with its weight, as those of the models here, and xla for a mean."""
+    prefetch: Number = option(None, "sharding and memory", "rounding", python="`step(prefetch=)`")
     """For manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
     storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = option(
         "per_parameter", "sharding and memory", "rounding", python="`shard(storage=)`"
@@ -161,17 +161,17 @@ class ShardingOptions:
 
     accumulate: Count = option(1, "gradient accumulation", "said", least=1, python="`step(accumulate=)`")
     """Microbatches per step; must divide --batch-per-device."""
-    reduce: Annotated[str | None, optional(str, "every|once")] = option(
-        None, "gradient accumulation", "rounding", python="`step(reduce=)`"
+    sync: Annotated[str | None, optional(str, "every|last")] = option(
+        None, "gradient accumulation", "rounding", python="`step(sync=)`"
     )
-    """every: reduce gradients after each microbatch. once: after the last; whole gradients are kept until then.
-    once needs manual. none: the strategy's."""
+    """every: reduce gradients after each microbatch. last: after the last; whole gradients are kept until then.
+    last needs manual. none: the strategy's."""
     reshard_after_backward: bool = option(
         True, "gradient accumulation", "rounding", python="`step(reshard_after_backward=)`"
     )
     """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
-    schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = option(
-        "1f1b", "gradient accumulation", "rounding", python="`step(schedule=)`"
+    pipe_schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = option(
+        "1f1b", "gradient accumulation", "rounding", python="`step(pipe_schedule=)`"
     )
     """Of a pipeline (--mesh pipe=P): the order in which its stages compute the microbatches of --accumulate.
     1f1b: at most 2P-1 of them wait for their backward. gpipe: all do."""
@@ -260,8 +260,6 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
         "offload_policy": OffloadPolicy(**dict.fromkeys(parse_offload(options.offload), True)),
         "reshard_after_forward": parse_reshard(options.reshard_after_forward),
         "remat": parse_remat(options.remat),
-        "engine": options.engine,
-        "prefetch": options.prefetch,
         "storage": options.storage,
         "frozen": split_given("--frozen", options.frozen) or None,
         "frozen_dtype": word_or_none(options.frozen_dtype),
@@ -274,16 +272,15 @@ def step_arguments(options: ShardingOptions) -> dict[str, Any]:
     """Return the options as arguments of `train_step`.
 
     Raises:
-      ValueError: for a reduction that is neither every nor once, and no microbatch, or too many.
+      ValueError: for no microbatch, or too many.
     """
-    reduce = word_or_none(options.reduce)
-    if reduce not in (None, "every", "once"):
-        raise ValueError(f"--reduce {reduce!r} is unknown; use every, once, or none (as the strategy says)")
     return {
         "accumulate": options.accumulate,
-        "reduce": reduce,
+        "program": word_or_none(options.program),
+        "prefetch": options.prefetch,
+        "sync": word_or_none(options.sync),
         "reshard_after_backward": options.reshard_after_backward,
-        "schedule": options.schedule,
+        "pipe_schedule": options.pipe_schedule,
         "pipe_repeats": options.pipe_repeats,
     }
 
@@ -345,7 +342,7 @@ def describe_error(error: Exception, kind: Any) -> str:
 
 
 def as_options(message: str, kind: Any = ShardingOptions) -> str:
-    """Say a message of the library in the words of a command line: `--reduce once` for `reduce="once"`.
+    """Say a message of the library in the words of a command line: `--sync last` for `sync="last"`.
 
     Args:
       kind: the dataclass of the command's options, or one of it.

@@ -18,9 +18,9 @@ from jfsdp.trainer.spelling import check_numbers
 
 PLAIN = "plain"
 JFSDP: dict[str, dict[str, Any]] = {
-    "xla": {"engine": "xla", "prefetch": None},
-    "manual": {"engine": "manual"},
-    "flat": {"engine": "manual", "storage": "flat"},
+    "xla": {"program": "xla", "prefetch": None},
+    "manual": {"program": "manual"},
+    "flat": {"program": "manual", "storage": "flat"},
 }
 """Contenders of jfsdp, and the options that each changes."""
 TORCH = ("torch-fsdp2", "torch-fsdp2-compile")
@@ -32,7 +32,7 @@ TORCH_TAKES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": _DTYPES,
     "reshard_after_forward": ("none", "true", "false"),
     **dict.fromkeys(("model", "factory", "model_config", "seq_len", "batch_per_device", "mesh", "max_grad_norm"), ()),
-    **dict.fromkeys(("engine", "prefetch", "storage", "min_size", "cross_documents", "xla"), ()),
+    **dict.fromkeys(("program", "prefetch", "storage", "min_size", "cross_documents", "xla"), ()),
 }
 """Values of options that PyTorch's contenders take; empty: any. Of other options they take the default."""
 TOLERANCE = {"none": 1e-4, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}

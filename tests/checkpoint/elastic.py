@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 import jfsdp
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 from tests.ways import WAYS
 
 TX = optax.adamw(1e-2, eps=1e-4)
@@ -38,7 +38,7 @@ STRATEGIES = {
     "all": {},
     "ddp": {},
 }
-FORMS = {"auto": {}, "manual": {"engine": "manual"}, "flat": {"engine": "manual", "storage": "flat"}}
+FORMS = {"auto": {}, "manual": {"program": "manual"}, "flat": {"program": "manual", "storage": "flat"}}
 COLUMNS = {
     "mesh": list(MESHES),
     "strategy": list(STRATEGIES),

@@ -20,7 +20,7 @@ from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.manager import Checkpointer
 from tests.checkpoint.elastic import bits
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 TX = optax.adam(1e-3)
 
@@ -38,7 +38,7 @@ class Net(nnx.Module):
 
 @functools.cache
 def model(strategy: str, storage: str) -> jfsdp.ShardedModel:
-    engine: dict[str, Any] = {"engine": "manual", "storage": storage} if storage == "flat" else {}
+    engine: dict[str, Any] = {"program": "manual", "storage": storage} if storage == "flat" else {}
     mesh = jfsdp.make_mesh(replica=2 if strategy == "HYBRID_SHARD" else 1)
     return fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
 

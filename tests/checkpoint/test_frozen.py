@@ -15,7 +15,7 @@ from jfsdp.cli import main
 from jfsdp.layout.lora import Adapter
 from jfsdp.train.state import TrainState
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 TX = optax.adamw(1e-2)
 LORA = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4)
@@ -109,7 +109,7 @@ def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):
 
 
 def test_flat_storage_leaves_the_base_out_too(saved, tmp_path):
-    model = shard(3, engine="manual", storage="flat", min_size=0)
+    model = shard(3, program="manual", storage="flat", min_size=0)
     jfsdp.save(tmp_path / "c", jfsdp.restore(saved[0], model.init(TX)), frozen=False)
     assert CheckpointSource(tmp_path / "c").arrays == CheckpointSource(saved[0]).arrays
     same(jfsdp.restore(tmp_path / "c", shard().init(TX)), saved[1])

@@ -16,15 +16,15 @@ import jfsdp
 from jfsdp.train.state import TrainState
 from tests.checkpoint.elastic import Net
 from tests.pairwise import cover
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 
 DIM, LAYERS = 12, 3
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
 }
-STORAGES: dict[str, dict[str, Any]] = {"by leaf": {}, "flat": {"engine": "manual", "storage": "flat"}}
+STORAGES: dict[str, dict[str, Any]] = {"by leaf": {}, "flat": {"program": "manual", "storage": "flat"}}
 
 
 class Layer(nn.Module):

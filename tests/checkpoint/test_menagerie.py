@@ -15,7 +15,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.files import read_manifest
 from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import bits
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 
@@ -68,9 +68,9 @@ OPTIMIZERS = {
     "averages, bfloat16 moments": optax.chain(jfsdp.low_precision_state(optax.adam(1e-2)), jfsdp.track_ema(0.9)),
 }
 FORMS: dict[str, dict[str, Any]] = {
-    "by leaf, 8": {"devices": 8},
-    "flat, 3": {"devices": 3, "engine": "manual", "storage": "flat"},
-    "flat, 8, copies": {"devices": 8, "engine": "manual", "storage": "flat", "strategy": "zero1"},
+    "by leaf, 8": {"devices": 8, "program": "xla"},
+    "flat, 3": {"devices": 3, "program": "manual", "storage": "flat"},
+    "flat, 8, copies": {"devices": 8, "program": "manual", "storage": "flat", "strategy": "zero1"},
 }
 
 
@@ -86,7 +86,7 @@ def model(form: str) -> jfsdp.ShardedModel:
 def trained(form: str, optimizer: str) -> jfsdp.TrainState:
     """A state after two steps, with moments, statistics and counts that are not those of the first."""
     first, tx = next(iter(FORMS)), OPTIMIZERS[optimizer]
-    if form != first:  # the manual engine refuses batch statistics
+    if form != first:  # program `manual` refuses batch statistics
         return jfsdp.reshard(trained(first, optimizer), model(form))
     state, step = model(form).init(tx), model(form).train_step(loss, tx)
     for seed in range(2):

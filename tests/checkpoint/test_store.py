@@ -24,8 +24,8 @@ from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
 from jfsdp.train.storage import by_leaf
 from tests.refusals import refuses
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 
 TX = optax.adamw(1e-3)
 
@@ -54,12 +54,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "opt_over": ("replica", "fsdp"), "param_dtype": "bfloat16"},
     "ddp8": {"sizes": {"fsdp": 8}, "strategy": "ddp"},
-    "flat8": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+    "flat8": {"sizes": {"fsdp": 8}, "program": "manual", "storage": "flat"},
     "flatzero1bf16": {
         "sizes": {"fsdp": 3},
         "strategy": "zero1",
         "param_dtype": "bfloat16",
-        "engine": "manual",
+        "program": "manual",
         "storage": "flat",
     },
 }

@@ -19,14 +19,14 @@ from jfsdp.trainer.run.rules import memory_since_0_2
 from jfsdp.trainer.sources.source import open_source
 from tests.models_small import Block, Tower
 from tests.scripts.command import TINY
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 
 HERE = Path(__file__).parent / "v0_2"
 CASES: dict[str, dict[str, Any]] = {
     "full_shard": {"mesh": {"fsdp": 4}},
     "hybrid_shard": {"mesh": {"replica": 2, "fsdp": 2}, "strategy": "hybrid_shard"},
-    "flat": {"mesh": {"fsdp": 4}, "engine": "manual", "storage": "flat"},
+    "flat": {"mesh": {"fsdp": 4}, "program": "manual", "storage": "flat"},
     "lora": {"mesh": {"fsdp": 4}, "lora": jfsdp.LoRA(["**.up.kernel"], rank=2, dropout=0.1, dora=True)},
     "nf4": {"mesh": {"fsdp": 4}, "frozen": "blocks", "quantized": {"**.up.kernel": "nf4"}},
     "ema": {"mesh": {"fsdp": 4}},

@@ -159,7 +159,7 @@ def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "strategy full_shard: param group, grad group, opt group, reshard_after_forward true"
-    assert lines[2] == "program xla: XLA sends no more than it must"
+    assert lines[2] == "program manual: the loss is a sum with its weight"
     assert lines[3] == "frozen, without gradient and optimizer: 67,712 of these parameters"
 
 
@@ -241,10 +241,10 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
         (("--model", "llama-tiny", "--frozen", "head"), "--frozen 'head' matches no parameter; parameters: embed"),
         (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
         (
-            ("--model", "llama-tiny", "--reduce", "once", "--accumulate", "2", "--engine", "xla"),
-            "--reduce once: --engine xla leaves",
+            ("--model", "llama-tiny", "--sync", "last", "--accumulate", "2", "--program", "xla"),
+            "--sync last: --program xla leaves",
         ),
-        (("--model", "llama-tiny", "--storage", "flat", "--engine", "xla"), "or use --engine manual"),
+        (("--model", "llama-tiny", "--storage", "flat", "--program", "xla"), "or use --program manual"),
         (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
         (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
         (("--model", "llama-tiny", "--model-config", "layers"), "--model-config 'layers' is not KEY=VALUE"),

@@ -64,7 +64,7 @@ def expect(found, wanted):
 
 
 GATHERED = (("reshard_after_backward", False),)
-ONCE = (("reduce", "once"),)
+ONCE = (("sync", "last"),)
 
 
 def test_every_microbatch_gathers_and_scatters():

@@ -23,7 +23,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS
 from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied, make_mesh
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import each_value, thin
 from tests.ways import WAYS
 
@@ -42,7 +42,7 @@ MESHES = {
 }
 COLUMNS = {
     "strategy": list(WAYS),
-    "engine": ["xla", "manual"],
+    "program": ["xla", "manual"],
     "mesh": list(MESHES),
     "model": ["stacked", "listed", "tied", "linen"],
     "accumulate": [1, 2],
@@ -52,28 +52,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
 @pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
-def test_steps_equal_one_device(strategy, engine, mesh, model, accumulate):
+def test_steps_equal_one_device(strategy, program, mesh, model, accumulate):
     options: dict[str, Any] = {"strategy": WAYS[strategy]}
     if strategy == "node":
         options = {"reshard_after_forward": 2 if MESHES[mesh]["fsdp"] > 1 else True}
     cuts = LINEN_CUTS if model == "linen" else CUTS
-    test_tensor.check(model, MESHES[mesh], engine=engine, accumulate=accumulate, cuts=cuts, **options)
+    test_tensor.check(model, MESHES[mesh], program=program, accumulate=accumulate, cuts=cuts, **options)
 
 
 CASES = {
-    "flat": ("4x2", "stacked", {"engine": "manual", "storage": "flat"}),
-    "flat, listed, four parts": ("2x4", "listed", {"engine": "manual", "storage": "flat"}),
-    "flat zero1, once": ("2x2x2", "stacked", {"engine": "manual", "storage": "flat", "strategy": "zero1"}),
-    "reduced once": ("4x2", "tied", {"engine": "manual", "accumulate": 2, "step_options": {"reduce": "once"}}),
+    "flat": ("4x2", "stacked", {"program": "manual", "storage": "flat"}),
+    "flat, listed, four parts": ("2x4", "listed", {"program": "manual", "storage": "flat"}),
+    "flat zero1, once": ("2x2x2", "stacked", {"program": "manual", "storage": "flat", "strategy": "zero1"}),
+    "reduced once": ("4x2", "tied", {"program": "manual", "accumulate": 2, "step_options": {"sync": "last"}}),
     "gathered once": ("4x2", "stacked", {"accumulate": 2, "step_options": {"reshard_after_backward": False}}),
     "offloaded": ("4x2", "stacked", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
     "offloaded, manual": (
         "4x2",
         "listed",
-        {"engine": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
+        {"program": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)},
     ),
-    "kept, manual": ("4x2", "stacked", {"engine": "manual", "reshard_after_forward": False}),
-    "prefetch 2": ("4x2", "listed", {"engine": "manual", "prefetch": 2}),
+    "kept, manual": ("4x2", "stacked", {"program": "manual", "reshard_after_forward": False}),
+    "prefetch 2": ("4x2", "listed", {"program": "manual", "prefetch": 2}),
 }
 
 
@@ -95,10 +95,10 @@ OPTIMIZERS = {
 SEEN = [(name, ("xla", "manual")[(place + turn) % 2]) for place, name in enumerate(OPTIMIZERS) for turn in (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "engine"), thin(SEEN))
-def test_optimizers_see_whole_leaves_and_hold_parts(name, engine):
+@pytest.mark.parametrize(("name", "program"), thin(SEEN))
+def test_optimizers_see_whole_leaves_and_hold_parts(name, program):
     tx = OPTIMIZERS[name]
-    model = shard(SplitTower, "2x4", engine=engine)
+    model = shard(SplitTower, "2x4", program=program)
     state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
     for batch in make_batches(3):
         state, _ = step(state, batch)
@@ -120,12 +120,12 @@ def shard(source, mesh, **options):
     return fully_shard(source, mesh=make_mesh(MESHES[mesh]), **given)
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
+@pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("source", [SplitTower, Tied])
-def test_every_gradient_is_that_of_one_device(engine, source):
+def test_every_gradient_is_that_of_one_device(program, source):
     """Of what is cut and of what is not: a sum over `tensor` too many or too few would show in a step of SGD."""
     tx, batch = optax.sgd(1.0), make_batches(1)
-    model = shard(source, "2x4", engine=engine)
+    model = shard(source, "2x4", program=program)
     state, _ = model.train_step(token_loss, tx, check_loss=False)(model.init(tx), batch[0])
     wanted = reference.train(source, token_loss, tx, batch).params
     first = reference.train(source, token_loss, tx, []).params
@@ -136,7 +136,7 @@ def test_every_gradient_is_that_of_one_device(engine, source):
 
 def test_frozen_parts_have_no_states_and_stay():
     tx = optax.adamw(LEARNING_RATE)
-    model = shard(SplitTower, "4x2", engine="manual", frozen="**.up")
+    model = shard(SplitTower, "4x2", program="manual", frozen="**.up")
     before = model.init(tx)
     frozen = np.asarray(before.params["blocks.up.kernel"])
     state, _ = model.train_step(token_loss, tx, check_loss=False)(before, make_batches(1)[0])
@@ -144,14 +144,14 @@ def test_frozen_parts_have_no_states_and_stay():
     assert not any("blocks.up" in role.name for role in state.roles.arrays)
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
+@pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("storage", ["per_parameter", "flat"])
-def test_nothing_of_a_cut_weight_crosses_the_axis(engine, storage):
+def test_nothing_of_a_cut_weight_crosses_the_axis(program, storage):
     """Gathers and sums of weights run over the data axes, and bring a part of a leaf."""
-    if storage == "flat" and engine == "xla":
+    if storage == "flat" and program == "xla":
         pytest.skip("flat storage is for program manual")
     own = {name: cut for name, cut in CUTS.items() if name != "embed"}  # XLA may gather a table to look up few tokens
-    model = shard(SplitTower, "4x2", engine=engine, storage=storage, cuts=own)
+    model = shard(SplitTower, "4x2", program=program, storage=storage, cuts=own)
     step = model.train_step(token_loss, optax.sgd(1e-2), check_loss=False)
     state = model.abstract_state(optax.sgd(1e-2))
     module = parse_module(step.lower(state, make_batches(1)[0]).compile().as_text())
@@ -165,7 +165,7 @@ def test_nothing_of_a_cut_weight_crosses_the_axis(engine, storage):
             assert axes == ("fsdp",), item.op_name
         if AXIS in axes:
             assert not {int(np.prod(shape.dims)) for shape in item.parts} & sizes, item
-    assert num_gathers > 0 or engine == "xla"
+    assert num_gathers > 0 or program == "xla"
 
 
 def test_a_device_holds_its_part_alone():
@@ -205,10 +205,10 @@ class Unstated(nnx.Module):
 
 
 @pytest.mark.filterwarnings("error:mesh axis")
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_model_that_states_nothing_is_split_as_its_weights_are(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_model_that_states_nothing_is_split_as_its_weights_are(program):
     names = {"up": (-1, AXIS), "down.kernel": (0, AXIS), "embed": (-1, AXIS), "head.kernel": (0, AXIS)}
-    model = fully_shard(Unstated, mesh=make_mesh(MESHES["4x2"]), units=["*"], min_size=20, cuts=names, engine=engine)
+    model = fully_shard(Unstated, mesh=make_mesh(MESHES["4x2"]), units=["*"], min_size=20, cuts=names, program=program)
     trains_as_on_one_device(model, Unstated)
 
 
@@ -225,12 +225,12 @@ class NamedLinen(linen.Module):
         return linen.Dense(VOCAB)(x)
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_linen_model_is_cut_by_its_own_names(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_linen_model_is_cut_by_its_own_names(program):
     source = (NamedLinen(), LINEN[1])
     rules = {"mlp": AXIS, "embed": None}
     model = fully_shard(
-        source, mesh=make_mesh(MESHES["2x4"]), units=["Dense_*"], min_size=20, axis_rules=rules, engine=engine
+        source, mesh=make_mesh(MESHES["2x4"]), units=["Dense_*"], min_size=20, axis_rules=rules, program=program
     )
     cut = {leaf.path: [(cut.dim, cut.reason) for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
     reason = "sharding metadata 'mlp'"
@@ -261,11 +261,11 @@ class NamedNNX(nnx.Module):
         return self.head(run(self.embed(tokens), self.blocks))
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_stack_of_named_layers_is_cut_by_their_names(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_stack_of_named_layers_is_cut_by_their_names(program):
     rules = {"mlp": AXIS, "embed": None}
     model = fully_shard(
-        NamedNNX, mesh=make_mesh(MESHES["4x2"]), units=[NamedBlock], min_size=20, axis_rules=rules, engine=engine
+        NamedNNX, mesh=make_mesh(MESHES["4x2"]), units=[NamedBlock], min_size=20, axis_rules=rules, program=program
     )
     cut = {leaf.path: [cut.dim for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
     assert cut == {"blocks.up.kernel": [2], "blocks.down.kernel": [1]}
@@ -276,9 +276,9 @@ FORMS = [
     ({"fsdp": 1}, {}),
     ({"fsdp": 3}, {}),
     ({"fsdp": 2, "tensor": 2}, {}),
-    ({"fsdp": 3, "tensor": 2}, {"engine": "manual", "storage": "flat"}),
+    ({"fsdp": 3, "tensor": 2}, {"program": "manual", "storage": "flat"}),
     ({"fsdp": 2, "tensor": 4}, {"strategy": "zero1"}),
-    ({"fsdp": 1, "tensor": 4}, {"engine": "manual", "storage": "flat"}),
+    ({"fsdp": 1, "tensor": 4}, {"program": "manual", "storage": "flat"}),
 ]
 
 

@@ -14,7 +14,7 @@ from flax import linen, nnx, traverse_util
 import jfsdp
 from tests import reference
 from tests.models_small import VOCAB, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
@@ -116,7 +116,7 @@ APIS: dict[str, Any] = {"nnx": (Net, [Part], nnx_loss), "linen": ((LinenNet(), T
 SETTINGS: dict[str, Any] = {
     "full_shard, 3": ({"fsdp": 3}, "full_shard", {}, 1),
     "replicas, 2x2, microbatches": ({"replica": 2, "fsdp": 2}, "full_shard", {}, 2),
-    "full_shard, 2x4, once": ({"replica": 2, "fsdp": 4}, "full_shard", {"reduce": "once"}, 2),
+    "full_shard, 2x4, once": ({"replica": 2, "fsdp": 4}, "full_shard", {"sync": "last"}, 2),
 }
 
 
@@ -125,7 +125,7 @@ def test_each_device_draws_from_its_own_key_and_nothing_else_differs(api, settin
     (source, units, make), (sizes, strategy, more, accumulate) = APIS[api], SETTINGS[setting]
     devices = int(np.prod(list(sizes.values())))
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:devices])
-    model = fully_shard(source, mesh=mesh, units=units, strategy=strategy, engine="manual", min_size=8)
+    model = fully_shard(source, mesh=mesh, units=units, strategy=strategy, program="manual", min_size=8)
     state, batches = model.init(TX), make_batches(3, rows=24 if devices == 3 else 16)
     params, keys, loss = make(state)
     wanted, params = train(params, keys, loss, batches, devices=devices, accumulate=accumulate)

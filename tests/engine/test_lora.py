@@ -21,7 +21,7 @@ from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.engine.test_tensor import SplitBlock, SplitTower
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import each_value
 from tests.ways import WAYS
 
@@ -144,7 +144,7 @@ def check(model, mesh, form, *, accumulate=1, **options: Any):
 
 COLUMNS = {
     "strategy": list(WAYS),
-    "engine": ["xla", "manual"],
+    "program": ["xla", "manual"],
     "mesh": list(MESHES),
     "model": ["stacked", "listed", "linen", "linen, listed"],
     "form": list(FORMS),
@@ -154,32 +154,32 @@ ROWS = cover(COLUMNS)
 
 
 @pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
-def test_steps_equal_one_device_on_merged_weights(strategy, engine, mesh, model, form, accumulate):
+def test_steps_equal_one_device_on_merged_weights(strategy, program, mesh, model, form, accumulate):
     options: dict[str, Any] = {"strategy": WAYS[strategy]}
     if strategy == "node":
         options = {"reshard_after_forward": 2 if MESHES[mesh]["fsdp"] > 1 else True}
-    check(model, MESHES[mesh], form, accumulate=accumulate, engine=engine, **options)
+    check(model, MESHES[mesh], form, accumulate=accumulate, program=program, **options)
 
 
 CASES = {
     "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}),
-    "cut, manual": ("split", {"fsdp": 2, "tensor": 4}, {"cuts": CUTS, "engine": "manual"}),
+    "cut, manual": ("split", {"fsdp": 2, "tensor": 4}, {"cuts": CUTS, "program": "manual"}),
     "in 4 bits": ("stacked", {"fsdp": 8}, {"quantized": NF4}),
     "in 4 bits, manual": (
         "listed",
         {"replica": 2, "fsdp": 2},
-        {"quantized": {"**.up.kernel": "int4"}, "engine": "manual"},
+        {"quantized": {"**.up.kernel": "int4"}, "program": "manual"},
     ),
     "in 8 bits, Linen": ("linen", {"fsdp": 8}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}),
     "in 4 bits, flat": (
         "stacked",
         {"fsdp": 8},
-        {"quantized": {"**.up.kernel": "nf4"}, "engine": "manual", "storage": "flat"},
+        {"quantized": {"**.up.kernel": "nf4"}, "program": "manual", "storage": "flat"},
     ),
     "offloaded": ("listed", {"fsdp": 8}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
-    "no remat": ("stacked", {"fsdp": 8}, {"engine": "manual", "remat": "none"}),
-    "flat": ("stacked", {"fsdp": 8}, {"engine": "manual", "storage": "flat"}),
-    "prefetch 2": ("listed", {"fsdp": 8}, {"engine": "manual", "prefetch": 2}),
+    "no remat": ("stacked", {"fsdp": 8}, {"program": "manual", "remat": "none"}),
+    "flat": ("stacked", {"fsdp": 8}, {"program": "manual", "storage": "flat"}),
+    "prefetch 2": ("listed", {"fsdp": 8}, {"program": "manual", "prefetch": 2}),
     "split adapters": ("stacked", {"fsdp": 4}, {"lora": lora("lora", placement="full_shard")}),
 }
 
@@ -200,4 +200,4 @@ LIKE_OTHERS = ("no remat", "flat")
 )
 def test_every_setting_equals_one_device(case, form):
     model, mesh, options = CASES[case]
-    check(model, mesh, form, **({"engine": "xla"} | options))
+    check(model, mesh, form, **({"program": "xla"} | options))

@@ -22,7 +22,7 @@ from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import each_value
 
 TX = optax.adam(1e-2)
@@ -137,7 +137,7 @@ def check(name, mesh, *, accumulate=1, dora=False, **options: Any):
         losses.append(float(metrics["loss"]))
     devices = sharded.layout.num_shards(sharded.layout.data_axes) if step.program == "manual" else 0
     if mesh["fsdp"] > 1:
-        assert step.program == options["engine"]
+        assert step.program == options["program"]
     model = Written(SOURCES[name][2], dora=dora)
     wanted, right = train_alone(model, params, key, count, batches, devices=devices, accumulate=accumulate)
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
@@ -149,7 +149,7 @@ def check(name, mesh, *, accumulate=1, dora=False, **options: Any):
 
 
 COLUMNS = {
-    "engine": ["xla", "manual"],
+    "program": ["xla", "manual"],
     "mesh": list(MESHES),
     "name": list(SOURCES),
     "accumulate": [1, 2],
@@ -159,15 +159,15 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize(tuple(COLUMNS), each_value(cover(COLUMNS)))
-def test_steps_equal_one_device_that_drops_by_hand(engine, mesh, name, accumulate, dora, remat):
-    check(name, MESHES[mesh], engine=engine, accumulate=accumulate, dora=dora, remat=remat)
+def test_steps_equal_one_device_that_drops_by_hand(program, mesh, name, accumulate, dora, remat):
+    check(name, MESHES[mesh], program=program, accumulate=accumulate, dora=dora, remat=remat)
 
 
 CASES: dict[str, Any] = {
-    "flat": ("stacked", {"fsdp": 4}, {"engine": "manual", "storage": "flat"}),
-    "cut": ("listed", {"fsdp": 2, "tensor": 2}, {"engine": "xla", "cuts": {f"**.{DOWN}": (0, "tensor")}}),
-    "cut, manual": ("stacked", {"fsdp": 2, "tensor": 2}, {"engine": "manual", "cuts": {f"**.{DOWN}": (0, "tensor")}}),
-    "zero2": ("linen", {"fsdp": 4}, {"engine": "manual", "strategy": "zero2"}),
+    "flat": ("stacked", {"fsdp": 4}, {"program": "manual", "storage": "flat"}),
+    "cut": ("listed", {"fsdp": 2, "tensor": 2}, {"program": "xla", "cuts": {f"**.{DOWN}": (0, "tensor")}}),
+    "cut, manual": ("stacked", {"fsdp": 2, "tensor": 2}, {"program": "manual", "cuts": {f"**.{DOWN}": (0, "tensor")}}),
+    "zero2": ("linen", {"fsdp": 4}, {"program": "manual", "strategy": "zero2"}),
 }
 
 

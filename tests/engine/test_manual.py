@@ -16,7 +16,7 @@ from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.engine.test_wire import compiled, compiled_wire
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 TX = optax.sgd(0.1)
 PREFETCH = jfsdp.Prefetch
@@ -85,27 +85,28 @@ def assert_close(found, wanted):
 
 @functools.cache
 def trained(how):
-    """What engine "auto" makes of a chain whose units are called so."""
-    return train(lambda rngs: Chain(rngs, how), square, [rows()] * 2, (Block, Pair) if how == "nested" else (Block,))
+    """What program `xla` makes of a chain whose units are called so."""
+    units = (Block, Pair) if how == "nested" else (Block,)
+    return train(lambda rngs: Chain(rngs, how), square, [rows()] * 2, units, program="xla")
 
 
 @pytest.mark.parametrize("how", list(CALLS))
-def test_units_called_in_any_way_train_as_under_auto(how):
+def test_units_called_in_any_way_train_as_under_xla(how):
     source, units = (lambda rngs: Chain(rngs, how)), (Block, Pair) if how == "nested" else (Block,)
     wanted = trained("once" if how in SAME else how)
     if how in IN_PLACE:
         unit = "pair.inner" if how == "nested" else "blocks.0"
         with pytest.warns(UserWarning, match=rf"units {unit} are called inside another unit, a nested"):
-            found = train(source, square, [rows()] * 2, units, engine="manual")
+            found = train(source, square, [rows()] * 2, units, program="manual")
     else:
-        found = train(source, square, [rows()] * 2, units, engine="manual")
+        found = train(source, square, [rows()] * 2, units, program="manual")
     assert_close(found, wanted)
 
 
 @functools.cache
 def trained_without_prefetch():
     source = lambda rngs: Tower(rngs, stacked=False)  # noqa: E731
-    return train(source, token_loss, make_batches(2), engine="manual", prefetch=0)
+    return train(source, token_loss, make_batches(2), program="manual", prefetch=0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def trained_without_prefetch():
 )
 def test_lists_of_units_change_no_bit(prefetch):
     source = lambda rngs: Tower(rngs, stacked=False)  # noqa: E731
-    found = train(source, token_loss, make_batches(2), engine="manual", prefetch=prefetch)
+    found = train(source, token_loss, make_batches(2), program="manual", prefetch=prefetch)
     jax.tree.map(np.testing.assert_array_equal, found, trained_without_prefetch())
 
 
@@ -136,16 +137,16 @@ def test_lists_of_units_change_no_bit(prefetch):
 )
 def test_a_prefetch_that_the_step_cannot_follow_is_refused(prefetch, message):
     with pytest.raises(ValueError, match=message):
-        train(lambda rngs: Tower(rngs, stacked=False), token_loss, make_batches(1), engine="manual", prefetch=prefetch)
+        train(lambda rngs: Tower(rngs, stacked=False), token_loss, make_batches(1), program="manual", prefetch=prefetch)
 
 
 def test_names_of_engine_and_prefetch_are_checked():
     with pytest.raises(ValueError, match="engine 'hand' is unknown; the engines are auto, xla, manual"):
         fully_shard(Tower, engine="hand")
-    with pytest.raises(ValueError, match="prefetch=1: engine='xla' leaves the collectives to XLA"):
-        fully_shard(Tower, prefetch=1, engine="xla")
+    with pytest.raises(ValueError, match="prefetch=1: program='xla' leaves the collectives to XLA"):
+        fully_shard(Tower, prefetch=1, program="xla")
     with pytest.raises(ValueError, match="fully_shard: prefetch=-1 must be a whole number, at least 0"):
-        fully_shard(Tower, engine="manual", prefetch=-1)
+        fully_shard(Tower, program="manual", prefetch=-1)
 
 
 def test_a_model_whose_state_depends_on_the_rows_is_refused():
@@ -156,8 +157,8 @@ def test_a_model_whose_state_depends_on_the_rows_is_refused():
         def __call__(self, x):
             return self.norm(self.linear(x))
 
-    with pytest.raises(ValueError, match=r"engine='manual': the model's state norm.mean depends on the rows"):
-        train(Normed, square, [rows()], units=(nnx.Linear,), engine="manual")
+    with pytest.raises(ValueError, match=r"the model's state norm.mean depends on the rows.* use program='xla'"):
+        train(Normed, square, [rows()], units=(nnx.Linear,), program="manual")
 
 
 def test_a_loss_that_names_a_mesh_axis_is_refused():
@@ -165,7 +166,7 @@ def test_a_loss_that_names_a_mesh_axis_is_refused():
         return jax.lax.pmean((model(batch) ** 2).mean(), "fsdp")
 
     with pytest.raises(ValueError, match="the loss or the model names mesh axis 'fsdp' in a collective of its own"):
-        train(lambda rngs: Chain(rngs, "once"), loss, [rows()], engine="manual")
+        train(lambda rngs: Chain(rngs, "once"), loss, [rows()], program="manual")
 
 
 class Gated(nnx.Module):
@@ -190,12 +191,12 @@ GATED: dict[str, Any] = {"units": ("frozen", "blocks"), "frozen": ["frozen"]}
 
 @functools.cache
 def trained_gate():
-    return train(Gated, square, [rows()] * 2, **GATED)
+    return train(Gated, square, [rows()] * 2, program="xla", **GATED)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_loop_whose_calls_need_no_gradient_keeps_that_of_others_apart(prefetch):
-    assert_close(train(Gated, square, [rows()] * 2, engine="manual", prefetch=prefetch, **GATED), trained_gate())
+    assert_close(train(Gated, square, [rows()] * 2, program="manual", prefetch=prefetch, **GATED), trained_gate())
 
 
 @pytest.mark.parametrize("depends", ["rows", "nothing"])
@@ -209,7 +210,7 @@ def test_units_under_a_condition_are_refused_since_devices_may_disagree(depends)
             return nnx.cond(is_on, lambda b, x: b(x), lambda b, x: x, self.block, x)
 
     with pytest.raises(ValueError, match=r"a unit is called under a condition \(cond, while\)"):
-        train(Skipping, square, [rows()], engine="manual")
+        train(Skipping, square, [rows()], program="manual")
 
 
 def test_a_weight_that_is_only_shown_is_there():
@@ -224,7 +225,7 @@ def test_a_weight_that_is_only_shown_is_there():
         out = square(model, batch)
         return jfsdp.Loss(out.total, out.weight, {"temperature": model.temperature[...] * batch.shape[0]})
 
-    assert_close(train(Shown, loss, [rows()], engine="manual"), train(Shown, loss, [rows()]))
+    assert_close(train(Shown, loss, [rows()], program="manual"), train(Shown, loss, [rows()], program="xla"))
 
 
 @pytest.mark.proof
@@ -236,8 +237,8 @@ def test_the_gradient_of_a_gradient_is_summed_once():
     source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     for strategy in ("ddp", "full_shard"):
         with pytest.warns(UserWarning, match="without prefetch"):
-            found = train(source, loss, [rows()], engine="manual", strategy=strategy)
-        assert_close(found, train(source, loss, [rows()], strategy=strategy))
+            found = train(source, loss, [rows()], program="manual", strategy=strategy)
+        assert_close(found, train(source, loss, [rows()], strategy=strategy, program="xla"))
 
 
 def compiled_for_one_node(model, batch):
@@ -266,7 +267,7 @@ def test_a_root_that_is_resharded_is_gathered_again_where_its_backward_reads_it(
     """The layers are gathered twice, the last matrix twice if it is resharded; the first one's backward reads none."""
     per_unit = {"": {"reshard_after_forward": reshard}}
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
-    model = fully_shard(Bare, mesh=mesh, units=["layers.*"], engine="manual", per_unit=per_unit)
+    model = fully_shard(Bare, mesh=mesh, units=["layers.*"], program="manual", per_unit=per_unit)
     text = compiled_for_one_node(model, jax.ShapeDtypeStruct((16, 64), jnp.float32))
     found = collections.Counter()
     for item in hlo.collectives(text, 8):
@@ -286,7 +287,7 @@ def on_one_device():
 
 @pytest.mark.parametrize("held", [{}, {"": False}, {"layers.*": False}, False])
 def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
-    model = fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    model = fully_shard(Bare, units=["layers.*"], min_size=1, program="manual")
     batch = bare_batch()
     step = model.train_step(square, TX, accumulate=2, reshard_after_backward=held, check_loss=False)
     _, metrics = step(model.init(TX), batch)
@@ -296,7 +297,7 @@ def test_units_that_are_held_are_gathered_once_for_all_microbatches(held):
 
 
 def test_units_to_be_held_are_checked():
-    model = fully_shard(Bare, units=["layers.*"], min_size=1, engine="manual")
+    model = fully_shard(Bare, units=["layers.*"], min_size=1, program="manual")
     with pytest.raises(
         ValueError, match=r"reshard_after_backward\['layer'\] matches no unit; these are '', 'layers.0'"
     ):
@@ -318,7 +319,7 @@ def test_on_one_device_the_step_is_that_of_engine_auto(storage):
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
         return step.lower(model.abstract_state(TX), batch).compile()
 
-    found, wanted = compiled(engine="manual", storage=storage), compiled()
+    found, wanted = compiled(program="manual", storage=storage), compiled(program="xla")
     assert not hlo.collectives(found.as_text(), 1)
     numbers = [
         (text.as_text().count(" dot("), text.cost_analysis()["flops"], text.memory_analysis().peak_memory_in_bytes)
@@ -346,14 +347,14 @@ def peeked(model, batch):
 def test_a_weight_that_is_read_outside_its_units_calls_is_refused_since_a_device_has_a_shard_of_it(loss, storage):
     source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     with pytest.raises(ValueError, match=r"blocks.*is read outside the calls of its unit 'blocks\.\d'.*weight decay"):
-        train(source, loss, [rows()], engine="manual", storage=storage)
+        train(source, loss, [rows()], program="manual", storage=storage)
 
 
 @pytest.mark.parametrize("loss", [decayed, peeked])
 def test_a_weight_that_is_read_outside_its_units_calls_counts_once_where_a_device_has_all_of_it(loss):
     source = lambda rngs: Chain(rngs, "once")  # noqa: E731
     whole = train(source, loss, [rows()], strategy="ddp")
-    assert_close(train(source, loss, [rows()], engine="manual", strategy="ddp"), whole)
+    assert_close(train(source, loss, [rows()], program="manual", strategy="ddp"), whole)
     groups: dict[str, Any] = {"mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
     assert_close(train(source, loss, [rows()], **groups)[1]["loss"], whole[1]["loss"])
 
@@ -364,7 +365,7 @@ def test_gradients_are_summed_in_reduce_dtype():
     def gradient(reduce_dtype):
         policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype)
         before = fully_shard(lambda rngs: Chain(rngs, "once"), units=[Block], min_size=1).init(TX).params
-        after, _ = train(lambda rngs: Chain(rngs, "once"), square, [rows()], engine="manual", mp_policy=policy)
+        after, _ = train(lambda rngs: Chain(rngs, "once"), square, [rows()], program="manual", mp_policy=policy)
         return {path: np.asarray(before[path]) - value for path, value in after.items()}
 
     wide, narrow, exact = gradient("float32"), gradient("bfloat16"), gradient(None)
@@ -375,7 +376,7 @@ def test_gradients_are_summed_in_reduce_dtype():
 
 
 def test_what_is_frozen_is_gathered_and_not_reduced():
-    model = fully_shard(Tower, units=[Block], min_size=1, frozen=["blocks"], engine="manual")
+    model = fully_shard(Tower, units=[Block], min_size=1, frozen=["blocks"], program="manual")
     state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False)
     before = jax.device_get(state.params)
     after = jax.device_get(step(state, make_batches(1)[0])[0].params)
@@ -384,7 +385,7 @@ def test_what_is_frozen_is_gathered_and_not_reduced():
 
 
 def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direction():
-    found, wire = compiled_wire(engine="manual", num_layers=6, seq_len=1024)
+    found, wire = compiled_wire(program="manual", num_layers=6, seq_len=1024)
     total = ROOT + 6 * LAYER
     share = 63 / 64
     assert wire["all-gather", "bf16"] == pytest.approx(2 * (2 * total - ROOT) * share, rel=1e-6)
@@ -396,7 +397,7 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
         units=find_job("llama-8b").units,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
     ).layout
-    program = compiled(engine="manual", num_layers=6, seq_len=1024)
+    program = compiled(program="manual", num_layers=6, seq_len=1024)
     assert not jfsdp.audit(program, layout, min_overlap=0.99).findings
     sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
     assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"

@@ -27,7 +27,7 @@ PUBLISHED = COLUMNS | {"model": ["llama-deep", "llama-list", "gpt2"]}
 
 
 def run(strategy, model, mesh, prefetch, accumulate, storage):
-    options = {"engine": "manual", "prefetch": prefetch, "storage": storage}
+    options = {"program": "manual", "prefetch": prefetch, "storage": storage}
     refusal = impossible(strategy, mesh)
     if refusal:
         with pytest.raises(ValueError, match=refusal):
@@ -67,13 +67,13 @@ def test_every_combination_equals_one_device(strategy, model, mesh, prefetch, ac
 
 CASES = {
     "gathered once": ("tower-deep", "8", "full_shard", {}, {"reshard_after_backward": False}),
-    "reduced once": ("tower-list", "8", "full_shard", {}, {"reduce": "once"}),
+    "reduced once": ("tower-list", "8", "full_shard", {}, {"sync": "last"}),
     "reduced and gathered once": (
         "tied",
         "2x4",
         "full_shard",
         {},
-        {"reduce": "once", "reshard_after_backward": False},
+        {"sync": "last", "reshard_after_backward": False},
     ),
     "hpz, root too": ("tower-deep", "8", "full_shard", {"reshard_after_forward": 4}, {}),
     "neighbours over groups, depth 2": (
@@ -102,7 +102,7 @@ CASES = {
     "dots saved": ("tower-deep", "8", "full_shard", {"remat": "dots"}, {}),
     "nothing recomputed": ("tied", "3", "full_shard", {"remat": "none"}, {}),
     "flat, gathered once": ("tied", "8", "full_shard", {"storage": "flat"}, {"reshard_after_backward": False}),
-    "flat, reduced once": ("tower-deep", "2x4", "full_shard", {"storage": "flat"}, {"reduce": "once"}),
+    "flat, reduced once": ("tower-deep", "2x4", "full_shard", {"storage": "flat"}, {"sync": "last"}),
     "flat, hpz": ("tower-deep", "8", "full_shard", {"storage": "flat", "reshard_after_forward": 4}, {}),
     "flat, offloaded": (
         "tower-list",
@@ -119,7 +119,7 @@ CASES = {
 @pytest.mark.parametrize("case", thin(CASES, 4))
 def test_every_setting_equals_one_device(case):
     model, mesh, strategy, options, step_options = CASES[case]
-    check(model, mesh, strategy, 2, 0.5, {"engine": "manual", "prefetch": 1} | options, **step_options)
+    check(model, mesh, strategy, 2, 0.5, {"program": "manual", "prefetch": 1} | options, **step_options)
 
 
 @pytest.mark.parametrize("model", thin(["tower-deep", "tower-list", "llama-deep", "llama-list"], 4))
@@ -130,7 +130,7 @@ def test_the_depth_of_prefetch_changes_no_bit(model):
 
 
 def train(model, prefetch):
-    sharded = shard(model, "8", "full_shard", engine="manual", prefetch=prefetch)
+    sharded = shard(model, "8", "full_shard", program="manual", prefetch=prefetch)
     state, step = sharded.init(TX), sharded.train_step(MODELS[model].loss, TX, check_loss=False)
     for batch in batches(model, 2, rows("8")):
         state, metrics = step(state, batch)

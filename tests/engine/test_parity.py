@@ -8,6 +8,7 @@ bias before a BatchNorm) it is noise here and there: the floor and Adam's epsilo
 
 import functools
 import itertools
+import warnings
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from tests import reference
 from tests.models_published import CUT, MODELS, PUBLISHED, SMALL, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
 
@@ -37,6 +38,9 @@ COLUMNS = {
     "clip": [None, 0.5],
 }
 ALL = COLUMNS | {"model": list(PUBLISHED)}  # the proofs' table
+
+
+STATISTICS = ("vit", "norm")  # of rows: only there do those of a microbatch matter for more than their sums
 
 
 def rows(mesh):
@@ -63,9 +67,8 @@ def shard(model, mesh, strategy, **options):
 @functools.cache
 def oracle(model, clip, accumulate, num_rows):
     case, data = MODELS[model], batches(model, STEPS, num_rows)
-    has_statistics = model in ("vit", "norm")  # only then do the rows of a microbatch matter for more than their sums
     return reference.train(
-        case.source, case.loss, TX, data, max_grad_norm=clip, accumulate=accumulate if has_statistics else 1
+        case.source, case.loss, TX, data, max_grad_norm=clip, accumulate=accumulate if model in STATISTICS else 1
     )
 
 
@@ -121,22 +124,15 @@ def impossible(strategy, mesh):
     return None
 
 
-def warns(strategy, model, mesh, accumulate):
-    """Tell whether a strategy that would reduce later says that it reduces every time: for batch statistics."""
-    defers = strategy == "zero1" or (strategy in ("zero2", "full_shard", "kept", "node") and mesh == "2x4")
-    return defers and model in ("vit", "norm") and accumulate > 1
-
-
 def run(strategy, model, mesh, accumulate, clip):
+    """Train as program `xla`; test_manual_parity.py has the other."""
+    xla = {"program": "xla"}
     refusal = impossible(strategy, mesh)
     if refusal:
         with pytest.raises(ValueError, match=refusal):
-            check(model, mesh, strategy, accumulate, clip)
-    elif warns(strategy, model, mesh, accumulate):
-        with pytest.warns(UserWarning, match="depends on the rows of the batch: every microbatch is reduced over"):
-            check(model, mesh, strategy, accumulate, clip)
+            check(model, mesh, strategy, accumulate, clip, xla)
     else:
-        check(model, mesh, strategy, accumulate, clip)
+        check(model, mesh, strategy, accumulate, clip, xla)
 
 
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
@@ -161,19 +157,19 @@ def test_every_combination_equals_one_device(strategy, model, mesh, accumulate, 
 Offload, Split, Strategy, P = jfsdp.OffloadPolicy, jfsdp.Split, jfsdp.Strategy, jax.sharding.PartitionSpec
 BY_HAND = Strategy("own", ("fsdp",), ("replica", "fsdp"), ("replica", "fsdp"), reshard_after_forward=False)
 REDUCTIONS = {
-    "ddp once": ("tower-list", "2x4", "ddp", {}, {"reduce": "once"}),
-    "ddp once, Llama": ("llama", "2x4", "ddp", {}, {"reduce": "once"}),
-    "ddp once uneven": ("tied", "3", "ddp", {}, {"reduce": "once"}),
-    "zero1 every": ("norm", "8", "zero1", {}, {"reduce": "every"}),
-    "full_shard once": ("tied", "8", "full_shard", {}, {"reduce": "once", "reshard_after_backward": False}),
+    "ddp once": ("tower-list", "2x4", "ddp", {}, {"sync": "last"}),
+    "ddp once, Llama": ("llama", "2x4", "ddp", {}, {"sync": "last"}),
+    "ddp once uneven": ("tied", "3", "ddp", {}, {"sync": "last"}),
+    "zero1 every": ("norm", "8", "zero1", {}, {"sync": "every"}),
+    "full_shard once": ("tied", "8", "full_shard", {}, {"sync": "last", "reshard_after_backward": False}),
     "full_shard gathered once": ("tower-list", "3", "full_shard", {}, {"reshard_after_backward": False}),
-    "hybrid once": ("tower", "2x4", "full_shard", {}, {"reduce": "once", "reshard_after_backward": False}),
+    "hybrid once": ("tower", "2x4", "full_shard", {}, {"sync": "last", "reshard_after_backward": False}),
     "neighbours gathered once": (
         "tied",
         "8",
         "full_shard",
         {"reshard_after_forward": 2},
-        {"reduce": "once", "reshard_after_backward": False},
+        {"sync": "last", "reshard_after_backward": False},
     ),
     "hybrid gathered": ("tower", "2x4", "full_shard", {}, {"reshard_after_backward": False}),
     "split accumulator of whole parameters": (
@@ -233,7 +229,7 @@ LIKE_OTHERS = (
 @pytest.mark.parametrize("case", some(PLACED, LIKE_OTHERS))
 def test_every_placement_equals_one_device(case):
     model, mesh, strategy, options = PLACED[case]
-    check(model, mesh, strategy, 2, 0.5, options)
+    check(model, mesh, strategy, 2, 0.5, {"program": "xla"} | options)
 
 
 SAVED = {
@@ -249,10 +245,10 @@ SAVED = {
 
 @pytest.mark.parametrize("case", thin(SAVED, 4))
 def test_what_a_unit_saves_does_not_change_the_result(case):
-    check("llama", "8", "full_shard", 1, 0.5, SAVED[case])
+    check("llama", "8", "full_shard", 1, 0.5, {"program": "xla"} | SAVED[case])
 
 
-# Settings in which engine "auto" takes program manual: `xla` is right there too, if dearer.
+# Settings in which XLA sends more than `manual`.
 STATED = [
     ("full_shard", "tied", "2x4", 2),
     ("hfsdp", "tower-list", "2x4", 1),
@@ -263,8 +259,35 @@ STATED = [
 
 
 @pytest.mark.parametrize(("strategy", "model", "mesh", "accumulate"), STATED)
-def test_xla_equals_one_device_where_auto_takes_manual(strategy, model, mesh, accumulate):
-    check(model, mesh, strategy, accumulate, 0.5, {"engine": "xla"})
+def test_xla_equals_one_device_where_it_sends_more(strategy, model, mesh, accumulate):
+    check(model, mesh, strategy, accumulate, 0.5, {"program": "xla"})
+
+
+@pytest.mark.parametrize("program", ["xla", "manual"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("full_shard", "8"), ("full_shard", "2x4")])
+def test_a_mean_trains_as_the_sum_with_its_weight(strategy, mesh, program):
+    """Bit for bit in program `xla`; within rounding in the other, where the mean would be refused."""
+
+    def mean(model, batch):
+        loss = token_loss(model, batch)
+        return loss.total / loss.weight, {"accuracy": loss.aux["accuracy"] / loss.weight}
+
+    def run(loss, **how):
+        sharded = fully_shard(Tower, mesh=make_mesh(mesh), strategy=strategy, units=[Block], min_size=20)
+        state, step = sharded.init(TX), sharded.train_step(loss, TX, check_loss=False, **how)
+        for batch in make_batches(2):
+            state, metrics = step(state, batch)
+        assert step.program == how.get("program", "xla")
+        return {name: np.asarray(x) for name, x in state.params.items()}, metrics
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss is a scalar")
+        params, metrics = run(mean)
+    wanted, others = run(token_loss, program=program)
+    error, leaf = reference.worst_leaf(params, wanted, LEARNING_RATE)
+    assert error < LIMITS["params"], leaf
+    for name in ("loss", "accuracy", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], others[name], rtol=1e-5)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jfsdp
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 LAYERS, VOCAB, DIM, LENGTH, ROWS = 8, 24, 8, 6, 48
 EXACT = 1e-12
@@ -155,7 +155,7 @@ def check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
     if np.prod(list(sizes.values())) > 8:
         sizes["tensor"] = 1
     name, _, repeats = schedule.partition(" ")
-    step = {"schedule": name, "pipe_repeats": 2 if repeats else 1}
+    step = {"pipe_schedule": name, "pipe_repeats": 2 if repeats else 1}
     if repeats and accumulate % pipe:
         with pytest.raises(ValueError, match=f"accumulate={accumulate} .* take 8"):
             gradients(sizes, tied, accumulate, **step)

@@ -16,7 +16,7 @@ from jfsdp_models.llama import MLP, Attention  # pyright: ignore[reportMissingIm
 from tests import models_published as published
 from tests import models_small as small
 from tests import reference
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 STEPS, ROWS, ACCUMULATE, LEARNING_RATE = 3, 16, 4, 1e-2
 ADAM = optax.adamw(LEARNING_RATE, eps=1e-4)
@@ -85,7 +85,12 @@ DECAYED = optax.chain(
 FSDP, HYBRID = {"fsdp": 2}, {"replica": 2, "fsdp": 2}
 CASES = {
     "masked optimizer, average, clipping": (
-        TOWER, FSDP, {"remat": "dots"}, {"max_grad_norm": 0.05, "skip_nonfinite": True}, {"schedule": "gpipe"}, DECAYED,
+        TOWER,
+        FSDP,
+        {"remat": "dots"},
+        {"max_grad_norm": 0.05, "skip_nonfinite": True},
+        {"pipe_schedule": "gpipe"},
+        DECAYED,
     ),
     "float16": (HALF, FSDP, {"mp_policy": jfsdp.MixedPrecisionPolicy("float16")}, {}, {}, optax.sgd(0.1)),
     "adapters": (WIDE, FSDP, {"lora": LORA, "quantized": {"blocks.*.kernel": "int8"}}, {}, {"pipe_repeats": 2}, ADAM),
@@ -93,7 +98,7 @@ CASES = {
         TOWER, FSDP, {"offload_policy": jfsdp.OffloadPolicy(params=True, opt_state=True, grads=True)}, {}, {}, ADAM,
     ),
     "zero1": (TOWER, HYBRID, {"strategy": "zero1"}, {}, {"pipe_repeats": 2}, ADAM),
-    "reduced once": (TOWER, HYBRID, {}, {"reduce": "once"}, {"schedule": "gpipe"}, ADAM),
+    "reduced once": (TOWER, HYBRID, {}, {"sync": "last"}, {"pipe_schedule": "gpipe"}, ADAM),
     "kept": (TOWER, HYBRID, {"reshard_after_forward": False}, {}, {}, ADAM),
     "kept in part": (
         TOWER, {"fsdp": 4}, {"reshard_after_forward": 2}, {}, {"pipe_repeats": 2}, ADAM,
@@ -128,7 +133,7 @@ def logical(state):
 def test_a_pipeline_equals_the_same_data_shards_without_one(name):
     case, sizes, options, both, own, tx = CASES[name]
     state, found = train(case, {"pipe": 2, **sizes}, options, both | own, tx)
-    alone, wanted = train(case, sizes, options | {"engine": "manual"}, both, tx)
+    alone, wanted = train(case, sizes, options | {"program": "manual"}, both, tx)
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(found[:, 2], wanted[:, 2])
     is_half = name == "float16"

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jfsdp
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 LAYERS, VOCAB, DIM, ROWS, LENGTH = 4, 16, 8, 16, 5
 pytestmark = [
@@ -218,7 +218,7 @@ def check_exact(found, wanted):
 
 def test_a_carry_that_begins_with_a_number_is_exact_without_a_pipeline_too():
     factory = functools.partial(Model, run=summed)
-    check_exact(gradients(make(factory, {"fsdp": 1}, engine="manual")), wanted(factory))
+    check_exact(gradients(make(factory, {"fsdp": 1}, program="manual")), wanted(factory))
 
 
 class Router(nnx.Module):
@@ -260,14 +260,14 @@ BEGUN_LATE = jfsdp.Schedule([[_, _], [B, _], [A, B], [_, A], [_, _]], [[_, _], [
 
 @pytest.mark.parametrize("schedule", [ONE_AT_A_TIME, BEGUN_LATE])
 def test_a_schedule_with_ticks_in_which_no_stage_goes_forward_is_exact(schedule):
-    check_exact(gradients(make(), accumulate=2, schedule=schedule), wanted(Model, 2))
+    check_exact(gradients(make(), accumulate=2, pipe_schedule=schedule), wanted(Model, 2))
 
 
 @pytest.mark.parametrize("step", [pytest.param({}, marks=pytest.mark.proof), {"pipe_repeats": 2}])
 def test_dropout_inside_layers_draws_the_masks_of_the_same_data_shards(step):
     factory = functools.partial(Model, kind=Counting)
     value, grads = gradients(make(factory, {"pipe": 2, "fsdp": 2}, [Counting]), **step)
-    alone, same = gradients(make(factory, {"fsdp": 2}, [Counting], engine="manual"))
+    alone, same = gradients(make(factory, {"fsdp": 2}, [Counting], program="manual"))
     assert value == pytest.approx(alone, rel=1e-6)
     for name, grad in same.items():
         assert np.abs(grads[name] - grad).max() < 1e-12, name
@@ -410,7 +410,7 @@ def test_a_frozen_weight_that_all_layers_read_is_refused_and_right_where_they_ha
 
 
 def test_a_model_may_state_a_sharding_over_stages_that_its_mesh_does_not_have():
-    options = {"engine": "manual", "cuts": {"layers.up.kernel": (-1, "tensor")}}
+    options = {"program": "manual", "cuts": {"layers.up.kernel": (-1, "tensor")}}
     model = make(functools.partial(Model, kind=Stating), {"fsdp": 2, "tensor": 2}, [Stating], **options)
     check_exact(gradients(model), wanted(Model))
 
@@ -528,7 +528,7 @@ def test_a_weight_of_the_layers_outside_of_their_units_is_refused_by_name():
         ({"remat": jfsdp.SaveNames(save=("a",), offload=("b", "c"))}, "unit 'layers': remat keeps b, c in host memory"),
         ({"storage": "flat"}, "storage='flat': .* use storage='per_parameter'"),
         ({"units": []}, "no unit is one .units: none."),
-        ({"engine": "xla"}, "mesh axis 'pipe' .size 2.: engine='xla' .* use engine='manual'"),
+        ({"program": "xla"}, "mesh axis 'pipe' .size 2.: program='xla' .* use program='manual'"),
         ({"cuts": {"layers.up.kernel": (-1, "pipe")}}, "layers.up.kernel: .*'pipe' cuts the layers of a stack"),
     ],
 )
@@ -543,8 +543,8 @@ def test_a_layout_that_is_no_pipeline_is_refused_by_name(given, message):
         ({"pipe_repeats": 3}, "4 layers do not fall into pipe_repeats=3 parts for each of 2 stages .*6 has to divide"),
         ({"pipe_repeats": 2, "accumulate": 3}, "accumulate=3 .*take 4, or pipe_repeats=1"),
         ({"pipe_repeats": 0}, "pipe_repeats=0 must be a whole number, at least 1"),
-        ({"schedule": "zb"}, "schedule 'zb' is unknown; the schedules are 1f1b, gpipe"),
-        ({"schedule": None}, "schedule=None must be text or a Schedule"),
+        ({"pipe_schedule": "zb"}, "pipe_schedule='zb' is unknown; the schedules are 1f1b, gpipe"),
+        ({"pipe_schedule": None}, "pipe_schedule=None must be text or a Schedule"),
     ],
 )
 def test_a_step_that_is_no_pipeline_is_refused_by_name(step, message):
@@ -552,7 +552,7 @@ def test_a_step_that_is_no_pipeline_is_refused_by_name(step, message):
         gradients(make(), **step)
 
 
-@pytest.mark.parametrize("step", [{"schedule": "gpipe"}, {"pipe_repeats": 2}, {"schedule": "zb"}])
+@pytest.mark.parametrize("step", [{"pipe_schedule": "gpipe"}, {"pipe_repeats": 2}, {"pipe_schedule": "zb"}])
 def test_a_schedule_without_a_pipeline_is_refused_by_name(step):
     with pytest.raises(ValueError, match=r"there is no pipeline; make the mesh with one .make_mesh.pipe=P.."):
         gradients(make(sizes={"fsdp": 2}), **step)

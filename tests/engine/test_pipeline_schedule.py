@@ -254,7 +254,7 @@ def test_a_wrong_table_is_refused_by_name(change, message):
 
 
 def test_what_is_no_schedule_is_refused_by_name():
-    with pytest.raises(ValueError, match="schedule 'zb' is unknown; the schedules are 1f1b, gpipe"):
+    with pytest.raises(ValueError, match="pipe_schedule='zb' is unknown; the schedules are 1f1b, gpipe"):
         get_schedule("zb", 2, 2)
     with pytest.raises(ValueError, match=r"accumulate=6 microbatches cannot go round 4 stages .*take 8, or pipe_rep"):
         get_schedule("1f1b", 4, 6, 2)

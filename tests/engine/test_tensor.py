@@ -25,7 +25,7 @@ from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.models_published import CUT, DROPPING
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 U = PartitionSpec.UNCONSTRAINED
@@ -136,24 +136,24 @@ QUICK = [case for place, case in enumerate(GRID) if (place + place // 4) % 9 == 
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "engine", "accumulate"),
+    ("model", "mesh", "program", "accumulate"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.proof) for case in GRID],
 )
-def test_steps_equal_one_device(model, mesh, engine, accumulate):
-    check(model, MESHES[mesh], engine=engine, accumulate=accumulate)
+def test_steps_equal_one_device(model, mesh, program, accumulate):
+    check(model, MESHES[mesh], program=program, accumulate=accumulate)
 
 
 CASES = {
     "hybrid, accumulated": ("2x2x2", {"accumulate": 2}),
     "zero1 reduces once": ("4x2", {"strategy": "zero1", "accumulate": 2}),
     "hpz": ("4x2", {"reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}}),
-    "manual, reduced once": ("4x2", {"engine": "manual", "accumulate": 2, "step_options": {"reduce": "once"}}),
-    "manual, hybrid": ("2x2x2", {"engine": "manual", "accumulate": 2}),
+    "manual, reduced once": ("4x2", {"program": "manual", "accumulate": 2, "step_options": {"sync": "last"}}),
+    "manual, hybrid": ("2x2x2", {"program": "manual", "accumulate": 2}),
     "manual, hpz": (
         "4x2",
-        {"engine": "manual", "reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}},
+        {"program": "manual", "reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}},
     ),
-    "manual, offloaded": ("4x2", {"engine": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
+    "manual, offloaded": ("4x2", {"program": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
     "offloaded": ("4x2", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
 }
 
@@ -170,42 +170,42 @@ CUT_HERE = [("llama-cut", "2x2x2", "manual")]  # an odd number of tokens is that
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "engine"),
+    ("model", "mesh", "program"),
     [case if case in CUT_HERE else pytest.param(*case, marks=pytest.mark.proof) for case in WEIGHTS_CUT],
 )
-def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh, engine):
+def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh, program):
     """Their attention is inside a `shard_map` of its own where the engine has one around it."""
     monkeypatch.setitem(test_parity.MESHES, mesh, MESHES[mesh])
     strategy = "full_shard"
-    test_parity.check(model, mesh, strategy, 2, 0.5, {"engine": engine})
+    test_parity.check(model, mesh, strategy, 2, 0.5, {"program": program})
 
 
 @pytest.mark.parametrize(
-    ("model", "engine"),
+    ("model", "program"),
     thin([("gpt2-cut", "xla"), ("gpt2-cut", "manual"), ("llama-cut", "manual"), ("llama-cut", "xla")], 4),
 )
-def test_rows_that_the_axis_does_not_divide_are_whole_between_the_layers(monkeypatch, model, engine):
+def test_rows_that_the_axis_does_not_divide_are_whole_between_the_layers(monkeypatch, model, program):
     monkeypatch.setattr(models_published, "LENGTH", 5)
     monkeypatch.setitem(test_parity.MESHES, "4x2", MESHES["4x2"])
-    test_parity.check(model, "4x2", "full_shard", 1, 0.5, {"engine": engine})
+    test_parity.check(model, "4x2", "full_shard", 1, 0.5, {"program": program})
 
 
 @pytest.mark.parametrize(
-    ("engine", "strategy"), thin([("manual", "hfsdp"), ("manual", "full_shard"), ("auto", "zero1")], 3)
+    ("program", "strategy"), thin([("manual", "hfsdp"), ("manual", "full_shard"), (None, "zero1")], 3)
 )
-def test_sums_in_low_precision_are_those_of_the_data_axes_alone(engine, strategy):
+def test_sums_in_low_precision_are_those_of_the_data_axes_alone(program, strategy):
     """XLA:CPU aborts at a sum of 16 bits in a partly manual `shard_map`, so each has a whole one of its own."""
     policy = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
-    options: dict[str, Any] = {"engine": engine, "strategy": strategy, "mp_policy": policy, "accumulate": 2}
+    options: dict[str, Any] = {"program": program, "strategy": strategy, "mp_policy": policy, "accumulate": 2}
     _, wide = train("listed", MESHES["2x2x2"], **options)
     _, narrow = train("listed", {"replica": 2, "fsdp": 2}, **options)
     np.testing.assert_allclose([m["loss"] for m in wide], [m["loss"] for m in narrow], rtol=5e-3)
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
-def test_weights_are_gathered_over_the_data_axes_alone(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_weights_are_gathered_over_the_data_axes_alone(program):
     """And the wide matrix products are split: half as wide on each of two devices."""
-    found, layout, text = compiled(SplitTower, engine)
+    found, layout, text = compiled(SplitTower, program)
     for item in found:
         axes = group_axes(layout, item.group)
         assert axes in (("fsdp",), ("tensor",), ("fsdp", "tensor")), item
@@ -216,8 +216,8 @@ def test_weights_are_gathered_over_the_data_axes_alone(engine):
     assert "f32[4,6,32]" in text.replace("f32[24,32]", "f32[4,6,32]")
 
 
-def compiled(source, engine):
-    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20, engine=engine)
+def compiled(source, program):
+    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[SplitBlock], min_size=20, program=program)
     step = model.train_step(token_loss, TX)
     text = step.lower(model.abstract_state(TX), make_batches(1)[0]).compile().as_text()
     return find_collectives(parse_module(text), 8), model.layout, text
@@ -236,25 +236,25 @@ class Dropping(nnx.Module):
         return self.head(jax.numpy.where(keep, x / 0.7, 0.0))
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_devices_along_the_models_axis_draw_the_same_masks(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_devices_along_the_models_axis_draw_the_same_masks(program):
     """So masks are those of the same data axes without it; and on other data axes they are others (manual)."""
-    wide, narrow = (train(Dropping, sizes, engine=engine)[1] for sizes in (MESHES["4x2"], {"fsdp": 4}))
+    wide, narrow = (train(Dropping, sizes, program=program)[1] for sizes in (MESHES["4x2"], {"fsdp": 4}))
     np.testing.assert_allclose([m["loss"] for m in wide], [m["loss"] for m in narrow], rtol=1e-5)
     np.testing.assert_allclose([m["grad_norm"] for m in wide], [m["grad_norm"] for m in narrow], rtol=1e-4)
-    other = train(Dropping, {"fsdp": 8}, engine=engine)[1]
+    other = train(Dropping, {"fsdp": 8}, program=program)[1]
     is_same = np.allclose([m["loss"] for m in other], [m["loss"] for m in narrow], rtol=1e-5)
-    assert is_same == (engine == "xla")
+    assert is_same == (program == "xla")
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("model", "engine"), list(itertools.product(DROPPING, ("manual", "xla"))))
-def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model, engine):
+@pytest.mark.parametrize(("model", "program"), list(itertools.product(DROPPING, ("manual", "xla"))))
+def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model, program):
     monkeypatch.setitem(models_published.MODELS, model, DROPPING[model])
     found = []
     for mesh in ({"fsdp": 4}, MESHES["4x2"]):
         monkeypatch.setitem(test_parity.MESHES, "4", mesh)
-        sharded = test_parity.shard(model, "4", "full_shard", engine=engine)
+        sharded = test_parity.shard(model, "4", "full_shard", program=program)
         state, step = sharded.init(TX), sharded.train_step(DROPPING[model].loss, TX, check_loss=False)
         for batch in models_published.batches(model, STEPS, 16):
             state, metrics = step(state, batch)
@@ -263,7 +263,7 @@ def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model
 
 
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
-    state, _ = train("stacked", MESHES["4x2"], engine="manual")
+    state, _ = train("stacked", MESHES["4x2"], program="manual")
     jfsdp.save(tmp_path / "c", state)
     for sizes in ({"fsdp": 8}, MESHES["2x2x2"]):
         like = fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20)
@@ -298,27 +298,27 @@ def stating(spec):
     return Stating
 
 
-def lower(source, engine="auto", *, loss=token_loss, min_size=1024, **options: Any):
-    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[Block], engine=engine, min_size=min_size)
+def lower(source, program=None, *, loss=token_loss, min_size=1024, **options: Any):
+    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), units=[Block], program=program, min_size=min_size)
     step = model.train_step(loss, TX, **options)
     return step.lower(model.abstract_state(TX), make_batches(1)[0])
 
 
-ONCE = {"accumulate": 2, "reduce": "once", "reshard_after_backward": False}
+ONCE = {"accumulate": 2, "sync": "last", "reshard_after_backward": False}
 
 
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* states no sharding")
-@pytest.mark.parametrize(("engine", "options"), [("manual", {}), ("auto", ONCE)])
-def test_a_data_axis_in_the_model_is_refused_by_name(engine, options):
+@pytest.mark.parametrize(("program", "options"), [("manual", {}), (None, ONCE)])
+def test_a_data_axis_in_the_model_is_refused_by_name(program, options):
     source = stating(PartitionSpec("fsdp", None, U))
     with pytest.raises(ValueError, match=r"sharding over mesh axis 'fsdp', .* \(name its own axes alone: tensor"):
-        lower(source, engine, **options)
+        lower(source, program, **options)
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
-def test_a_model_that_states_nothing_is_told_that_its_devices_repeat_work(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_model_that_states_nothing_is_told_that_its_devices_repeat_work(program):
     with pytest.warns(UserWarning, match=r"axis 'tensor' \(size 2\): the model states no sharding over it"):
-        lower(Tower, engine)
+        lower(Tower, program)
 
 
 def scalar_loss(model, batch):
@@ -339,7 +339,7 @@ def test_that_no_memory_is_saved_is_told():
 
 
 def test_a_mesh_that_the_axis_has_size_1_on_says_nothing():
-    model = fully_shard(SplitTower, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], engine="manual")
+    model = fully_shard(SplitTower, mesh=make_mesh({"fsdp": 8}), units=[SplitBlock], program="manual")
     state, step = model.init(optax.sgd(1e-2)), model.train_step(token_loss, optax.sgd(1e-2), check_loss=False)
     step(state, make_batches(1)[0])
 

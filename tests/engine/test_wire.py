@@ -10,6 +10,7 @@ from jfsdp.layout.table import num_parameters
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
+from tests.steps import fully_shard
 from tests.thin import thin
 
 NUM_DEVICES = 64
@@ -19,17 +20,17 @@ SHARE = (NUM_DEVICES - 1) / NUM_DEVICES
 
 
 @functools.cache
-def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), engine="xla", **config):
+def lower(strategy="full_shard", param_dtype="bfloat16", seq_len=8192, mesh=(("fsdp", -1),), program="xla", **config):
     attention = "cudnn" if param_dtype == "bfloat16" else "xla"
     job = find_job("llama-8b").with_config(attention=attention, **config)
-    loss = job.loss if engine == "auto" else next_token_loss  # of logits, for the closed forms of both programs
-    model = jfsdp.fully_shard(
+    loss = job.loss if program is None else next_token_loss  # of logits, for the closed forms of both programs
+    model = fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(NUM_DEVICES // 8), **dict(mesh)),
         strategy=strategy,
         units=job.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype=param_dtype),
-        engine=engine,
+        program=program,
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(loss, tx, max_grad_norm=1.0)
@@ -117,7 +118,7 @@ def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
 @pytest.mark.parametrize(("name", "num_devices"), thin([("llama-405b", 1024), ("llama-8b", 64)]))
 def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
     job = find_job(name)
-    model = jfsdp.fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(num_devices // 8)), units=job.units)
+    model = fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(num_devices // 8)), units=job.units)
     tx = job.optimizer(3e-4)
     compiled = model.lower_init(tx).compile()
     memory = compiled.memory_analysis()
@@ -130,7 +131,7 @@ def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
 
 def test_the_step_of_the_script_sends_no_more_than_theory():
     """With its own loss, which forms the head's gradient itself: the program is `manual`, and all sums are bfloat16."""
-    _, wire = compiled_wire(engine="auto")
+    _, wire = compiled_wire(program=None)
     assert wire["all-gather", "bf16"] == 2 * (2 * PARAMETERS - ROOT_PARAMETERS) * SHARE
     assert wire["reduce-scatter", "bf16"] == 2 * PARAMETERS * SHARE
     assert wire.keys() <= {("all-gather", "bf16"), ("reduce-scatter", "bf16"), ("all-reduce", "f32")}

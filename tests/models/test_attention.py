@@ -16,7 +16,7 @@ from jfsdp.engine.unit import apply_remat
 from jfsdp_models import attention, cudnn  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests import models_published as published
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 T = 12
 
@@ -140,13 +140,13 @@ def test_long_rows_by_parts_are_what_they_are_whole(monkeypatch, length, window,
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, wanted)
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, program):
     case, mesh = published.llama(True, vocab=64), jfsdp.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
     def train():
         placed: dict = {"placements": case.placements, "min_size": 20}
-        model = fully_shard(case.source, mesh=mesh, units=case.units, engine=engine, **placed)
+        model = fully_shard(case.source, mesh=mesh, units=case.units, program=program, **placed)
         tx = optax.sgd(0.1)
         step, state = model.train_step(case.loss, tx, check_loss=False), model.init(tx)
         for seed in range(2):

@@ -40,7 +40,7 @@ def assert_close(found, wanted, rtol=2e-5, atol=2e-6):
 
 
 def train_sharded(model, loss, batches, state=None):
-    state, step, losses = state or model.init(TX), model.train_step(loss, TX, check_loss=False), []
+    state, step, losses = state or model.init(TX), model.train_step(loss, TX, program="xla", check_loss=False), []
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))

@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import jfsdp
 from tests.modules.parity import DIM, TX, check_linen, check_nnx, data
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 
 @dataclasses.dataclass
@@ -148,7 +148,7 @@ def test_linen_units_take_and_return_containers_that_jax_does_not_know():
 
 
 def test_program_manual_takes_containers_too():
-    run = lambda engine: fully_shard(Net, units=[Layer], min_size=1, engine=engine)  # noqa: E731
+    run = lambda program: fully_shard(Net, units=[Layer], min_size=1, program=program)  # noqa: E731
     found = [m.train_step(loss(), TX)(m.init(TX), data())[1]["grad_norm"] for m in (run("xla"), run("manual"))]
     np.testing.assert_allclose(*found, rtol=1e-5)
 
@@ -297,9 +297,9 @@ class Later(nnx.Module):
 @pytest.mark.parametrize(
     ("method", "kind"), [("halves", "generator"), ("mapped", "map")], ids=["generator", "map in a dict"]
 )
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, engine):
-    model = fully_shard(lambda rngs: nnx.Sequential(Later(rngs)), units=[Later], engine=engine)
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, program):
+    model = fully_shard(lambda rngs: nnx.Sequential(Later(rngs)), units=[Later], program=program)
 
     def mean(model, x):
         outs = getattr(model.layers[0], method)(x)
@@ -314,8 +314,8 @@ def test_a_unit_that_computes_after_its_call_is_refused_by_name(method, kind, en
         model.train_step(mean, TX)(model.init(TX), data())
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_value_that_leaves_a_unit_but_is_not_returned_is_refused(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_value_that_leaves_a_unit_but_is_not_returned_is_refused(program):
     kept = []
 
     class Leaky(Later):
@@ -327,6 +327,6 @@ def test_a_value_that_leaves_a_unit_but_is_not_returned_is_refused(engine):
         out = model(x) + kept[-1]
         return jfsdp.Loss((out**2).sum(), out.size)
 
-    model = fully_shard(lambda rngs: nnx.Sequential(Leaky(rngs)), units=[Leaky], engine=engine)
+    model = fully_shard(lambda rngs: nnx.Sequential(Leaky(rngs)), units=[Leaky], program=program)
     with pytest.raises(ValueError, match=r"inside a unit's call .* is used outside it.*return it from the call"):
         model.train_step(squares, TX)(model.init(TX), data())

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
 from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, data, train_sharded
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 RULES = (("embed", None), ("mlp", "fsdp"), ("batch", "fsdp"))
@@ -184,7 +184,7 @@ def test_a_linen_stack_with_logical_names_and_rules_trains_as_on_one_device():
 
 
 @pytest.mark.parametrize("partition", [nn.with_logical_partitioning, nn.with_partitioning])
-@pytest.mark.parametrize("options", [{}, {"engine": "manual"}, {"engine": "manual", "storage": "flat"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"program": "manual"}, {"program": "manual", "storage": "flat"}], ids=str)
 def test_a_linen_model_with_names_runs_under_every_engine_with_rules_and_without(partition, options):
     source = (LinenNet(partition), (X,))
     for rules in ((), RULES):
@@ -196,10 +196,10 @@ def test_a_linen_model_with_names_runs_under_every_engine_with_rules_and_without
 def test_activations_stated_over_the_batch_s_axis_are_refused_by_name_where_each_device_has_its_own_rows():
     mesh, refused = jfsdp.make_mesh(fsdp=4, tensor=2), pytest.raises(ValueError, match="over mesh axis 'fsdp'")
     with nn.logical_axis_rules(RULES), refused:
-        lower((LinenNet(), (X,)), LinenBlock, mesh=mesh, engine="manual")
+        lower((LinenNet(), (X,)), LinenBlock, mesh=mesh, program="manual")
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": "manual"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"program": "manual"}], ids=str)
 @pytest.mark.parametrize("source", [(Net, Block), ((LinenNet(), (X,)), LinenBlock)], ids=["nnx", "linen"])
 def test_a_mesh_that_the_user_has_set_for_something_else_changes_nothing(source, options):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

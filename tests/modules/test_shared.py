@@ -12,7 +12,7 @@ from flax import nnx
 import jfsdp
 from tests import reference
 from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, count_calls, data
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 X = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 ADAM = optax.adam(1e-2, eps=1e-4)
@@ -89,7 +89,7 @@ def square(model, batch):
 
 def check_manual(source, units, **options):
     """Train under the manual engine, where each device sees its rows; compare with one device."""
-    model = fully_shard(source, units=units, min_size=1, engine="manual", **options)
+    model = fully_shard(source, units=units, min_size=1, program="manual", **options)
     state, step, batches = model.init(ADAM), model.train_step(square, ADAM, check_loss=False), [data(), data(seed=1)]
     for batch in batches:
         state, _ = step(state, batch)

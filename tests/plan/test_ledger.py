@@ -6,8 +6,9 @@ import math
 import pytest
 
 import jfsdp
+from jfsdp.engine.movements import wire_bytes
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.program.collectives import Collective, find_collectives, wire_bytes
+from jfsdp.plan.program.collectives import Collective, find_collectives
 from jfsdp.plan.program.hlo import Shape, parse_module
 from jfsdp.plan.program.scopes import split_names
 from jfsdp.plan.wire.axes import group_axes

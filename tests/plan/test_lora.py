@@ -17,6 +17,7 @@ from jfsdp.plan.wire.ledger import make_ledger
 from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.plan import programs
+from tests.steps import fully_shard
 from tests.thin import thin
 
 SEQ_LEN = 384  # no dim of a weight
@@ -28,22 +29,22 @@ MOVES |= {f"{verb}{end}" for verb in ("copy", "all-gather", "async") for end in 
 
 
 @functools.cache
-def program(engine, *, is_fused=False, also=(), mesh=(("fsdp", 8),), config=(), **options):
+def program(kind, *, is_fused=False, also=(), mesh=(("fsdp", 8),), config=(), **options):
     job = programs.job(**dict(config))
     if is_fused:
         job = dataclasses.replace(job, loss=find_job("llama-8b").loss)
-    model = jfsdp.fully_shard(
+    model = fully_shard(
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(1), **dict(mesh)),
         units=job.units,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
         frozen_dtype="bfloat16",
-        engine=engine,
+        program=kind,
         lora=jfsdp.LoRA(targets=list(TARGETS), rank=8, also=list(also) or None, **options),
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    assert step.program == engine
+    assert step.program == kind
     compiled = step.lower(model.abstract_state(tx), job.batch(8, SEQ_LEN)).compile(step.compiler_options)
     return parse_module(compiled.as_text()), model.layout
 
@@ -70,8 +71,8 @@ SETTINGS = {
 }
 
 
-def check_wire(engine, **options):
-    module, layout = program(engine, **options)
+def check_wire(kind, **options):
+    module, layout = program(kind, **options)
     ledger = make_ledger(layout, find_collectives(module, 8))
     assert ledger.unknown == ()
     assert ledger.wire_ratio == pytest.approx(1, abs=5e-4)
@@ -83,24 +84,24 @@ def check_wire(engine, **options):
     return module, layout
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_of_adapters_alone_are_sent(engine):
-    _, layout = check_wire(engine)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_gradients_of_adapters_alone_are_sent(kind):
+    _, layout = check_wire(kind)
     assert sum(leaf.trainable for leaf in layout.leaves) == 2 * 7
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_setting_sends_and_computes_nothing_for_frozen_weights(engine, case):
-    module, layout = check_wire(engine, **SETTINGS[case])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_setting_sends_and_computes_nothing_for_frozen_weights(kind, case):
+    module, layout = check_wire(kind, **SETTINGS[case])
     assert not computed(module, layout)
     assert audit(module, layout).is_ok
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_array_of_a_frozen_weights_shape_is_computed(engine):
-    assert not computed(*program(engine))
+@pytest.mark.parametrize("kind", ENGINES)
+def test_no_array_of_a_frozen_weights_shape_is_computed(kind):
+    assert not computed(*program(kind))
 
 
 @pytest.mark.proof
@@ -116,9 +117,9 @@ def head_sums(module):
     return [line for line in lines for shape in line.shapes if shape.dtype == "f32" and shape.dims == (1024, 4096)]
 
 
-@pytest.mark.parametrize("engine", thin(ENGINES))
-def test_a_loss_that_forms_the_heads_gradient_forward_leaves_it_out(engine):
-    module, layout = program(engine, is_fused=True)
+@pytest.mark.parametrize("kind", thin(ENGINES))
+def test_a_loss_that_forms_the_heads_gradient_forward_leaves_it_out(kind):
+    module, layout = program(kind, is_fused=True)
     assert not computed(module, layout)
     assert not head_sums(module)
 
@@ -129,9 +130,9 @@ def test_a_loss_forms_the_gradient_of_a_head_that_is_trained():
     assert head_sums(module)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_audit_finds_nothing(engine):
-    report = audit(*program(engine))
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_audit_finds_nothing(kind):
+    report = audit(*program(kind))
     assert report.is_ok, str(report)
     assert report.findings == ()
 

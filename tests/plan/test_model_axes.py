@@ -20,7 +20,7 @@ from jfsdp.plan.wire.traps import excess_elements
 from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests.plan import programs
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 NUM_DEVICES = 16
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
 @functools.cache
-def program(engine, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
+def program(kind, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
     """The compiled step as a module, its layout, and its trace."""
     job = programs.job(num_layers, attention="xla")
     model = fully_shard(
@@ -38,7 +38,7 @@ def program(engine, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
         units=job.units,
         placements=job.placements,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
-        engine=engine,
+        program=kind,
         remat=remat,
     )
     tx = job.optimizer(3e-4)
@@ -47,9 +47,9 @@ def program(engine, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
     return parse_module(compiled.as_text()), model.layout, step.traced
 
 
-@pytest.mark.parametrize("engine", thin(["manual", "auto"]))
-def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(engine):
-    module, layout, _ = program(engine, 8, 2)
+@pytest.mark.parametrize("kind", thin(["manual", "xla"]))
+def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(kind):
+    module, layout, _ = program(kind, 8, 2)
     collectives = find_collectives(module, NUM_DEVICES)
     found = make_ledger(layout, collectives)
     assert found.unknown == ()
@@ -62,7 +62,7 @@ def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(engine):
     rest = [row for row in found.rows if row.what not in (OWN, "scalars")]
     both = [row for row in rest if row.axes == ("fsdp", "tensor")]  # XLA sums vectors over all that saw other tokens
     assert {row.axes for row in rest if row not in both} == {("fsdp",)}
-    assert both == [] or engine == "auto"
+    assert both == [] or kind == "xla"
     assert all(row.what == "gradients" and not layout.by_path[path].cuts for row in both for path in row.paths)
 
 
@@ -87,9 +87,9 @@ def test_sequence_parallelism_moves_what_theory_says():
     assert not logits
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
-def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
-    module, layout, trace = program(engine, 8, 2)
+@pytest.mark.parametrize("kind", ["xla", "manual"])
+def test_no_trap_is_seen_in_what_the_model_asked_for(kind):
+    module, layout, trace = program(kind, 8, 2)
     for known in (None, trace):
         report = audit(module, layout, trace=known)
         assert report.is_ok, str(report)
@@ -99,16 +99,16 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "remat"), thin([("auto", "none"), ("manual", "none"), ("auto", "dots"), ("manual", "dots")], 4)
+    ("kind", "remat"), thin([("xla", "none"), ("manual", "none"), ("xla", "dots"), ("manual", "dots")], 4)
 )
-def test_theory_of_activations_is_what_is_compiled(engine, remat):
+def test_theory_of_activations_is_what_is_compiled(kind, remat):
     """Row by row where bytes count: crumbs are the token ids and the maxima of logits, in a form that XLA chooses."""
-    module, layout, trace = program(engine, 8, 2, remat, num_layers=3)
+    module, layout, trace = program(kind, 8, 2, remat, num_layers=3)
     found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
     assert found.own_theory is not None
     assert found.own_theory.unread == ()
     wide = [row for row in found.rows if row.what == OWN and row.dtype == "bf16"]
-    assert {row.kind for row in wide} == {"all-gather", "reduce-scatter", *["all-reduce"] * (engine == "auto")}
+    assert {row.kind for row in wide} == {"all-gather", "reduce-scatter", *["all-reduce"] * (kind == "xla")}
     assert all(row.measured_bytes == row.expected_bytes for row in wide)
     assert found.own_ratio == pytest.approx(1, abs=1e-3)
 
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_gathered_twice_is_a_trap(monkeypatch):
 
 
 def test_a_cut_weight_that_arrives_whole_along_the_axis_is_too_large():
-    _, layout, _ = program("auto", 8, 2)
+    _, layout, _ = program("xla", 8, 2)
     leaf = layout.by_path["layers.mlp.up_proj.kernel"]
     shard = layout.shard_shape(leaf, "param")
     (cut,) = leaf.cuts

@@ -25,7 +25,7 @@ from jfsdp.plan.wire.ledger import make_ledger
 from tests import hlo
 from tests.plan import programs
 from tests.plan.test_timeline import COPY, DOT, timeline
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 LAYERS, DIM, FFN, VOCAB, KV, SEQ = 8, 1024, 2048, 4096, 512, 512
 P, F = 2, 4
@@ -49,7 +49,7 @@ def compiled(schedule="1f1b", repeats=1, prefetch=1, microbatches=8, layers=LAYE
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
     )
     tx = job.optimizer(3e-4)
-    more: dict[str, Any] = {"schedule": schedule, "pipe_repeats": repeats}
+    more: dict[str, Any] = {"pipe_schedule": schedule, "pipe_repeats": repeats}
     step = model.train_step(job.loss, tx, accumulate=microbatches, max_grad_norm=1.0, **more)
     lowered = step.lower(model.abstract_state(tx), job.batch(F * microbatches, SEQ))
     found = lowered.compile(step.compiler_options)

@@ -39,10 +39,10 @@ def test_llama_8b_sends_what_theory_says(strategy, num_devices, param_dtype):
     assert not found.ledger.unknown
 
 
-@pytest.mark.parametrize("engine", ["auto", "manual"])
+@pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize(("model", "num_devices"), [("llama-8b", 64), ("llama-70b", 256), ("llama-405b", 1024)])
-def test_large_models_hide_their_bytes(model, num_devices, engine):
-    found = plan(num_devices, model=model, engine=engine)
+def test_large_models_hide_their_bytes(model, num_devices, program):
+    found = plan(num_devices, model=model, program=program)
     assert round(found.ledger.wire_ratio, 3) == 1
     assert (found.timeline.overlapped_share or 0) >= 0.98
     assert found.memory.parts["unattributed"] <= 0.05 * found.memory.peak_bytes
@@ -54,7 +54,7 @@ def test_large_models_hide_their_bytes(model, num_devices, engine):
     [
         # Dropout keeps the masks of one device, and with them padded and tied leaves to XLA's all-reduces.
         {"model": "gpt2-xl", "seq_len": 1024, "model_config": ("dropout=0", "attention_dropout=0")},
-        {"model": "gpt2-xl", "seq_len": 1024, "engine": "manual"},
+        {"model": "gpt2-xl", "seq_len": 1024, "program": "manual"},
         {"model": "llama-1b", "model_config": ("stacked=false",), "seq_len": 4096},
     ],
     ids=["gpt2-xl", "gpt2-xl manual", "list"],
@@ -67,7 +67,7 @@ def test_other_models_send_what_theory_says(options, num_devices):
 def program_size(num_devices, num_layers, storage):
     """Return the lines of a step's StableHLO, and the instructions of its compiled HLO."""
     config = (f"num_layers={num_layers}",)
-    options = StepOptions(model="llama-8b", engine="manual", seq_len=8192, storage=storage, model_config=config)
+    options = StepOptions(model="llama-8b", program="manual", seq_len=8192, storage=storage, model_config=config)
     planned = shard_planned(options, find_planned_job(options), topology_devices(cluster_of(num_devices)))
     with without_cache():
         lowered = planned.step.lower(planned.model.abstract_state(planned.tx), planned.batch)

@@ -384,9 +384,9 @@ def test_real_plans_are_no_faster_than_their_bounds():
 
 def test_the_best_is_tried_under_every_engine_depth_and_storage():
     result = search(space=dataclasses.replace(SMALL, xla=()))
-    tried = {(one.options.engine, one.options.prefetch, one.options.storage) for one in result.tried}
+    tried = {(one.options.program, one.options.prefetch, one.options.storage) for one in result.tried}
     assert tried == {
-        ("auto", None, "per_parameter"),
+        (None, None, "per_parameter"),
         ("xla", None, "per_parameter"),
         ("manual", 1, "per_parameter"),
         ("manual", 2, "per_parameter"),

@@ -16,7 +16,7 @@ from jfsdp.layout.table import num_parameters
 from jfsdp.plan.program.hlo import Shape
 from jfsdp.plan.wire.theory import expected_wire, hlo_dtype
 from jfsdp.trainer.job import find_job
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
 SHARE, GROUP_SHARE = (NUM - 1) / NUM, (GROUP - 1) / GROUP
@@ -68,7 +68,7 @@ def test_llama_8b_on_64_is_29_551_gathered_and_15_810_scattered():
 CASES: dict[str, Any] = {
     "ddp": ("ddp", {}, {}, {("all-reduce", NUM): 4 * P * SHARE}),
     "ddp, accumulated": ("ddp", {}, {"accumulate": 4}, {("all-reduce", NUM): 4 * 4 * P * SHARE}),
-    "ddp once": ("ddp", {}, {"accumulate": 4, "reduce": "once"}, {("all-reduce", NUM): 4 * P * SHARE}),
+    "ddp once": ("ddp", {}, {"accumulate": 4, "sync": "last"}, {("all-reduce", NUM): 4 * P * SHARE}),
     "zero1": ("zero1", {}, {}, {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE}),
     "zero1, accumulated: once by its table": (
         "zero1",
@@ -103,7 +103,7 @@ CASES: dict[str, Any] = {
     "full_shard, parameters kept, reduced once": (
         "full_shard",
         {},
-        {"accumulate": 4, "reshard_after_backward": False, "reduce": "once"},
+        {"accumulate": 4, "reshard_after_backward": False, "sync": "last"},
         {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
     ),
     "replicas": (
@@ -209,7 +209,7 @@ def test_bytes_follow_the_formula(name):
 
 def test_reducing_once_in_float32_doubles_the_reduction_alone():
     table = layout("zero1", reduce_dtype="float32")
-    rows = expected_wire(table, accumulate=4, reduce="once")
+    rows = expected_wire(table, accumulate=4, sync="last")
     found = {(row.kind, row.dtype): 0.0 for row in rows if row.what != "scalars"}
     for row in rows:
         if row.what != "scalars":
@@ -268,7 +268,7 @@ def test_calls_of_an_unknown_unit_are_refused():
 
 
 def test_reducing_once_gathers_every_microbatch_and_reduces_the_last():
-    found = by_what(layout(), accumulate=MICROBATCHES, reduce="once")
+    found = by_what(layout(), accumulate=MICROBATCHES, sync="last")
     once = by_what(layout())
     assert found["gather forward"] == pytest.approx(MICROBATCHES * once["gather forward"])
     assert found["reduce"] == pytest.approx(once["reduce"])

@@ -68,10 +68,10 @@ def test_a_run_goes_on_with_another_number_of_processes(start, serve, corpus, tm
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("engine", ["xla", "manual"])
+@pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_do_not_depend_on_the_number_of_processes(start, tmp_path, strategy, engine):
-    options = (*STRATEGIES[strategy], "--engine", engine, "--steps", "20")
+def test_losses_do_not_depend_on_the_number_of_processes(start, tmp_path, strategy, program):
+    options = (*STRATEGIES[strategy], "--program", program, "--steps", "20")
     for nproc, devices in ((1, 4), (2, 2), (4, 1)):
         status, out = finish(start(str(nproc), nproc, devices, *options))
         assert status == 0, out

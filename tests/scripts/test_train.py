@@ -201,7 +201,7 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_global_batch(unbroken, work
 def test_a_run_goes_on_with_other_settings_that_only_round(unbroken, workspace, options):
     run_dir = workspace / "offloaded"
     shutil.copytree(unbroken[0], run_dir)
-    other = ["--offload", "params,opt_state", "--no-reshard-after-backward", "--reduce", "once", "--remat", "full"]
+    other = ["--offload", "params,opt_state", "--no-reshard-after-backward", "--sync", "last", "--remat", "full"]
     done = train(*options, *other, "--eval-every", 30, "--run-dir", run_dir, "--resume", 40, "--sample-tokens", 0)
     assert done.returncode == 0, done.stderr
     assert "offload was [], is ['params,opt_state']" in done.stdout and "no longer bit for bit" in done.stdout

@@ -27,7 +27,7 @@ from jax_resnet.resnet import ResNetBlock
 import jfsdp
 from tests import reference
 from tests.modules import parity
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 STEPS, ROWS, LEARNING_RATE = 4, 16, 1e-2
 TX = optax.adamw(LEARNING_RATE, eps=1e-4)
@@ -116,9 +116,9 @@ def batches(model):
 
 def shard(model, strategy="full_shard", mesh="8"):
     case = MODELS[model]
-    engine = "xla" if model == "dantinox" else "auto"  # keeps the dropout masks of one device
+    program = "xla" if model == "dantinox" else None  # keeps the dropout masks of one device
     mesh = jfsdp.make_mesh(**MESHES[mesh])
-    return fully_shard(case.source, mesh=mesh, strategy=strategy, units=[case.unit], min_size=20, engine=engine)
+    return fully_shard(case.source, mesh=mesh, strategy=strategy, units=[case.unit], min_size=20, program=program)
 
 
 @functools.cache

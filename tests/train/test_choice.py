@@ -1,6 +1,7 @@
 """Which of two programs a step is: what decides it, and that it is decided once."""
 
 import itertools
+import types
 import warnings
 
 import jax
@@ -13,10 +14,11 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
 from tests.pairwise import cover
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
-MESH, GROUPS = {"fsdp": 8}, {"replica": 2, "fsdp": 4}
+GROUPS = {"replica": 2, "fsdp": 4}
 
 
 class Net(nnx.Module):
@@ -63,6 +65,14 @@ class Rooted(nnx.Module):
         return self.up(x, self.root[...]) if self.given else times(self.up(x, 1.0), self.root[...])
 
 
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(Net, in_axes=0, out_axes=0))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, net: net(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+
 class Counted(Net):
     def __init__(self, rngs):
         super().__init__(rngs)
@@ -85,6 +95,18 @@ def scalar(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 
+def scalar_and_metrics(model, batch):
+    return scalar(model, batch), {"half": 0.5, "most": jfsdp.Max(batch["x"].max())}
+
+
+def other_sum(model, batch):
+    return types.SimpleNamespace(**loss(model, batch)._asdict())
+
+
+def unweighted(model, batch):
+    return jfsdp.Loss((model(batch["x"]) ** 2).sum(), batch["num"])
+
+
 def noisy(model, batch):
     out = model(batch["x"])
     return jfsdp.Loss((out * jax.random.bernoulli(jax.random.key(3), 0.5, out.shape)).sum(), 1.0 * len(out))
@@ -97,67 +119,31 @@ def branching(model, batch):
     return jfsdp.Loss(out, 1.0 * len(x))
 
 
-BATCH = {"x": np.ones((16, 8), np.float32)}
+BATCH = {"x": np.ones((16, 8), np.float32), "num": np.float32(16)}
 F32 = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
 AGAIN = {"accumulate": 2}
+PIPED = {"units": [jfsdp.Unit("blocks", stacked=1)]}
 # Model, loss, mesh, options of fully_shard and of the step, and the program with some of the reason.
+EIGHT = {"fsdp": 8}
+BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
 CASES = {
-    "plain": (Net, loss, {"fsdp": 8}, {}, {}, "xla", "no more than it must"),
-    "one device": (Net, loss, {"fsdp": 1}, {"engine": "manual"}, {}, "xla", "one data shard"),
-    "scalar": (Net, scalar, {"fsdp": 8}, {}, {}, "xla", "no more than it must"),
-    "padded": (padded, loss, {"fsdp": 8}, {}, {}, "manual", "padded"),
-    "padded, scalar": (padded, scalar, {"fsdp": 8}, {}, {}, "xla", "the loss is a scalar"),
-    "tied": (Tied, loss, {"fsdp": 8}, {"units": ["up"]}, {}, "manual", "embed.embedding has several uses"),
-    "a derivative of its own": (
-        lambda rngs: Rooted(rngs, False),
-        loss,
-        {"fsdp": 8},
-        {"units": ["up"]},
-        {},
-        "manual",
-        "the model forms the gradient of root itself",
-    ),
-    "a weight given to a unit": (
-        lambda rngs: Rooted(rngs, True),
-        loss,
-        {"fsdp": 8},
-        {"units": ["up"]},
-        {},
-        "xla",
-        "no more than it must",
-    ),
-    "hybrid": (Net, loss, GROUPS, {}, AGAIN, "manual", "sums over replica once per step"),
-    "hfsdp": (Net, loss, GROUPS, {"opt_over": ("replica", "fsdp")}, {}, "manual", "split further"),
-    "zero1": (Net, loss, MESH, {"strategy": "zero1"}, AGAIN, "manual", "sums over fsdp once per step"),
-    "zero1, one microbatch": (Net, loss, MESH, {"strategy": "zero1"}, {}, "xla", "no more"),
-    "state of rows": (Counted, loss, GROUPS, {}, {}, "xla", "norm.* depends on the rows"),
-    "condition": (padded, branching, {"fsdp": 8}, {}, {}, "xla", "under a condition"),
-    "asked: xla": (padded, loss, {"fsdp": 8}, {"engine": "xla"}, {}, "xla", "engine='xla'"),
-    "asked: manual": (Net, loss, {"fsdp": 8}, {"engine": "manual"}, {}, "manual", "engine='manual'"),
-    "flat": (Net, loss, {"fsdp": 8}, {"storage": "flat"}, {}, "manual", "storage='flat'"),
-    "prefetch": (Net, loss, {"fsdp": 8}, {"prefetch": 0}, {}, "manual", "prefetch=0"),
-    "another sum": (Net, loss, {"fsdp": 8}, {"mp_policy": F32}, {}, "manual", "reduce_dtype='float32'"),
-    "once": (Net, loss, {"fsdp": 8}, {}, AGAIN | {"reduce": "once"}, "manual", "reduce='once'"),
-    "once, one microbatch": (Net, scalar, {"fsdp": 8}, {}, {"reduce": "once"}, "xla", "no more"),
-    "sums as weights travel, but for what is ignored": (
-        Net,
-        scalar,
-        {"fsdp": 8},
-        {"mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16"), "ignored": "**.bias"},
-        {},
-        "xla",
-        "no more",
-    ),
-    "keys of the loss's own": (padded, noisy, {"fsdp": 8}, {}, {}, "xla", "each device would draw the same"),
-    "masks": (
-        lambda rngs: Net(rngs, 12, 0.5),
-        loss,
-        {"fsdp": 8},
-        {},
-        {},
-        "manual",
-        "padded.*dropout masks differ from one device's; engine='xla' keeps them",
-    ),
+    "a sum": (Net, loss, EIGHT, {}, {}, "manual", "the loss is a sum with its weight"),
+    "any object with total and weight": (Net, other_sum, EIGHT, {}, {}, "manual", "a sum with its weight"),
+    "scalar": (Net, scalar, EIGHT, {}, {}, "xla", "the loss is a scalar"),
+    "scalar with metrics": (Net, scalar_and_metrics, EIGHT, {}, {}, "xla", "the loss is a scalar"),
+    "one device": (Net, loss, {"fsdp": 1}, {}, {"program": "manual"}, "xla", "one data shard"),
+    "pipeline": (Layers, loss, {"pipe": 2, "fsdp": 2}, PIPED, AGAIN, "manual", "mesh axis 'pipe' (size 2)"),
+    "pipeline, scalar": (Layers, scalar, {"pipe": 2, "fsdp": 1}, PIPED, AGAIN, "manual", "mesh axis 'pipe' (size 2)"),
+    "padded": (padded, loss, EIGHT, {}, {}, "manual", "a sum"),
+    "tied": (Tied, loss, EIGHT, {"units": ["up"]}, {}, "manual", "a sum"),
+    "hybrid": (Net, loss, GROUPS, {}, AGAIN, "manual", "a sum"),
+    "asked: xla": (padded, loss, EIGHT, {}, {"program": "xla"}, "xla", "program='xla'"),
+    "asked: xla, state of rows": (Counted, loss, EIGHT, {}, {"program": "xla"}, "xla", "program='xla'"),
+    "asked: manual": (Net, loss, EIGHT, {}, {"program": "manual"}, "manual", "program='manual'"),
+    "flat": (Net, loss, EIGHT, {"storage": "flat"}, {}, "manual", "a sum"),
+    "last, one microbatch": (Net, scalar, EIGHT, {}, {"sync": "last"}, "xla", "scalar"),
+    "sums as weights travel": (Net, scalar, EIGHT, {"mp_policy": BF16, "ignored": "**.bias"}, {}, "xla", "scalar"),
+    "masks": (lambda rngs: Net(rngs, 12, 0.5), loss, EIGHT, {}, {}, "manual", "dropout masks differ from one device's"),
 }
 
 
@@ -167,56 +153,98 @@ def step_of(source, loss_fn, mesh, options, config):
     return model, model.train_step(loss_fn, TX, **config)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_program_follows_the_table(name):
-    *given, program, reason = CASES[name]
+def decide(*given):
     model, step = step_of(*given)
-    before = step.program, step.reason
     step.decide(model.abstract_state(TX), BATCH)
-    assert step.program == program
-    assert before in ((None, "depends on the loss"), (step.program, step.reason))
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(step.reason)
+    return step
 
 
-@pytest.mark.parametrize("name", ["flat", "prefetch", "another sum", "once"])
-@pytest.mark.parametrize("problem", [scalar, branching])
-def test_what_only_manual_has_is_refused_where_manual_cannot_be(name, problem):
-    source, _, mesh, options, config, *_ = CASES[name]
-    model, step = step_of(source, problem, mesh, options, config)
-    with pytest.raises(ValueError, match=r"(Loss|leave out)"):
-        step.decide(model.abstract_state(TX), BATCH)
-    with pytest.raises(ValueError, match="engine='xla' leaves"):
-        step_of(source, loss, mesh, options | {"engine": "xla"}, config)
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_follows_the_loss(name):
+    *given, program, reason = CASES[name]
+    step = decide(*given)
+    assert step.program == program and reason in step.reason
+    assert (step.prefetch is None) == (program == "xla")
 
 
-def test_keys_of_the_losss_own_are_told_where_manual_is_asked_for():
-    model, step = step_of(Net, noisy, {"fsdp": 8}, {"engine": "manual"}, {})
-    with pytest.warns(UserWarning, match="random keys that are not in the model's state"):
-        step.decide(model.abstract_state(TX), BATCH)
+# What only `manual` has: options of `fully_shard`, of the step, and what names it.
+NEEDS = {
+    "flat": ({"storage": "flat"}, {}, "storage='flat'"),
+    "prefetch": ({}, {"prefetch": 0}, "prefetch=0"),
+    "another sum": ({"mp_policy": F32}, {}, "reduce_dtype='float32'"),
+    "last": ({}, AGAIN | {"sync": "last"}, "sync='last'"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_only_manual_has_is_refused_in_program_xla(name):
+    options, config, word = NEEDS[name]
+    refuses(lambda: decide(Net, scalar, EIGHT, options, config), word, "scalar", "jfsdp.Loss", "leave")
+    refuses(lambda: step_of(Net, loss, EIGHT, options, config | {"program": "xla"}), word, "program='xla'")
+    assert decide(Net, loss, EIGHT, options, config).program == "manual"  # both remedies
+    assert decide(Net, scalar, EIGHT, {}, {}).program == "xla"
+
+
+REFUSED = {
+    "state of rows": (Counted, loss, {}, ("norm.", "depends on the rows")),
+    "a unit under a condition": (padded, branching, {}, ("under a condition",)),
+    "keys of the loss's own": (padded, noisy, {}, ("random keys", "keys in the model's state")),
+    "a weight that depends on no row": (Net, unweighted, {}, ("depends on no row", "jfsdp.Loss(total, weight)")),
+    "a scalar in manual": (Net, scalar, {"program": "manual"}, ("scalar", "jfsdp.Loss(total, weight)")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_from_a_devices_rows_is_refused_with_the_other_program(name):
+    source, loss_fn, config, words = REFUSED[name]
+    refuses(lambda: decide(source, loss_fn, EIGHT, {}, config), *words, "program='xla'")
+    assert decide(source, loss_fn, EIGHT, {}, {"program": "xla"}).program == "xla"
+
+
+@pytest.mark.parametrize("config", [{}, {"program": "xla"}, {"program": "manual"}], ids=str)
+@pytest.mark.parametrize("mesh", [{"fsdp": 1}, EIGHT], ids=str)
+def test_a_weight_of_a_number_is_refused_with_a_scalar_instead(mesh, config):
+    mean = lambda model, batch: jfsdp.Loss(scalar(model, batch), 1.0, {"half": 0.5})  # noqa: E731
+    refuses(lambda: decide(Net, mean, mesh, {}, config), "weight", "1 for any number of rows", "return mean, aux")
 
 
 def test_a_program_is_not_chosen_by_a_batch_that_cannot_be_split():
-    model, step = step_of(padded, loss, {"fsdp": 8}, {}, {"accumulate": 4})
-    with pytest.raises(ValueError, match=r"dim 0 .size 16. cannot be split"):
-        step.decide(model.abstract_state(TX), BATCH)
-    assert step.program is None
+    refuses(lambda: decide(padded, loss, EIGHT, {}, {"accumulate": 4}), "dim 0", "size 16", "cannot be split")
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
-def test_xla_says_that_it_cannot_wait_for_the_last_microbatch(strategy):
-    model, step = step_of(Net, loss, GROUPS, {"strategy": strategy, "engine": "xla"}, AGAIN)
-    assert "every microbatch is reduced over " in step.decide(model.abstract_state(TX), BATCH)
-    model, step = step_of(Net, scalar, GROUPS, {"strategy": strategy}, AGAIN)
-    with pytest.warns(
-        UserWarning, match="scalar.*every microbatch is reduced over .*and not the last one only"
-    ) as told:
+# Of a scalar, where XLA sends more than `manual` would: model, mesh, options, what is named.
+EXCESS = {
+    "zero1": (Net, GROUPS, {"strategy": "zero1"}, AGAIN, "it sums over replica, fsdp in every microbatch"),
+    "hybrid": (Net, GROUPS, {}, AGAIN, "it sums over replica in every microbatch"),
+    "hybrid, one microbatch": (Net, GROUPS, {}, {}, "it sums whole gradients over replica"),
+    "padded": (padded, EIGHT, {"shard_dim": lambda path, shape: len(shape) - 1}, {}, "up.kernel is padded"),
+    "hfsdp": (Net, GROUPS, {"opt_over": ("replica", "fsdp")}, {}, "split further than the parameter"),
+    "tied": (Tied, EIGHT, {"units": ["up"]}, {}, "embed.embedding has several uses"),
+    "chunked": (lambda rngs: Rooted(rngs, False), EIGHT, {"units": ["up"]}, {}, "forms the gradient of root itself"),
+}
+
+
+@pytest.mark.parametrize("name", EXCESS)
+def test_what_a_scalar_costs_is_said_once(name):
+    source, mesh, options, config, words = EXCESS[name]
+    model, step = step_of(source, scalar, mesh, options, config)
+    with pytest.warns(UserWarning, match=r"up to \d\.\d\d times .* return jfsdp.Loss") as told:
         step.decide(model.abstract_state(TX), BATCH)
-    assert told[0].filename == __file__
+    assert words in str(told[0].message) and told[0].filename == __file__
+    step.decide(model.abstract_state(TX), BATCH)
+    assert len(told) == 1
+    decide(source, scalar, mesh, options, config | {"program": "xla"})  # who asks for it knows
+
+
+def test_the_excess_is_that_of_the_list_of_movements():
+    """Sums in each of two microbatches: 2 all-reduces of P for the gather and scatter of zero1's one."""
+    model, step = step_of(Net, scalar, EIGHT, {"strategy": "zero1"}, AGAIN)
+    with pytest.warns(UserWarning, match="up to 1.50 times"):
+        step.decide(model.abstract_state(TX), BATCH)
 
 
 TRACED = {
-    "name": ["plain", "padded", "tied", "hybrid", "asked: manual", "asked: xla", "flat"],
+    "name": ["a sum", "padded", "tied", "hybrid", "asked: manual", "asked: xla", "flat"],
     "accumulate": [1, 2],
     "weight": ["of rows", "of an array"],
 }
@@ -230,7 +258,8 @@ TRACED = {
     ],
 )
 def test_a_loss_is_traced_at_most_three_times(name, accumulate, weight):
-    source, _, mesh, options, _, *_ = CASES[name]
+    source, _, mesh, options, config, *_ = CASES[name]
+    program = config.get("program")
     num = 0
 
     def counted(model, batch):
@@ -242,7 +271,7 @@ def test_a_loss_is_traced_at_most_three_times(name, accumulate, weight):
     options = {"units": ["up"] if source is Tied else ["up", "down"], "min_size": 0} | options
     sizes = {"replica": 1, "fsdp": 1} | mesh
     model = fully_shard(source, mesh=jfsdp.make_mesh(**sizes), **options)
-    step = model.train_step(counted, TX, accumulate=accumulate, check_loss=False)
+    step = model.train_step(counted, TX, accumulate=accumulate, program=program, check_loss=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         state, _ = step(model.init(TX), BATCH)

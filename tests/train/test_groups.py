@@ -9,6 +9,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.movements import CALL, LAST, REDUCE, deferred_axes, movements
+from tests.steps import fully_shard
 
 WIDTH = 64
 
@@ -58,7 +59,7 @@ def loss_fn(model, batch):
 def sums_between_groups(kind, strategy="full_shard", **config):
     """Return the equations of a lowered step that sum over axis replica alone, and that multiply matrices, in order."""
     mesh = jfsdp.make_mesh(replica=2, fsdp=2, devices=jax.devices()[:4])
-    model = jfsdp.fully_shard(kind, mesh=mesh, units=[Block], strategy=strategy, engine="manual")
+    model = fully_shard(kind, mesh=mesh, units=[Block], strategy=strategy, program="manual")
     tx = optax.adam(1e-2)
     step = model.train_step(loss_fn, tx, **config)
     step.lower(model.abstract_state(tx), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
@@ -95,7 +96,7 @@ def test_several_microbatches_are_summed_once_after_the_last():
 
 def make_layout(strategy, mp_policy=None, **sizes):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:4])
-    return jfsdp.fully_shard(Each, mesh=mesh, units=[Block], strategy=strategy, mp_policy=mp_policy).layout
+    return fully_shard(Each, mesh=mesh, units=[Block], strategy=strategy, mp_policy=mp_policy).layout
 
 
 @pytest.mark.parametrize("param_dtype", [None, "bfloat16"])  # in bfloat16 a copy of the parameters is at rest

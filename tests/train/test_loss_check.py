@@ -14,7 +14,8 @@ import jfsdp
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.refusals import refuses
+from tests.steps import fully_shard
 
 TX = optax.sgd(0.0)
 
@@ -32,22 +33,22 @@ class Padded(Net):
         super().__init__(rngs, hidden=12)
 
 
-ONCE = {"accumulate": 2, "reduce": "once"}
-# What is sharded and how; whether a `Loss` is computed from the rows of one device, and whether a scalar is refused.
+ONCE = {"accumulate": 2, "sync": "last"}
+# What is sharded and how, and whether a scalar is refused.
 WAYS = {
-    "full_shard": (Net, {}, {}, True, False),
-    "padding": (Padded, {}, {}, True, False),
-    "hfsdp": (Net, {"opt_over": ("replica", "fsdp")}, {}, True, False),
-    "zero1 in microbatches": (Net, {"strategy": "zero1"}, {"accumulate": 2}, True, False),
-    "reduced once": (Net, {"strategy": "ddp"}, ONCE, True, True),
-    "kept whole, reduced once": (Net, {}, ONCE | {"reshard_after_backward": False}, True, True),
-    "manual": (Net, {"engine": "manual"}, {}, True, True),
-    "manual, flat": (Net, {"engine": "manual", "storage": "flat"}, {"accumulate": 2}, True, True),
+    "full_shard": (Net, {}, {}, False),
+    "padding": (Padded, {}, {}, False),
+    "hfsdp": (Net, {"opt_over": ("replica", "fsdp")}, {}, False),
+    "zero1 in microbatches": (Net, {"strategy": "zero1"}, {"accumulate": 2}, False),
+    "reduced once": (Net, {"strategy": "ddp"}, ONCE, True),
+    "kept whole, reduced once": (Net, {}, ONCE | {"reshard_after_backward": False}, True),
+    "manual": (Net, {}, {"program": "manual"}, True),
+    "flat": (Net, {"storage": "flat"}, {"accumulate": 2}, True),
 }
 
 
 # The others repeat these ways for other layouts.
-QUICK = ("full_shard", "zero1 in microbatches", "reduced once", "manual, flat")
+QUICK = ("full_shard", "zero1 in microbatches", "reduced once", "flat")
 
 
 def step_for(way, loss, **extra):
@@ -114,21 +115,15 @@ def scalar(loss):
 def test_a_weight_of_the_whole_batch_is_not_counted_in_every_microbatch():
     model = fully_shard(Net)
     mine = lambda model, batch: jfsdp.Loss((model(batch["x"]) ** 2).sum(), 16.0)  # noqa: E731
-    model.train_step(mine, TX)(model.init(TX), BATCH)
-    with pytest.raises(ValueError, match="the weight of the loss is 16 for any number of rows"):
-        model.train_step(mine, TX, accumulate=2)(model.init(TX), BATCH)
-    mean = lambda model, batch: jfsdp.Loss((model(batch["x"]) ** 2).mean(), 1.0)  # noqa: E731
+    refuses(lambda: model.train_step(mine, TX)(model.init(TX), BATCH), "weight", "16 for any number of rows", "mean")
+    mean = lambda model, batch: (model(batch["x"]) ** 2).mean()  # noqa: E731
     ones, twos = (model.train_step(mean, TX, accumulate=num)(model.init(TX), BATCH)[1] for num in (1, 2))
     np.testing.assert_allclose(ones["loss"], twos["loss"], rtol=1e-5)
 
 
-def by_one(loss):
-    return lambda model, batch: jfsdp.Loss(scalar(loss)(model, batch), 1.0)
-
-
-def told_of_microbatches(way, is_scalar):
-    if way == "zero1 in microbatches" and is_scalar:
-        return pytest.warns(UserWarning, match="the loss is a scalar.*every microbatch is reduced over")
+def told_of_bytes(is_scalar):
+    if is_scalar:
+        return pytest.warns(UserWarning, match="the loss is a scalar.*up to .* times the bytes")
     return contextlib.nullcontext()
 
 
@@ -142,16 +137,16 @@ def told_of_microbatches(way, is_scalar):
 )
 def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
     is_coupled = is_scalar or loss is not masked
-    runs_apart = WAYS[way][4 if is_scalar else 3]
     step, state = step_for(way, scalar(loss) if is_scalar else loss)
-    if is_coupled and runs_apart:
-        match = (
-            "the loss is a scalar.*return jfsdp.Loss.*if rows depend on each other, " if is_scalar else "another value"
+    if is_coupled and (WAYS[way][3] or not is_scalar):
+        facts = (
+            ("the loss is a scalar", "jfsdp.Loss(total, weight)")
+            if is_scalar
+            else ("another value", "return mean, aux")
         )
-        with pytest.raises(ValueError, match=match):
-            step(state, BATCH)
+        refuses(lambda: step(state, BATCH), *facts)
         return
-    with told_of_microbatches(way, is_scalar):
+    with told_of_bytes(is_scalar):
         _, metrics = step(state, BATCH)
     np.testing.assert_allclose(metrics["loss"], reference_mean(way, loss), rtol=1e-5)
 
@@ -168,16 +163,12 @@ def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
     ("way", "loss", "remedy", "then"),
     [
         ("full_shard", contrastive, "return the scalar mean", scalar(contrastive)),
-        (
-            "full_shard",
-            contrastive,
-            r"jfsdp.Loss\(mean, 1.0, aux\)",
-            lambda *a: jfsdp.Loss(scalar(contrastive)(*a), 1.0),
-        ),
+        ("full_shard", contrastive, r"return mean, aux", lambda *a: (scalar(contrastive)(*a), {"half": 0.5})),
         ("manual", scalar(masked), r"return jfsdp.Loss\(total, weight\)", masked),
     ],
-    ids=["scalar", "constant weight", "sum"],
+    ids=["scalar", "scalar with metrics", "sum"],
 )
+@pytest.mark.filterwarnings("ignore:the loss is a scalar")
 def test_what_a_refusal_advises_gives_the_number_of_one_device(way, loss, remedy, then):
     step, state = step_for(way, loss)
     with pytest.raises(ValueError, match=remedy):
@@ -207,7 +198,7 @@ def test_a_loss_is_compared_once_and_only_if_asked():
 
 def test_a_scalar_is_refused_whether_or_not_losses_are_compared():
     step, state = step_for("manual", scalar(masked), check_loss=False)
-    with pytest.raises(ValueError, match=r"the loss is a scalar.*use engine='xla'"):
+    with pytest.raises(ValueError, match=r"the loss is a scalar.*use program='xla'"):
         step(state, BATCH)
 
 
@@ -328,7 +319,7 @@ def test_dropout_neither_hides_a_coupled_loss_nor_looks_like_one(api, dtype, los
     linen_source = LinenDropped(dtype), (jax.ShapeDtypeStruct((1, 8), "float32"),)
     source = (lambda rngs: Dropped(rngs, dtype)) if api == "nnx" else linen_source
     mesh, units = jfsdp.make_mesh(replica=2, fsdp=4), ["*own*"] if api == "nnx" else [linen.Dense]
-    model = fully_shard(source, mesh=mesh, units=units, engine="manual")
+    model = fully_shard(source, mesh=mesh, units=units, program="manual")
     step = model.train_step(loss, TX)
     with contextlib.nullcontext() if loss is masked else pytest.raises(ValueError, match="another value over 8"):
         step(model.init(TX), BATCH)
@@ -339,9 +330,10 @@ def test_draws_from_a_key_of_the_models_own_are_told_and_not_refused():
         found = masked(model, batch)
         return found._replace(total=found.total + jax.random.normal(jax.random.key(0), batch["w"].shape).sum())
 
-    step, state = step_for("manual", noisy)
+    model = jfsdp.fully_shard(Net)
+    step = model.train_step(noisy, TX, program="xla", accumulate=2)
     with pytest.warns(UserWarning, match="draws from random keys"):
-        step(state, BATCH)
+        step(model.init(TX), BATCH)
 
 
 def test_every_draw_of_the_check_is_the_same():
@@ -377,7 +369,7 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
 
 
 def in_microbatches(loss, source=Net, mesh=None, num=2, **steps):
-    model = fully_shard(source, mesh=mesh, engine="xla", min_size=1)
+    model = fully_shard(source, mesh=mesh, program="xla", min_size=1)
     batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
     return model.train_step(loss, TX, accumulate=num, **steps)(model.init(TX), batch)[1]
 
@@ -389,7 +381,7 @@ def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xl
         in_microbatches(loss)
     if loss is contrastive:
         by_hand = [scalar(loss)(Net(nnx.Rngs(jax.random.key(0))), {"x": BATCH["x"][at::2]}) for at in range(2)]
-        for remedy in (scalar(loss), by_one(loss)):
+        for remedy in (scalar(loss), lambda *given: (scalar(loss)(*given), {"half": 0.5})):
             np.testing.assert_allclose(in_microbatches(remedy)["loss"], np.mean(by_hand), rtol=1e-5)
         in_microbatches(loss, check_loss=False)
         with pytest.raises(ValueError, match="two microbatches together"):  # with one data shard that sees all rows
@@ -397,8 +389,8 @@ def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xl
 
 
 def test_a_mean_with_a_guard_is_accepted_in_microbatches():
-    guarded = lambda model, batch: by_one(masked)(model, batch)._replace(weight=1.0 * (batch["w"].sum() > 0))  # noqa: E731
-    np.testing.assert_allclose(in_microbatches(guarded)["loss"], in_microbatches(by_one(masked))["loss"], rtol=1e-6)
+    guarded = lambda *given: jfsdp.Loss(scalar(masked)(*given), 1.0 * (given[1]["w"].sum() > 0))  # noqa: E731
+    np.testing.assert_allclose(in_microbatches(guarded)["loss"], in_microbatches(scalar(masked))["loss"], rtol=1e-6)
 
 
 class Normed(Net):
@@ -463,7 +455,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"units": [Routed], "engine": "manual"}], ids=["xla", "manual, a unit"])
+@pytest.mark.parametrize("options", [{}, {"units": [Routed], "program": "manual"}], ids=["xla", "manual, a unit"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_weight_with_a_derivative_is_refused_by_name(kind, options):
     weigh, has_derivative = WEIGHTS[kind]

@@ -63,7 +63,7 @@ def test_settings_that_cannot_be_are_refused(bad):
     thin(
         [
             ("full_shard", {}),
-            ("ddp", {"reduce": "once"}),
+            ("ddp", {"sync": "last"}),
             ("zero1", {"accumulate": 2}),
             ("full_shard", {"accumulate": 2}),
         ]
@@ -122,7 +122,7 @@ def test_other_precisions_carry_no_scale():
 def test_float32_reductions_of_bfloat16_gradients_are_had_by_reducing_once():
     policy = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
     model = fully_shard(lambda rngs: Tower(rngs, False), strategy="zero1", units=[Block], mp_policy=policy)
-    step = model.train_step(token_loss, TX, reduce="once")
+    step = model.train_step(token_loss, TX, sync="last")
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batches(1)[0])
     text = step.lower(model.abstract_state(TX), batch).as_text()
     reductions = [line for line in text.splitlines() if "}) : (tensor<" in line]

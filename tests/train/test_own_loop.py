@@ -12,15 +12,15 @@ from flax import linen, nnx
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 from tests.thin import thin
 
 TX = optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
 FORMS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "manual": {"engine": "manual"},
-    "flat": {"engine": "manual", "storage": "flat"},
+    "manual": {"program": "manual"},
+    "flat": {"program": "manual", "storage": "flat"},
     "zero1, bfloat16, frozen": {
         "strategy": "zero1",
         "mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16"),
@@ -259,7 +259,7 @@ def test_linen_variables_come_back_with_all_collections():
     source = Normed(), (jnp.ones((1, 7)),)
     model = fully_shard(source, mesh=jfsdp.make_mesh(devices=jax.devices()[:3]), min_size=1)
     x = np.random.default_rng(0).normal(size=(6, 7)).astype("f")
-    state, grads, _ = model.grads(lambda model, x: model(x).var())(model.init(TX), x)
+    state, grads, _ = model.grads(lambda model, x: model(x).var(), program="xla")(model.init(TX), x)
     before, state = state, model.apply_gradients(state, grads, TX)
     assert before.step.is_deleted()
     variables = model.to_flax(state)

@@ -20,8 +20,8 @@ from jax.tree_util import tree_map_with_path
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 from tests.thin import thin
 
 STEPS, RATE, LIMIT = 3, 1e-2, 1e-3
@@ -129,10 +129,10 @@ RECIPES = {
 # Mesh, form of layers, options of fully_shard, selectors of frozen leaves.
 PLACES = {
     "3, stacked, full_shard": (3, "stacked", {}, ()),
-    "4, list, manual": (4, "list", {"engine": "manual"}, ()),
-    "4, stacked, flat": (4, "stacked", {"engine": "manual", "storage": "flat"}, ()),
+    "4, list, manual": (4, "list", {"program": "manual"}, ()),
+    "4, stacked, flat": (4, "stacked", {"program": "manual", "storage": "flat"}, ()),
     "3, list, zero1, frozen": (3, "list", {"strategy": "zero1"}, ("head", "embed")),
-    "4, stacked, flat, frozen": (4, "stacked", {"engine": "manual", "storage": "flat"}, ("blocks.norm", "embed")),
+    "4, stacked, flat, frozen": (4, "stacked", {"program": "manual", "storage": "flat"}, ("blocks.norm", "embed")),
 }
 CASES = [(name, api) for name, recipe in RECIPES.items() for api in recipe.apis]
 # In one API each, and in either in the proofs.

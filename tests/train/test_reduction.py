@@ -7,7 +7,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.train.step.choice import needs_of
+from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.config import StepConfig
 from tests.sharding import fully_shard
 
@@ -35,14 +35,14 @@ def layout(**settings: Any) -> jfsdp.Layout:
     ],
 )
 def test_sums_in_another_dtype_than_weights_travel_in_are_named(settings, found):
-    assert needs_of(layout(**settings)) == found
+    assert check_needs(layout(**settings), StepConfig()) == found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_only_zero1_reduces_once_unless_asked(strategy):
-    assert StepConfig(2).reduces_once(layout(strategy=strategy)) == (strategy == "zero1")
-    assert StepConfig(2, "once").reduces_once(layout(strategy=strategy))
-    assert not StepConfig(2, "every").reduces_once(layout(strategy=strategy))
+def test_only_zero1_reduces_last_unless_asked(strategy):
+    assert StepConfig(2).syncs_last(layout(strategy=strategy)) == (strategy == "zero1")
+    assert StepConfig(2, sync="last").syncs_last(layout(strategy=strategy))
+    assert not StepConfig(2, sync="every").syncs_last(layout(strategy=strategy))
 
 
 @pytest.mark.parametrize("norm", ["a", 0, -1.0])

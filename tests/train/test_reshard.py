@@ -14,8 +14,8 @@ from flax import nnx
 
 import jfsdp
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
 from tests.states import logical
+from tests.steps import fully_shard
 from tests.thin import thin
 
 TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
@@ -28,12 +28,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 8}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "opt_over": ("replica", "fsdp"), "param_dtype": "bfloat16"},
     "zero1replica": {"sizes": {"replica": 8, "fsdp": 1}, "strategy": "zero1"},
-    "flat8": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+    "flat8": {"sizes": {"fsdp": 8}, "program": "manual", "storage": "flat"},
     "flathfsdp2x3bf16": {
         "sizes": {"replica": 2, "fsdp": 3},
         "opt_over": ("replica", "fsdp"),
         "param_dtype": "bfloat16",
-        "engine": "manual",
+        "program": "manual",
         "storage": "flat",
     },
 }

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.step.loss import as_loss
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
@@ -103,7 +103,7 @@ def test_the_step_lowers_without_devices():
     ("options", "match"),
     [
         ({"accumulate": 0}, "accumulate=0"),
-        ({"reduce": "never"}, "never"),
+        ({"sync": "never"}, "never"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
     ],
 )
@@ -179,9 +179,6 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy, such as"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"3 layers .* cannot be cut over mesh axis 'pipe' \(size 2\)"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
-        ({"engine": "hand"}, "engine 'hand' is unknown; the engines are auto, xla, manual"),
-        ({"storage": "flat", "engine": "xla"}, "storage='flat': .*use engine='manual'"),
-        ({"prefetch": 1, "engine": "xla"}, "prefetch=1: .*leave one of the two out"),
         ({"remat": "some"}, "none, full, dots"),
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"opt_over": ["fsdp"], "strategy": "ddp"}, "opt_over=.fsdp. splits .* and so does strategy 'ddp'"),
@@ -274,12 +271,12 @@ def test_a_batch_in_which_nothing_counts_gives_no_loss_and_no_gradient(model):
     assert all(np.isfinite(np.asarray(x)).all() for x in state.params.values())
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_total_of_nothing_counted_is_not_finite_as_on_one_device(engine):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_total_of_nothing_counted_is_not_finite_as_on_one_device(program):
     def uncounted(model, batch):
         return token_loss(model, batch)._replace(weight=0 * batch["weights"].sum())
 
-    model, batch = make(engine=engine), make_batches(1)[0]
+    model, batch = make(program=program), make_batches(1)[0]
     state, metrics = model.train_step(uncounted, TX, skip_nonfinite=True)(model.init(TX), batch)
     assert np.isinf(metrics["loss"])
     assert int(state.num_skipped) == 1
@@ -434,13 +431,13 @@ def noisy(model, batch):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_rows_may_have_a_key_each(engine, accumulate):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_rows_may_have_a_key_each(program, accumulate):
     """Each row draws what it draws on one device, and no warning says that devices draw the same."""
     factory = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
     batch = {"x": np.ones((16, 8), np.float32), "key": jax.random.split(jax.random.key(3), 16)}
     found = noisy(factory(nnx.Rngs(0)), batch)
-    model = fully_shard(factory, min_size=1, engine=engine)
+    model = fully_shard(factory, min_size=1, program=program)
     _, metrics = model.train_step(noisy, TX, accumulate=accumulate)(model.init(TX), batch)
     np.testing.assert_allclose(metrics["loss"], found.total / found.weight, rtol=1e-5)
 
@@ -451,8 +448,8 @@ def test_a_loss_that_returns_nothing_is_told_what_to_return(model):
         step(model.init(TX), make_batches(1, rows=8)[0])
 
 
-@pytest.mark.parametrize(("engine", "accumulate"), thin([("manual", 2), ("auto", 1), ("manual", 1), ("auto", 2)], 4))
-def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
+@pytest.mark.parametrize(("program", "accumulate"), thin([("manual", 2), ("xla", 1), ("manual", 1), ("xla", 2)], 4))
+def test_a_number_in_a_batch_holds_for_all_rows(program, accumulate):
     """A temperature, as Python's number (of a weak type, as in plain `jit`), numpy's or JAX's."""
     dtypes = []
 
@@ -461,7 +458,7 @@ def test_a_number_in_a_batch_holds_for_all_rows(engine, accumulate):
         dtypes.append((jnp.ones((), jnp.bfloat16) * batch["scale"]).dtype)
         return found._replace(total=found.total * batch["scale"], aux={"seen": jfsdp.Max(batch["scale"])})
 
-    model = fully_shard(Tower, units=[Block], engine=engine)
+    model = fully_shard(Tower, units=[Block], program=program)
     batch = make_batches(1)[0]
     plain = model.train_step(token_loss, TX, accumulate=accumulate)(model.init(TX), batch)[1]
     for scale, dtype in ((2.0, jnp.bfloat16), (np.float32(2.0), jnp.float32), (jnp.float32(2.0), jnp.float32)):
@@ -539,14 +536,14 @@ def forward(kind, model, x):
 
 
 @pytest.mark.parametrize("kind", ["jvp", "vmap of jvp", "jacfwd"])
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(engine, kind):
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_forward_mode_derivative_of_a_unit_is_refused_by_name(program, kind):
     def tangent(kind):
         return lambda model, batch: jfsdp.Loss((forward(kind, model, batch["x"]) ** 2).sum(), batch["x"].size)
 
     source = lambda rngs: nnx.Sequential(Scaled(rngs))  # noqa: E731
-    prefetch = 0 if engine == "manual" else None  # no schedule reaches a unit inside of a derivative
-    model = fully_shard(source, units=[Scaled], engine=engine, prefetch=prefetch)
+    prefetch = 0 if program == "manual" else None  # no schedule reaches a unit inside of a derivative
+    model = fully_shard(source, units=[Scaled], program=program, prefetch=prefetch)
     batch = {"x": np.ones((16, 16), np.float32)}
     with pytest.raises(ValueError, match=r"forward mode .*reverse mode only; use jax.vjp or jax.jacrev.*units="):
         model.train_step(tangent(kind), TX)(model.init(TX), batch)
@@ -575,14 +572,14 @@ def test_an_array_on_the_mesh_that_is_closed_over_and_indexed_is_refused_with_wh
     def loss(how):
         return lambda model, batch: jfsdp.Loss((model(batch["x"] + how(model, batch)) ** 2).sum(), batch["x"].size)
 
-    model = fully_shard(Looking, engine="manual")
+    model = fully_shard(Looking, program="manual")
     state = model.init(TX)
     if remedy == "take":
         with pytest.raises(ValueError, match=r"indexes an array on the mesh.*np.asarray.*jnp.take\("):
             model.train_step(loss(how["index"]), TX)(state, batch)
     batch["row"] = np.asarray(table)[batch["i"]]
     found = model.train_step(loss(how[remedy]), TX)(state, batch)[1]["loss"]
-    xla = fully_shard(Looking, engine="xla")
+    xla = fully_shard(Looking, program="xla")
     np.testing.assert_allclose(found, xla.train_step(loss(how["index"]), TX)(xla.init(TX), batch)[1]["loss"], rtol=1e-5)
 
 

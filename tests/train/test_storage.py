@@ -25,7 +25,7 @@ from jfsdp.train.state import array_bytes
 from jfsdp.train.storage import by_leaf, in_storage
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 TX = optax.adam(1e-2)
@@ -35,7 +35,7 @@ MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}, 
 def make(source: Any = Tower, mesh="8", **options: Any):
     sizes = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    options = {"units": [Block], "engine": "manual", "storage": "flat"} | options
+    options = {"units": [Block], "program": "manual", "storage": "flat"} | options
     return fully_shard(source, mesh=jfsdp.make_mesh(**sizes, devices=devices), **options)
 
 
@@ -181,7 +181,7 @@ def test_live_bytes_are_those_of_the_leaves(strategy):
 
 def test_averages_evaluation_and_full_see_the_leaves():
     tx = optax.chain(TX, jfsdp.track_ema(0.5))
-    model, plain = make(), make(storage="per_parameter", min_size=0, engine="auto")
+    model, plain = make(), make(storage="per_parameter", min_size=0, program=None)
     state = train(model, tx)[0]
     moved = jfsdp.reshard(state, plain)
     fn = lambda model, tokens: model(tokens)  # noqa: E731
@@ -241,7 +241,7 @@ def check_buffers(shapes, num_layers, num_devices):
         Model,
         mesh=make_abstract_mesh({"fsdp": num_devices}),
         units=[jfsdp.Unit(Odd, stacked=len(lead))],
-        engine="manual",
+        program="manual",
         storage="flat",
     ).layout
     for buffer in layout.packed:
@@ -257,8 +257,8 @@ def check_buffers(shapes, num_layers, num_devices):
 
 
 def test_xla_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
-    with pytest.raises(ValueError, match="storage='flat': engine='xla' leaves the collectives to XLA"):
-        fully_shard(Tower, storage="flat", engine="xla")
+    with pytest.raises(ValueError, match="storage='flat': program='xla' leaves the collectives to XLA"):
+        fully_shard(Tower, storage="flat", program="xla")
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
         fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)
@@ -364,7 +364,7 @@ def test_a_parameter_of_a_buffers_name_is_refused():
 def test_a_step_has_one_gather_and_one_reduction_per_unit():
     devices = hlo.h100s(1)
     source = lambda rngs: Tower(rngs, stacked=False, dim=64)  # noqa: E731
-    model = fully_shard(source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], engine="manual", storage="flat")
+    model = fully_shard(source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], program="manual", storage="flat")
     # Thresholds of one byte: what XLA would combine by itself stays apart, so that what is counted is ours.
     apart = {f"xla_gpu_{k}_combine_threshold_bytes": 1 for k in ("all_gather", "reduce_scatter", "all_reduce")}
     step = model.train_step(token_loss, TX, compiler_options=apart)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jfsdp
 from tests import reference
 from tests.models_published import MODELS, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
 
@@ -188,7 +189,9 @@ def test_a_scalar_that_is_no_mean_of_its_parts_is_left_to_the_global_batch():
     losses = []
     for strategy in ("full_shard", "kept", "all"):
         model = make(strategy)
-        losses.append(float(model.train_step(masked_mean, TX)(model.init(TX), batch)[1]["loss"]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the loss is a scalar")
+            losses.append(float(model.train_step(masked_mean, TX)(model.init(TX), batch)[1]["loss"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
@@ -203,10 +206,10 @@ def test_a_weight_that_does_not_follow_the_rows_counts_once(strategy):
     model = fully_shard(Tower, units=[Block], strategy=strategy, min_size=1)
     _, metrics = model.train_step(by_constant, TX)(model.init(TX), batch)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
-    manual = fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, engine="manual")
-    with pytest.raises(ValueError, match=r"the weight of the loss is 100 for any number of rows.*use engine='xla'"):
+    manual = fully_shard(Tower, units=[Block], strategy=strategy, min_size=1, program="manual")
+    with pytest.raises(ValueError, match=r"the weight of the loss is 100 for any number of rows.*use program='xla'"):
         manual.train_step(by_constant, TX).lower(manual.abstract_state(TX), batch)
-    once = model.train_step(by_constant, TX, accumulate=2, reduce="once", reshard_after_backward=False)
+    once = model.train_step(by_constant, TX, accumulate=2, sync="last", reshard_after_backward=False)
     with pytest.raises(ValueError, match=r"reduce='once': the weight of the loss is 100 for any number of rows"):
         once.lower(model.abstract_state(TX), batch)
 
@@ -257,7 +260,8 @@ def test_a_hybrid_step_with_a_sum_takes_the_rows_group_by_group():
         return model.train_step(loss_fn, TX).lower(model.abstract_state(TX), abstract).as_text()
 
     assert "reduce_scatter" in lowered(token_loss)
-    assert "reduce_scatter" not in lowered(lambda model, batch: token_loss(model, batch).total)
+    with pytest.warns(UserWarning, match="the loss is a scalar"):
+        assert "reduce_scatter" not in lowered(lambda model, batch: token_loss(model, batch).total)
 
 
 class DrawsKey(Tower):
@@ -276,7 +280,7 @@ class DrawsKey(Tower):
 
 def test_a_key_that_the_model_replaces_cannot_be_the_same_on_devices_with_other_keys():
     model = fully_shard(DrawsKey, units=[Block], strategy="zero1", min_size=20)
-    step = model.train_step(token_loss, TX, accumulate=2, reduce="once")
+    step = model.train_step(token_loss, TX, accumulate=2, sync="last")
     with pytest.raises(ValueError, match="reduce='once': the model changes its rng key key"):
         step(model.init(TX), make_batches(1)[0])
 
@@ -300,7 +304,7 @@ def test_dropout_masks_differ_between_devices_where_a_step_reduces_once():
 
     model = fully_shard(Dropped, strategy="ddp")
     # The check would refuse this aux: a square does not add up.
-    step = model.train_step(loss, optax.sgd(0.0), accumulate=2, reduce="once", check_loss=False)
+    step = model.train_step(loss, optax.sgd(0.0), accumulate=2, sync="last", check_loss=False)
     _, metrics = step(model.init(optax.sgd(0.0)), {"x": np.ones((16, 4), np.float32)})
     mean, squares = float(metrics["loss"]), float(metrics["squares"])
     assert squares > mean**2 + 1e-3, "all devices and microbatches drew the same mask"

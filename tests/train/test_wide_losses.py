@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 
 DIM, ROWS = 8, 16
 TX = optax.sgd(0.1)
@@ -45,9 +45,9 @@ def make_batch():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("engine", ["xla", "manual"])
-def test_a_loss_in_float64_is_that_of_one_device(engine, accumulate):
-    model = fully_shard(deep(jnp.float64), min_size=1, engine=engine)
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_loss_in_float64_is_that_of_one_device(program, accumulate):
+    model = fully_shard(deep(jnp.float64), min_size=1, program=program)
     state, metrics = model.train_step(loss, TX, accumulate=accumulate)(model.init(TX), make_batch())
 
     plain = deep(jnp.float64)(nnx.Rngs(0))
@@ -70,11 +70,11 @@ def test_a_loss_in_float64_is_that_of_one_device(engine, accumulate):
         np.testing.assert_allclose(state.params[".".join(map(str, path))], value[...], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", ["xla", "manual"])
+@pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("low", ["float32", "float16"])
-def test_a_wide_loss_widens_no_gradient(engine, low):
+def test_a_wide_loss_widens_no_gradient(program, low):
     policy = jfsdp.MixedPrecisionPolicy(low)
-    model = fully_shard(deep(jnp.float32), min_size=1, engine=engine, mp_policy=policy)
+    model = fully_shard(deep(jnp.float32), min_size=1, program=program, mp_policy=policy)
     state = model.init(TX)
     before = jax.tree.map(lambda x: x.dtype, state)
     state, grads, metrics = model.grads(loss, accumulate=2)(state, make_batch())

@@ -142,12 +142,6 @@ def test_a_lora_that_cannot_be_read_is_refused_by_key(text, words):
         arguments(lora=(text,))
 
 
-def test_a_reduction_is_every_once_or_none():
-    assert options.step_arguments(ShardingOptions(reduce="none"))["reduce"] is None
-    with pytest.raises(ValueError, match="--reduce 'never' is unknown; use every, once, or none"):
-        options.step_arguments(ShardingOptions(reduce="never"))
-
-
 def job(learning_rate=optax.adam):
     return jfsdp.Job(model=None, loss=divmod, batch=lambda b, t: None, units=[], optimizer=learning_rate)
 
@@ -175,7 +169,7 @@ def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ('reduce="once": needs reshard_after_backward=False', "--reduce once: needs --no-reshard-after-backward"),
+        ('sync="last": needs reshard_after_backward=False', "--sync last: needs --no-reshard-after-backward"),
         ("pass reshard_after_forward=n", "pass --reshard-after-forward n"),
         ("the model has dim=3", "the model has dim=3"),
         ("check_loss=False skips it", "--no-check-loss skips it"),

@@ -15,7 +15,7 @@ import jfsdp
 from examples import vit
 from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, score_answers, with_preference
 from tests.pairwise import cover
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 VOCAB, DIM, LENGTH, PAIRS, BETA = 24, 8, 7, 48, 0.3
@@ -97,7 +97,7 @@ def wanted(kind):
 COLUMNS = {
     "kind": list(KINDS),
     "sizes": [{"fsdp": 1}, {"fsdp": 8}, {"replica": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}],
-    "engine": ["xla", "manual"],
+    "program": ["xla", "manual"],
     "strategy": ["full_shard", "ddp", "zero1", "zero2"],
     "accumulate": [1, 2],
 }
@@ -105,10 +105,10 @@ COLUMNS = {
 
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # the embedding is not cut over tensor
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
-def test_losses_and_gradients_are_exact(kind, sizes, engine, strategy, accumulate):
+def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumulate):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     cuts = {"blocks.*.up": (-1, "tensor"), "blocks.*.down.kernel": (0, "tensor"), "head": (-1, "tensor")}
-    model = fully_shard(Language, mesh=mesh, units=[Block], strategy=strategy, engine=engine, min_size=4, cuts=cuts)
+    model = fully_shard(Language, mesh=mesh, units=[Block], strategy=strategy, program=program, min_size=4, cuts=cuts)
     state = model.init(optax.sgd(0.1))
     step = model.grads(make_job(kind).loss, accumulate=accumulate, check_loss=False)
     _, grads, metrics = step(state, make_batch())
@@ -122,10 +122,10 @@ def test_losses_and_gradients_are_exact(kind, sizes, engine, strategy, accumulat
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
+    ("name", "program"),
     thin([("llama-tiny", "manual"), ("llama-tiny", "xla"), ("gpt2-tiny", "xla"), ("gpt2-tiny", "manual")]),
 )
-def test_models_score_answers_without_logits_of_whole_rows(name, engine):
+def test_models_score_answers_without_logits_of_whole_rows(name, program):
     """Sums by row in chunks, and their gradient, beside whole logits; GPT-2 without its dropout."""
     small = {"num_layers": 2, "vocab_size": 40, "dim": 32, "loss_chunk": 3}
     job = jfsdp.find_job(name).with_config(**small)
@@ -146,7 +146,7 @@ def test_models_score_answers_without_logits_of_whole_rows(name, engine):
         return preference_loss(plain(module, batch), batch["weights"].sum(-1), batch["reference"], beta=BETA)
 
     batch["reference"] = batch["reference"].astype(np.float32)
-    sharded = fully_shard(job.model, mesh=model.mesh, units=job.units, engine=engine)
+    sharded = fully_shard(job.model, mesh=model.mesh, units=job.units, program=program)
     ours, theirs = (sharded.grads(loss, check_loss=False)(state, batch)[1] for loss in (by_chunks, whole))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 + 2e-5 * np.abs(b).max())

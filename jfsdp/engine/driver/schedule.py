@@ -34,7 +34,7 @@ class Prefetch:
 
 
 def as_prefetch(value: int | Prefetch | None) -> Prefetch:
-    """Read the `prefetch` argument of `fully_shard`; None is depth 1."""
+    """Read the `prefetch` argument of `train_step`; None is depth 1."""
     if isinstance(value, Prefetch):
         return value
     return Prefetch() if value is None else Prefetch(value, value)

@@ -80,7 +80,7 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
         return asked
     if asked not in NAMES:
         raise ValueError(
-            f"schedule {asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a Schedule of your own"
+            f"pipe_schedule={asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a Schedule of your own"
         )
     if repeats > 1 and microbatches % stages:
         more = -microbatches % stages
@@ -110,7 +110,7 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
     stages = layout.num_stages
     if stages == 1:
         if repeats != 1 or asked != NAMES[0]:
-            given = f"pipe_repeats={repeats}" if repeats != 1 else f"schedule={asked!r}"
+            given = f"pipe_repeats={repeats}" if repeats != 1 else f"pipe_schedule={asked!r}"
             raise ValueError(
                 f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
             )

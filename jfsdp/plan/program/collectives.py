@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jfsdp.engine.movements import wire_bytes
 from jfsdp.layout.mesh import outer_first
 from jfsdp.plan.program.groups import read_groups
 from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
@@ -114,21 +115,6 @@ def find_collectives(module: Module, num_devices: int, mesh_sizes: Mapping[str, 
                 item = _collective(module, execution, instruction, place, inner, num_devices)
                 found.append(dataclasses.replace(item, group=tuple(places[list(item.group)].tolist())))
     return found
-
-
-def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
-    """Return what a device sends for a value of `full_bytes` (gathered or unreduced).
-
-    All-gather, reduce-scatter and all-to-all (N-1)/N of it, an all-reduce twice that (a reduce-scatter and an
-    all-gather), the others all of it.
-    """
-    share = (group_size - 1) / group_size if group_size else 0.0
-    match kind:
-        case "all-gather" | "reduce-scatter" | "all-to-all" | "ragged-all-to-all":
-            return full_bytes * share
-        case "all-reduce":
-            return 2 * full_bytes * share
-    return float(full_bytes) if group_size > 1 else 0.0
 
 
 def collective_kind(instruction: Instruction) -> str | None:

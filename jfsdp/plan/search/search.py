@@ -3,7 +3,7 @@
 [Note: how the search goes]
 One kind of option after the other: where state is split, over how many devices the best of these splits the model
 itself (axis `tensor`), what the best then recomputes, how many rows per device for
-the best few; over again while that gains; engine, depth of prefetch and storage; XLA's options at last. Before a
+the best few; over again while that gains; program, depth of prefetch and storage; XLA's options at last. Before a
 candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
 at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
 leaner and that slow). All of it in the same order each time, but a budget of seconds cuts it off where the machine's
@@ -28,9 +28,9 @@ from jfsdp.plan.search.space import (
     SearchSpace,
     batches,
     changes,
-    engines,
     leaner,
     placements,
+    programs,
     remats,
     tensors,
     value_names,
@@ -111,7 +111,7 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     if not tries.fitting():
         return
     for one in tries.best(1):
-        tries.try_all(engines(one, space))
+        tries.try_all(programs(one, space))
     for choices in xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
             tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)

@@ -31,7 +31,7 @@ WAYS = {
     "replicas kept": ("full_shard", "false", None, True),
     "replicas opt_over": ("full_shard", "none", "replica,fsdp", True),
 }
-ENGINES = (
+PROGRAMS = (
     ("xla", None, "per_parameter"),
     ("manual", 1, "per_parameter"),
     ("manual", 2, "per_parameter"),
@@ -53,7 +53,7 @@ class SearchSpace:
       xla: groups of choices for XLA, one group after the other, each choice a tuple of NAME=VALUE; by default
         `xla_choices`.
       beam: how many of the best get more rows per device.
-      engines: each as (engine, prefetch, storage); by default `ENGINES`.
+      programs: each as (program, prefetch, storage); by default `PROGRAMS`.
       tensor_sizes: of axis `tensor`; by default the divisors of a host's GPUs, if the job has cuts and the given mesh
         leaves the axis open: it says -1 for some axis and does not name `tensor`.
     """
@@ -63,7 +63,7 @@ class SearchSpace:
     batches: tuple[int, ...] | None = None
     xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     beam: int = 3
-    engines: tuple[tuple[str, int | None, str], ...] | None = None
+    programs: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
 
 
@@ -142,10 +142,10 @@ def _mesh(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def engines(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options under every engine, depth of prefetch and storage form."""
-    for engine, prefetch, storage in ENGINES if space.engines is None else space.engines:
-        yield dataclasses.replace(options, engine=engine, prefetch=prefetch, storage=storage)
+def programs(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options under every program, depth of prefetch and storage form."""
+    for program, prefetch, storage in PROGRAMS if space.programs is None else space.programs:
+        yield dataclasses.replace(options, program=program, prefetch=prefetch, storage=storage)
 
 
 def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> Iterator[StepOptions]:

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
+from jfsdp.engine.movements import GATHER, REDUCE, SCATTER, wire_bytes
 from jfsdp.layout.leaf import Leaf, cut_sizes
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.program.collectives import Collective, wire_bytes
+from jfsdp.plan.program.collectives import Collective
 from jfsdp.plan.program.scopes import find_scopes, split_names
 from jfsdp.plan.wire.theory import PERMUTE, Move
 

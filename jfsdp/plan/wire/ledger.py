@@ -140,7 +140,7 @@ def make_ledger(
       collectives: as `find_collectives` reads them from the program.
       gpus_per_node: to tell what crosses nodes.
       trace: of the step, for theory of what the model sends itself.
-      step: `accumulate`, `reduce`, `reshard_after_backward`, `program` and `calls`, as `find_moves` takes them.
+      step: `accumulate`, `sync`, `reshard_after_backward`, `program` and `calls`, as `find_moves` takes them.
 
     Raises:
       ValueError: as `find_moves`.

@@ -127,7 +127,7 @@ def find_moves(
     layout: Layout,
     *,
     accumulate: Count = 1,
-    reduce: str | None = None,
+    sync: str | None = None,
     reshard_after_backward: bool | Mapping[str, bool] = True,
     program: str = movements.MANUAL,
     calls: Mapping[str, Size] | None = None,
@@ -136,7 +136,7 @@ def find_moves(
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
     Args:
-      accumulate, reduce, reshard_after_backward: as given to `train_step`.
+      accumulate, sync, reshard_after_backward: as given to `train_step`.
       program: of the step, "xla" or "manual": only the second can sum over some axes after the last microbatch.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
       passes: of a pipeline, as `step.movement` has them.
@@ -146,12 +146,12 @@ def find_moves(
     """
     if program not in (movements.XLA, movements.MANUAL):
         raise ValueError(f"program={program!r} must be {movements.XLA!r} or {movements.MANUAL!r}, as step.program")
-    config = StepConfig(accumulate, reduce, reshard_after_backward)
+    config = StepConfig(accumulate, sync=sync, reshard_after_backward=reshard_after_backward)
     found = movements.movements(
         layout,
         program=program,
         accumulate=accumulate,
-        once=config.reduces_once(layout),
+        once=config.syncs_last(layout),
         held=config.held_units(layout),
         calls=_check_calls(layout, calls or {}),
         passes=passes,

@@ -1,4 +1,4 @@
-"""Which of the two programs a step is, and why: the one place that asks.
+"""Which of the two programs a step is: the one place that asks.
 
 [Note: two programs]
 `xla`: the rows of all devices stand in one array, layouts are stated, and XLA inserts the collectives. The loss may be
@@ -8,205 +8,177 @@ reduction is written out. So the loss has to be a sum over rows (`jfsdp.Loss`), 
 (batch statistics) cannot run there, nor one that states shardings over the data axes; rng keys are folded with the
 device's index. Over axes of its own (`tensor`) a model may state what it likes: the `shard_map` is over all others.
 
-`auto` takes `manual` where XLA would send more than is needed. It makes a reduce-scatter of an all-reduce that one
-slice reads. A pad between them (padded leaves), an accumulator that is split further than its parameter, several
-gradients that are added afterwards (a weight with several uses, such as tied embeddings), or a gradient that the model
-sums itself (a loss in chunks, under `jax.custom_vjp`) keep it from that and cost up to twice the bytes. And it cannot
-leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone would leave the group to XLA, but
-there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
+What the loss returns decides: a scalar is `xla`, a sum with its weight `manual`. XLA makes a reduce-scatter of an
+all-reduce that one slice reads. A pad between them (padded leaves), an accumulator that is split further than its
+parameter, several gradients that are added afterwards (a weight with several uses, such as tied embeddings), or a
+gradient that the model sums itself (a loss in chunks, under `jax.custom_vjp`) keep it from that and cost up to twice
+the bytes. And it cannot leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone would
+leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from typing import NamedTuple
 
-from jax.sharding import Mesh
-
+from jfsdp.compat import warn
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
-from jfsdp.engine.engine import Engine
-from jfsdp.engine.manual import ManualEngine
-from jfsdp.engine.movements import MANUAL, XLA, deferred_axes, group_axes
-from jfsdp.engine.xla import XlaEngine
+from jfsdp.engine.movements import CALL, MANUAL, REDUCE, XLA, Move, deferred_axes, group_axes, movements
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.table import Layout
+from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.survey import Survey
 
-AUTO = "auto"
-ENGINES = (AUTO, XLA, MANUAL)
-OPEN = "depends on the loss"
-_ALIKE = "the loss draws from random keys that are not in the model's state, and each device would draw the same"
-
+_EXCESS = 1.05  # of bytes: more is warned of
+_ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
+_SCALAR = "the loss is a scalar, and so the step is program 'xla'"
 _GATHERS = (
     "the model states of a value that depends on the rows that its first dim is split over nothing (None): in program "
     "'xla' every device then holds and computes the rows of all; say PartitionSpec.UNCONSTRAINED where the model has "
     "nothing to say"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the user asked for.
-
-    Attributes:
-      engine: one of ENGINES.
-      prefetch: how far gathers run ahead under `manual`; None: as far as by default.
-      needs: the options given that only `manual` has, in words.
-    """
-
-    engine: str = AUTO
-    prefetch: Prefetch | None = None
-    needs: tuple[str, ...] = ()
+_RETURN_LOSS = "return jfsdp.Loss(total, weight), a sum over the rows at hand and how much it counts"
 
 
 class Choice(NamedTuple):
-    """What was chosen.
+    """A step's program.
 
     Attributes:
-      program: its name; None where it is open.
+      program: XLA or MANUAL.
       reason: in words.
-      notes: what to warn of.
       prefetch: how far its gathers run ahead; None: XLA orders them.
-      waits: whether what the loss and the model do still decides, or may forbid it.
     """
 
-    program: str | None
+    program: str
     reason: str
-    notes: tuple[str, ...] = ()
-    prefetch: Prefetch | None = None
-    waits: bool = False
+    prefetch: Prefetch | None
 
 
-def choose(
-    layout: Layout, asked: Asked, *, accumulate: int = 1, once: bool = False, found: Survey | None = None
-) -> Choice:
+def choose(layout: Layout, config: StepConfig, found: Survey) -> Choice:
     """Choose the program of a step; see [Note: two programs].
 
     Args:
-      accumulate, once: the number of microbatches, and whether they share one reduction where the program can.
-      found: what the loss and the model do; None: not known yet.
+      found: what the loss and the model do.
 
     Raises:
-      ValueError: for what cannot run in the program asked for, naming what asked for it.
+      ValueError: for what the program cannot do, naming it and what to do instead.
+
+    Warns:
+      UserWarning: where program `xla` sends more bytes than necessary.
     """
-    program, reason = _program(layout, asked, accumulate, once, found)
-    notes = []
-    if asked.engine == AUTO and program == XLA and _falls_short(layout, accumulate=accumulate, once=once):
-        notes.append(f"{layout.strategy.name}: {reason}")
-    if found and program == MANUAL and found.draws_alike and layout.data_axes:
-        notes.append(f"{reason}: {_ALIKE}; draw from keys in the model's state")
-    if found and program == XLA and found.gathers_rows and layout.data_axes:
-        notes.append(_GATHERS)
-    prefetch = as_prefetch(asked.prefetch) if program == MANUAL else None
-    return Choice(program, reason, tuple(notes), prefetch, found is None and program != XLA)
-
-
-def make_engine(
-    program: str | None, layout: Layout, mesh: Mesh, asked: Asked, *, later: tuple[str, ...], own_axes: tuple[str, ...]
-) -> Engine:
-    """Make the engine of a program.
-
-    Args:
-      later: the axes that wait for the last microbatch, where the program can leave any.
-      own_axes: the mesh axes over which the model states shardings of its own.
-    """
+    program, reason = _program(layout, config, found)
     if program == XLA:
-        return XlaEngine(layout, mesh)
-    is_asked = asked.engine == MANUAL or asked.prefetch is not None
-    return ManualEngine(layout, mesh, later, own_axes, as_prefetch(asked.prefetch), is_asked)
+        return Choice(XLA, reason, None)
+    masks = "; dropout masks differ from one device's" if found.draws and layout.data_axes else ""
+    return Choice(MANUAL, reason + masks, as_prefetch(config.prefetch))
 
 
-def _program(layout: Layout, asked: Asked, accumulate: int, once: bool, found: Survey | None) -> tuple[str | None, str]:
-    if asked.engine == XLA and asked.needs:
-        raise ValueError(
-            f"{asked.needs[0]}: engine='xla' leaves the collectives to XLA: which arrays, when, and in which dtype; "
-            "leave one of the two out, or use engine='manual'"
-        )
-    if not layout.data_axes and layout.num_stages == 1:
-        return XLA, "there is one data shard, with all rows: no weight moves"
-    if asked.engine == XLA:
-        return XLA, "engine='xla'" + _falls_short(layout, accumulate=accumulate, once=once)
-    forced = "engine='manual'" if asked.engine == MANUAL else next(iter(asked.needs), "")
-    if found is None:
-        return (MANUAL, forced) if forced else (None, OPEN)
-    if PIPE in found.model_axes and layout.num_stages > 1:
-        raise ValueError(
-            f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which inside of its "
-            "layers is none that it may name; leave the axis out there, and cut weights before and after the layers "
-            f"over it: placements={{name: PartitionSpec({PIPE!r})}} splits what is computed with them too"
-        )
-    obstacle = found.problem or found.no_sum
-    if forced:
-        if obstacle:
-            apart = ", and each device sees its own rows only" if layout.data_axes else ""
-            raise ValueError(f"{forced}: {obstacle}{apart}; {_remedy(asked, found)}")
-        return MANUAL, forced
-    gain = _gain(layout, found, accumulate=accumulate, once=once)
-    if not gain:
-        return XLA, "XLA sends no more than it must"
-    obstacle = obstacle or (_ALIKE if found.draws_alike else None)
-    if obstacle:
-        return XLA, obstacle + _falls_short(layout, accumulate=accumulate, once=once)
-    masks = "; dropout masks differ from one device's; engine='xla' keeps them" if found.draws else ""
-    return MANUAL, gain + masks
+def check_needs(layout: Layout, config: StepConfig) -> list[str]:
+    """Return the options that only program `manual` has, in words.
 
-
-def _remedy(asked: Asked, found: Survey) -> str:
-    """Say what to do about a loss or a model that cannot see its device's rows only."""
-    if found.problem:
-        return way_to_xla(asked)
-    count = "return jfsdp.Loss(total, weight): a sum over the rows at hand, and how much it counts"
-    return f"of a mean over rows {count}; if rows depend on each other, {way_to_xla(asked)}"
-
-
-def way_to_xla(asked: Asked) -> str:
-    """Say what to ask for instead, for all rows to be seen together; "": nothing else."""
-    use = "use engine='xla'" if asked.engine == MANUAL else ""
-    needs = " and ".join(asked.needs)
-    return " and ".join(filter(None, [use, needs and f"leave out {needs}"]))
-
-
-def _falls_short(layout: Layout, *, accumulate: int, once: bool) -> str:
-    """Say what `xla` does to a strategy that sums over some axes once per step; "": nothing."""
-    later = _after_the_last(layout, accumulate, once)
-    return f": every microbatch is reduced over {', '.join(later)}, and not the last one only" if later else ""
-
-
-def _gain(layout: Layout, found: Survey, *, accumulate: int, once: bool) -> str:
-    """Say what XLA, left to itself, sends more than it must; "": nothing."""
-    if later := _after_the_last(layout, accumulate, once):
-        return f"sums over {', '.join(later)} once per step and not per microbatch"
-    if groups := group_axes(layout):
-        return f"sums over {', '.join(groups)} of shards alone"
-    if any(leaf.trainable and leaf.padding for leaf in layout.leaves):
-        return "padded leaves: XLA would all-reduce their gradients"
-    if any(map(_is_split_further, layout.leaves)):
-        return "gradients are split further than parameters: XLA would all-reduce them"
-    if found.shared:
-        return f"{found.shared[0]} has several uses: XLA would all-reduce each use's gradient"
-    if found.derived:
-        return f"the model forms the gradient of {found.derived[0]} itself: XLA would all-reduce it"
-    return ""
-
-
-def _after_the_last(layout: Layout, accumulate: int, once: bool) -> tuple[str, ...]:
-    """Return the axes over which `manual` sums after the last of several microbatches."""
-    return deferred_axes(layout, accumulate=accumulate, once=once) if accumulate > 1 else ()
-
-
-def _is_split_further(leaf: Leaf) -> bool:
-    split = leaf.stage(leaf.source).axes
-    return leaf.trainable and bool(split) and leaf.stage("grad").axes != split
-
-
-def needs_of(layout: Layout) -> list[str]:
-    """Say what of a layout XLA could not do: arrays that are to move together, sums in another dtype."""
-    found = [f"storage={layout.storage!r}"] if layout.packed else []
+    Raises:
+      ValueError: if there are any, and program `xla` is asked for.
+    """
+    found = [] if config.prefetch is None else [f"prefetch={config.prefetch!r}"]
+    found += [f"storage={layout.storage!r}"] if layout.packed else []
     found += [f"mesh axis {PIPE!r} (size {layout.num_stages})"] if layout.num_stages > 1 else []
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:
             found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} travel in {use})")
             break
+    found += ["sync='last'"] if config.sync == "last" and config.accumulate > 1 else []
+    if found and config.program == XLA:
+        raise ValueError(
+            f"{found[0]}: program='xla' leaves the collectives to XLA; leave one of the two out, or use "
+            "program='manual' with a jfsdp.Loss"
+        )
     return found
+
+
+def way_to_xla(layout: Layout, config: StepConfig) -> str:
+    """Say what to ask for so that all rows are seen together."""
+    needs = " and ".join(check_needs(layout, config))
+    return "use program='xla'" + (f" and leave out {needs}" if needs else "")
+
+
+def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, str]:
+    needs, has_stages = check_needs(layout, config), layout.num_stages > 1
+    if not layout.data_axes and not has_stages:
+        return XLA, "there is one data shard, with all rows: no weight moves"
+    if has_stages and PIPE in found.model_axes:
+        raise ValueError(
+            f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which inside of its "
+            "layers is none that it may name; leave the axis out there, and cut weights before and after the layers "
+            f"over it: placements={{name: PartitionSpec({PIPE!r})}} splits what is computed with them too"
+        )
+    if config.program == MANUAL or (config.program is None and (found.is_sum or has_stages)):
+        axis = f"mesh axis {PIPE!r} (size {layout.num_stages})"
+        reason = axis if has_stages else "the loss is a sum with its weight"
+        reason = "program='manual'" if config.program == MANUAL else reason
+        _check_rows(layout, config, reason, found)
+        return MANUAL, reason
+    if found.gathers_rows and layout.data_axes:
+        warn(_GATHERS)
+    if config.program == XLA:
+        return XLA, "program='xla'"
+    if needs:
+        raise ValueError(
+            f"{needs[0]}: {_SCALAR}, which leaves the collectives to XLA; {_RETURN_LOSS}, or leave out "
+            f"{needs[0].partition(' (')[0]}"
+        )
+    if excess := _excess(layout, config, found):
+        warn(f"{_SCALAR}: {excess}; {_RETURN_LOSS}")
+    return XLA, "the loss is a scalar"
+
+
+def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) -> None:
+    """Refuse a loss or a model that cannot run on the rows of one device."""
+    problem, remedy = found.problem, way_to_xla(layout, config)
+    if problem is None and layout.data_axes:
+        problem = found.no_sum or (_ALIKE if found.draws_alike else None)
+        if found.no_sum:
+            remedy = f"{_RETURN_LOSS}; if rows depend on each other, {remedy}"
+        elif found.draws_alike:
+            remedy = f"draw from keys in the model's state, or {remedy}"
+    if problem:
+        apart = ", and each device sees its own rows only" if layout.data_axes else ""
+        raise ValueError(f"{reason}: {problem}{apart}; {remedy}")
+
+
+def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
+    """Say by how much XLA sends more than `manual` would, and why; "": by less than is worth a word."""
+    once = config.syncs_last(layout)
+    how = {"accumulate": config.accumulate, "once": once, "held": config.held_units(layout)}
+    least, sent = (movements(layout, program=program, **how) for program in (MANUAL, XLA))
+    later = deferred_axes(layout, accumulate=config.accumulate, once=once) if config.accumulate > 1 else ()
+    leaves = [leaf for leaf in layout.leaves if leaf.trainable]
+    whole = {leaf.path: why for leaf in leaves if (why := _why_whole(layout, leaf, found))}
+    num_bytes = sum(move.wire_bytes for move in sent if move.when != CALL or move.leaf.path not in whole)
+    for leaf in leaves:
+        if leaf.path in whole:
+            times = config.accumulate * found.num_sums.get(leaf.path, 1)
+            dtype, size = layout.reduce_dtype(leaf), layout.num_shards(layout.data_axes)
+            num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
+    ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in least))
+    largest = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
+    why = f"it sums over {', '.join(later)} in every microbatch" if later else whole.get(largest)
+    return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', since {why}" if ratio > _EXCESS else ""
+
+
+def _why_whole(layout: Layout, leaf: Leaf, found: Survey) -> str:
+    """Say why XLA all-reduces the gradient of a leaf that could be reduce-scattered; "": it does not."""
+    split = leaf.stage(leaf.source).axes
+    if not leaf.stage("grad").axes:
+        return ""
+    if split and group_axes(layout):
+        return f"it sums whole gradients over {', '.join(group_axes(layout))}"
+    if leaf.padding:
+        return f"{leaf.path} is padded"
+    if split and leaf.stage("grad").axes != split:
+        return f"the gradient of {leaf.path} is split further than the parameter"
+    if leaf.path in found.num_sums:
+        is_derived = found.num_sums[leaf.path] == 1
+        return f"the model forms the gradient of {leaf.path} itself" if is_derived else f"{leaf.path} has several uses"
+    return ""

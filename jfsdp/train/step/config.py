@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.layout.strategy import Split
 from jfsdp.layout.table import Layout
@@ -18,11 +20,16 @@ class StepConfig:
 
     Attributes:
       accumulate: into how many microbatches the batch is cut; they run one after the other.
-      reduce: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
-        times the traffic; between replicas only once, in program `manual`). "once", for program
-        `manual`, accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
-        None: as the strategy's table says, which is "once" for zero1, and "every" for the others; in program `xla` it
-        is "every" for all, and a step that falls short of its strategy so warns.
+      program: "xla": XLA inserts the collectives and orders them. "manual": jfsdp writes them out, inside a
+        `shard_map`, where each device sees its own rows. None: "manual" for a loss that returns a `jfsdp.Loss` and for
+        a pipeline, "xla" for a loss that returns a scalar, and wherever one data shard has all rows.
+      prefetch: for program "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
+        None is 1.
+      sync: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
+        times the traffic; between replicas only once, in program "manual"). "last", for program
+        "manual", accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
+        None: as the strategy's table says, which is "last" for zero1, and "every" for the others; in program "xla" it
+        is "every" for all.
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
         last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
         root) to False says so of some units; globs that match one unit must not contradict each other.
@@ -33,7 +40,7 @@ class StepConfig:
         such parts: those of each device, or of each microbatch; see [Note: what a loss must be] in loss_check.py.
       compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
         one away. The step's attribute of this name shows what it is compiled with.
-      schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its
+      pipe_schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its
         microbatches is `accumulate`; what is not in the stages is gathered once per step.
       pipe_repeats: into how many parts the layers of a stage fall, every P-th part of the model: the bubble is that
         many times smaller. Weights of the layers are sent to the stages that compute them once per step, and gradients
@@ -41,18 +48,24 @@ class StepConfig:
     """
 
     accumulate: int = 1
-    reduce: str | None = None
+    program: str | None = None
+    prefetch: int | Prefetch | None = None
+    sync: str | None = None
     reshard_after_backward: bool | Mapping[str, bool] = True
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     compiler_options: Mapping[str, Any] | None = None
     check_loss: bool = True
-    schedule: str | Schedule = "1f1b"
+    pipe_schedule: str | Schedule = "1f1b"
     pipe_repeats: int = 1
 
     def __post_init__(self) -> None:
-        if self.reduce not in (None, "every", "once"):
-            raise ValueError(f'reduce={self.reduce!r} is unknown; use "every", "once", or None for the strategy\'s own')
+        if self.program not in (None, XLA, MANUAL):
+            raise ValueError(
+                f"program={self.program!r} is unknown; use {XLA!r}, {MANUAL!r}, or None for the loss to say"
+            )
+        if self.sync not in (None, "every", "last"):
+            raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s own')
         norm = self.max_grad_norm
         if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
             raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
@@ -80,11 +93,11 @@ class StepConfig:
         held = layout.held_in_pipeline
         return tuple(name for name, reshard in reshards.items() if not reshard or name in held)
 
-    def reduces_once(self, layout: Layout) -> bool:
-        """Tell whether the microbatches of a step share one reduction, where the program can; see `reduce`."""
-        return self.reduce == "once" or (self.reduce is None and layout.strategy.grad is Split.PARTIAL)
+    def syncs_last(self, layout: Layout) -> bool:
+        """Tell whether the microbatches of a step share one reduction, where the program can; see `sync`."""
+        return self.sync == "last" or (self.sync is None and layout.strategy.grad is Split.PARTIAL)
 
     @property
     def movement(self) -> dict[str, Any]:
         """What of it decides how often leaves are gathered and reduced, by name."""
-        return {name: getattr(self, name) for name in ("accumulate", "reduce", "reshard_after_backward")}
+        return {name: getattr(self, name) for name in ("accumulate", "sync", "reshard_after_backward")}

@@ -28,14 +28,16 @@ from jax.sharding import PartitionSpec
 from jfsdp.compat import core, warn
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import as_prefetch
-from jfsdp.engine.engine import to_device
-from jfsdp.engine.movements import StageCalls, deferred_axes
+from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.manual import ManualEngine
+from jfsdp.engine.movements import MANUAL, XLA, StageCalls, deferred_axes
 from jfsdp.engine.pipeline.run import run_pipeline
 from jfsdp.engine.pipeline.schedule import schedule_of
 from jfsdp.engine.unit import Arrays
+from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import DATA_AXES, model_axes
 from jfsdp.train.state import trainable
-from jfsdp.train.step.choice import Asked, Choice, choose, make_engine
+from jfsdp.train.step.choice import Choice, choose
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.loss import Loss, as_loss, merge
 from jfsdp.train.step.survey import LossFn, Survey, check_weight, first_rows, survey
@@ -57,13 +59,12 @@ class Gradients:
       apply: the sharded model.
       loss_fn: `f(model, microbatch)`.
       config: how the step is taken.
-      asked: the program that was asked for.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
       once: whether the microbatches share one reduction, where the program can.
       held: the units that are gathered before the first microbatch and kept to the last.
       schedule: of a pipeline; None: there is none.
-      choice: which program this is, as far as that is known; see `decide`.
-      is_decided: whether that is its last word.
+      found: what the loss and the model do; None before `decide`.
+      choice: which program this is; None before `decide`.
       own_axes: the mesh axes over which the model states shardings of its own.
       stage_calls: of a pipeline, once it is traced.
     """
@@ -71,21 +72,16 @@ class Gradients:
     apply: ShardedApply
     loss_fn: LossFn
     config: StepConfig
-    asked: Asked
     is_scaled: bool
 
     def __post_init__(self) -> None:
         config, layout = self.config, self.apply.layout
-        if config.reduce == "once" and config.accumulate > 1:
-            self.asked = dataclasses.replace(self.asked, needs=(*self.asked.needs, "reduce='once'"))
-        self.held, self.once = config.held_units(layout), config.reduces_once(layout)
-        self.schedule = schedule_of(layout, config.schedule, config.accumulate, config.pipe_repeats)
-        self.choice, self.own_axes, self.is_decided = self._choose(None), (), False
-        self._repeats = False
+        self.held, self.once = config.held_units(layout), config.syncs_last(layout)
+        self.schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
+        self.found: Survey | None = None
+        self.choice: Choice | None = None
+        self.own_axes: tuple[str, ...] = ()
         self.stage_calls: StageCalls | None = None
-
-    def _choose(self, found: Survey | None) -> Choice:
-        return choose(self.apply.layout, self.asked, accumulate=self.config.accumulate, once=self.once, found=found)
 
     def decide(self, source: Arrays, model_state: Arrays, batch: Any) -> Choice:
         """Choose the program, once, by what the loss and the model do.
@@ -93,22 +89,23 @@ class Gradients:
         Cost: one trace of the loss; see `survey`.
 
         Raises:
-          ValueError: for a loss or a model that cannot run in the program that was asked for.
+          ValueError: for a loss or a model that cannot run in the step's program.
         """
-        if self.is_decided:
-            return self.choice
-        mesh = self.apply.engine.mesh
-        if self.choice.waits or model_axes(mesh):
+        if self.choice is None:
             found: list[Survey] = []
             # From shapes alone: arrays may be those of devices that are not there.
             jax.eval_shape(lambda *arrays: found.append(self._survey(*arrays)), source, model_state, batch)
-            self.own_axes = tuple(dict.fromkeys((*model_axes(mesh), *found[0].model_axes)))
-            self.choice, self._repeats = self._choose(found[0]), found[0].repeats
-            self._warn_of_axes(found[0])
-        for note in self.choice.notes:
-            warn(note)
-        self.is_decided = True
+            (self.found,) = found
+            self.own_axes = tuple(dict.fromkeys((*model_axes(self.apply.engine.mesh), *self.found.model_axes)))
+            self.choice = choose(self.apply.layout, self.config, self.found)
+            self._warn_of_axes(self.found)
         return self.choice
+
+    @property
+    def program(self) -> str:
+        """Which program the step is, once `decide` has said it."""
+        assert self.choice is not None, "call decide first"
+        return self.choice.program
 
     def _warn_of_axes(self, found: Survey) -> None:
         mesh = self.apply.engine.mesh
@@ -163,10 +160,15 @@ class Gradients:
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
-        how = {"accumulate": self.config.accumulate, "once": self.once, "repeats": self._repeats}
-        later = deferred_axes(self.apply.layout, **how)
-        name = program or self.choice.program
-        made = make_engine(name, layout, engine.mesh, self.asked, later=later, own_axes=self.own_axes)
+        config, found = self.config, self.found
+        assert found is not None, "call decide first"
+        if (program or self.program) == XLA:
+            made: Engine = XlaEngine(layout, engine.mesh)
+        else:
+            how = {"accumulate": config.accumulate, "once": self.once, "repeats": found.repeats}
+            later = deferred_axes(self.apply.layout, **how)
+            is_asked = config.program == MANUAL or config.prefetch is not None
+            made = ManualEngine(layout, engine.mesh, later, self.own_axes, as_prefetch(config.prefetch), is_asked)
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
@@ -227,7 +229,7 @@ class Gradients:
             schedule=self.schedule,
             repeats=self.config.pipe_repeats,
             weight=(lambda loss: loss.weight) if self.is_scaled else None,
-            prefetch=as_prefetch(self.asked.prefetch),
+            prefetch=as_prefetch(self.config.prefetch),
             cotangent=jnp.asarray(scale, jnp.float32),
             combine=functools.partial(merge, jnp.add, jnp.maximum),
             start=_nothing,

@@ -58,9 +58,9 @@ class Loss(NamedTuple):
 def as_loss(value: Any) -> Loss:
     """Bring what a loss function returned into one form.
 
-    A scalar counts as a mean over equal-weight examples: weight 1. Any object with `total` and `weight` (and `aux`)
-    counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts as a `Max`, and one
-    with `total` and `weight` as a `Mean`.
+    A scalar, alone or as `scalar, aux`, counts as the mean over a microbatch: weight 1. Any object with `total` and
+    `weight` (and `aux`) counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts
+    as a `Max`, and one with `total` and `weight` as a `Mean`.
 
     All are cast to the dtype of the total, or to float32 if that is wider.
 
@@ -70,7 +70,8 @@ def as_loss(value: Any) -> Loss:
     """
     if value is None:
         raise ValueError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
-    given = value if hasattr(value, "total") else Loss(value, 1.0)
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    given: Any = value if hasattr(value, "total") else Loss(pair[0], 1.0, pair[1])
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
         raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")

@@ -22,7 +22,6 @@ seen. Where the loss draws from keys of its own making, a difference proves noth
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -39,10 +38,9 @@ from jfsdp.engine.engine import to_device
 from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.precision import is_key
-from jfsdp.train.step.choice import way_to_xla
+from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.gradients import Gradients
 from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge, numbers
-from jfsdp.train.step.survey import weights_of
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
@@ -80,8 +78,10 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     Warns:
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
-    is_additive = _check_weight(gradients, *arrays)
-    if not (_is_by_devices(gradients) or is_additive):
+    found = gradients.found
+    assert found is not None, "call decide first"
+    is_split = gradients.config.accumulate > 1 and found.is_sum and not found.has_statistics
+    if not (_is_by_devices(gradients) or is_split):
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
     parts, _ = _run(gradients, _on_devices if _is_by_devices(gradients) else _in_microbatches, arrays, options)
@@ -99,29 +99,9 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
 def _is_by_devices(gradients: Gradients) -> bool:
     """Tell whether a step computes the loss of each device's rows."""
     layout = gradients.apply.layout
-    return gradients.choice.program == MANUAL and layout.num_shards(layout.data_axes) > 1
-
-
-def _check_weight(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> bool:
-    """Refuse a weight that counts the rows of a whole batch in each of its microbatches.
-
-    Returns:
-      Whether the loss has to equal the sum of the losses of its microbatches; False with one microbatch.
-    """
-    num = gradients.config.accumulate
-    if num == 1:
-        return False
-    traces: list[Any] = []
-    weigh = functools.partial(weights_of, gradients.apply, gradients.loss_fn, parts=num)
-    jax.eval_shape(lambda *arrays: traces.extend(weigh(*arrays)), source, model_state, batch)
-    found, has_statistics = traces
-    if found[0] == found[1] and found[0] not in (None, 1.0):
-        raise ValueError(
-            f"loss_fn: the weight of the loss is {found[0]:g} for any number of rows, and counts once in each of "
-            f"accumulate={num} microbatches: count the rows at hand, or return the mean over them, "
-            "jfsdp.Loss(mean, 1.0, aux); check_loss=False skips this comparison"
-        )
-    return found != [1.0, 1.0] and not has_statistics
+    return (
+        gradients.choice is not None and gradients.choice.program == MANUAL and layout.num_shards(layout.data_axes) > 1
+    )
 
 
 def _run(gradients: Gradients, compute: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Any:
@@ -240,8 +220,10 @@ def _draws_elsewhere(jaxpr: Any) -> bool:
 def _remedy(gradients: Gradients, problem: str) -> str:
     if "loss_fn: aux" in problem:
         return f"of the rows at hand an aux value is {METRIC}"
-    keep = "the scalar mean, or jfsdp.Loss(mean, 1.0, aux), for which the rows of all devices stay together"
+    keep = "the scalar mean (return mean, aux), for which the rows of all devices stay together"
     keep += "" if gradients.config.accumulate == 1 else " (those of a microbatch; the loss is the mean over them)"
+    needs = check_needs(gradients.apply.layout, gradients.config)
+    needs += ["program='manual'"] if gradients.config.program == MANUAL else []
+    other = f", and leave out {' and '.join(needs)}" if needs else ""
     sums = "total and weight have to be sums over the rows at hand; if rows depend on each other, return"
-    other = way_to_xla(gradients.asked)
-    return f"{sums} {keep}" + (f", and {other}" if other else "")
+    return f"{sums} {keep}{other}"

@@ -34,7 +34,7 @@ from jfsdp.train.checks import (
 )
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, state_shardings
-from jfsdp.train.step.choice import Asked
+from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, nonzero
 from jfsdp.train.step.loss import divide, metrics_of
@@ -89,14 +89,14 @@ class BatchStep:
         loss_fn: LossFn,
         config: StepConfig,
         loss_scale: LossScale | None,
-        asked: Asked,
     ):
         check_call("loss_fn", loss_fn, "model", "batch", remedy=_BIND)
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         if not any(leaf.trainable for leaf in self.layout.leaves):
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
-        self._gradients = Gradients(apply, loss_fn, config, asked, is_scaled=loss_scale is not None)
+        check_needs(self.layout, config)
+        self._gradients = Gradients(apply, loss_fn, config, is_scaled=loss_scale is not None)
         self.schedule = self._gradients.schedule
         self._batch_shape: Any = None
         self._num_own_rows: dict[str, int] = {}
@@ -114,17 +114,17 @@ class BatchStep:
     @property
     def program(self) -> str | None:
         """Which program the step is, "xla" or "manual"; None as long as that depends on the loss: see `decide`."""
-        return self._gradients.choice.program
+        return self._gradients.choice and self._gradients.choice.program
 
     @property
     def prefetch(self) -> Prefetch | None:
         """How far its gathers run ahead; None where XLA orders them, or the program is not known yet."""
-        return self._gradients.choice.prefetch
+        return self._gradients.choice and self._gradients.choice.prefetch
 
     @property
     def reason(self) -> str:
         """Why it is that program, in words."""
-        return self._gradients.choice.reason
+        return self._gradients.choice.reason if self._gradients.choice else "depends on the loss"
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class BatchStep:
           ValueError: for a loss or a model that cannot run in the program that was asked for, and for a batch that
             cannot be split.
         """
-        if self._gradients.is_decided:
+        if self._gradients.choice:
             return self.reason
         batch = as_arrays(batch)
         self._check_batch(batch, self.config.accumulate)
@@ -276,9 +276,8 @@ class TrainStep(BatchStep):
         tx: optax.GradientTransformation,
         config: StepConfig,
         loss_scale: LossScale | None,
-        asked: Asked,
     ):
-        super().__init__(apply, loss_fn, config, loss_scale, asked)
+        super().__init__(apply, loss_fn, config, loss_scale)
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
         self._optimizer.check()
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)

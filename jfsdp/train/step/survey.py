@@ -42,24 +42,26 @@ class Survey:
     """What a trace shows.
 
     Attributes:
-      no_sum: why the loss is no sum over rows by its type; None if it is, or if one data shard has all rows. A weight
-        that does not follow the rows, as in `Loss(total, 512.0)`, would count once per device.
+      is_sum: whether the loss is a sum with its weight by its type, and not a scalar.
+      no_sum: why the loss cannot be added over devices; None if it can.
+      has_statistics: whether the model's state depends on the rows.
       draws: whether it depends on the rng keys of the model's state.
       draws_alike: whether it draws from keys that are neither these nor of rows, and the same on every device.
       problem: why the model cannot run on a device's own rows; None if it can.
-      shared: trained weights of the root unit that several operations read.
-      derived: those whose gradient a derivative of the model's own (`jax.custom_vjp`) forms.
+      num_sums: of trained weights of the root unit that several operations read, how many do; 1 for those whose
+        gradient a derivative of the model's own (`jax.custom_vjp`) forms.
       model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
       repeats: whether a trainable unit is called several times in a microbatch, and so sums its gradient as often.
       gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
     """
 
+    is_sum: bool
     no_sum: str | None
+    has_statistics: bool
     draws: bool
     draws_alike: bool
     problem: str | None
-    shared: tuple[str, ...]
-    derived: tuple[str, ...]
+    num_sums: dict[str, int]
     model_axes: tuple[str, ...]
     repeats: bool
     gathers_rows: bool
@@ -76,6 +78,9 @@ def survey(
     """Read what a loss does on the rows of a microbatch; `held` units are whole.
 
     Cost: one trace of the loss; two where its weight depends on no row.
+
+    Raises:
+      ValueError: for a weight that is the same number for fewer rows.
     """
     layout = apply.layout
     trace = _Trace(apply, loss_fn, source, model_state, rows)
@@ -97,28 +102,37 @@ def survey(
         or _weight_problem(layout, trace.traced, held)
         or _state_problem(states, trace.states, keys, apart, by_keys[after], passes_through(jaxpr)[after])
     )
-    is_sum = trace.is_sum or num_shards == 1
-    no_sum = None if is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
-    if trace.is_sum and not by_rows[1] and num_shards > 1:
+    no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
+    if trace.is_sum and not by_rows[1]:
         weight = trace.weight()
         if weight is None:
             no_sum = "the weight of the loss depends on no row, and may count once for each device"
-        elif weight == _Trace(apply, loss_fn, source, model_state, first_rows(rows, num_shards)).weight():
-            no_sum = f"the weight of the loss is {weight:g} for any number of rows (count those at hand)"
+        else:
+            few = first_rows(rows, max(num_shards, 2))
+            if (
+                all(x.size for x in jax.tree.leaves(few))
+                and weight == _Trace(apply, loss_fn, source, model_state, few).weight()
+            ):
+                raise ValueError(
+                    f"loss_fn: the weight of the loss is {weight:g} for any number of rows; count the rows at hand, or "
+                    "return the mean over them: return mean, aux"
+                )
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
-
-    def of_root(readers: Sequence[int], least: int) -> tuple[str, ...]:
-        pairs = zip(trace.traced.names, readers, strict=True)
-        return tuple(path for path, num in pairs if num >= least and path in root)
-
+    readers, own_derivatives = (
+        dict(zip(trace.traced.names, counts, strict=True))
+        for counts in (num_readers(jaxpr), num_readers(jaxpr, has_own_derivative, but=UNIT_CALL))
+    )
+    num_sums = {path: 1 for path, num in own_derivatives.items() if num and path in root}
+    num_sums |= {path: num for path, num in readers.items() if num > 1 and path in root}
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
     return Survey(
+        trace.is_sum,
         no_sum,
+        any(by_rows[after]),
         by_keys[0],
         any(draws(eqn) and id(eqn) not in own_draws for eqn in all_eqns(jaxpr)),
         problem,
-        of_root(num_readers(jaxpr), 2),
-        of_root(num_readers(jaxpr, has_own_derivative, but=UNIT_CALL), 1),
+        num_sums,
         own,
         _repeats(layout, trace.traced),
         any(map(_is_whole, whole)),
@@ -183,16 +197,6 @@ class _Trace:
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
             used = [x for x, mark in zip(consts, is_read, strict=False) if mark]
             return float(core.eval_jaxpr(jaxpr, (), *used)[0])
-
-
-def weights_of(
-    apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, parts: int
-) -> tuple[list[float | None], bool]:
-    """Return the weight of a loss on rows, and on the first of so many parts of them (None: it depends on an array);
-    and whether the model's state depends on rows."""
-    ones = [_Trace(apply, loss_fn, source, model_state, some) for some in (rows, first_rows(rows, parts))]
-    by_rows = depends_on(ones[0].jaxpr, ones[0].is_row)
-    return [one.weight() for one in ones], any(by_rows[len(by_rows) - len(model_state) :])
 
 
 def check_weight(layout: Layout, traced: Traced) -> None:

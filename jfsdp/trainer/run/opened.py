@@ -130,7 +130,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     config = TrainConfig(**kept)
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
-    plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "engine", "prefetch", "storage")
+    plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
 
@@ -161,7 +161,7 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
     Raises:
       ValueError: if the weights are not those of this job.
     """
-    plain = ("offload", "storage", "ema", "prefetch", "engine")
+    plain = ("offload", "storage", "ema", "prefetch", "program")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
     dtype = config.param_dtype if config.param_dtype not in (None, "none") else "float32"
     config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)

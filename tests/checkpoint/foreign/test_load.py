@@ -22,7 +22,7 @@ from jfsdp.modules.adapt import as_model
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job, parse_config
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.thin import thin
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
@@ -36,7 +36,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "strategy": "zero1",
         "mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16"),
     },
-    "flat storage": {"sizes": {"fsdp": 8}, "engine": "manual", "storage": "flat"},
+    "flat storage": {"sizes": {"fsdp": 8}, "program": "manual", "storage": "flat"},
 }
 
 

@@ -18,7 +18,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import check_paths, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
-from tests.sharding import fully_shard
+from tests.steps import fully_shard
 from tests.trainer.chats import CHATML, save_tokenizer
 
 CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
@@ -34,7 +34,7 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
         ({"param_dtype": "int4"}, "param_dtype 'int4' is not one of float32, bfloat16"),
         ({"mesh": "fdsp=8"}, "mesh axis 'fdsp' is unknown; the axes are .*fsdp"),
         ({"mesh": "fsdp=3", "simulate_devices": 8}, "there are 8.*--simulate-devices 8"),
-        ({"engine": "magic"}, "engine 'magic' is unknown"),
+        ({"program": "magic"}, "program='magic' is unknown"),
         ({"remat": "some"}, "remat 'some' is unknown; use none, full"),
         ({"model_config": ("width=3",)}, "has no field 'width'; its fields are .*dim"),
         ({"model_config": ("dim",)}, "model-config 'dim' is not KEY=VALUE"),
@@ -43,11 +43,11 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"frozen": ("head",)}, "frozen 'head' matches no parameter; parameters: embed.embedding"),
         (
-            {"reduce": "once", "engine": "xla", "accumulate": 2, "batch_per_device": 2},
-            "reduce='once': engine='xla' leaves",
+            {"sync": "last", "program": "xla", "accumulate": 2, "batch_per_device": 2},
+            "sync='last': program='xla' leaves",
         ),
         (
-            {"reduce_dtype": "float32", "engine": "xla"},
+            {"reduce_dtype": "float32", "program": "xla"},
             "reduce_dtype='float32' .weights of unit .* travel in bfloat16",
         ),
         ({"strategy": "HYBRID_SHARD"}, "mesh replica=1,fsdp=8 has one replica; use mesh replica=2,fsdp=4"),
@@ -64,7 +64,7 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
         ({"restart_data": True}, "--restart-data goes with --resume STEP"),
         ({"tracker": "os:getcwd"}, r"--tracker os:getcwd is called as f\(config\), and takes something else"),
         ({"rate_scale": ("head=0.1",)}, "^rate_scale 'head' matches no parameter"),
-        ({"schedule": "gpipe"}, "no pipeline; .*--mesh pipe=P"),
+        ({"pipe_schedule": "gpipe"}, "no pipeline; .*--mesh pipe=P"),
         (
             {"model": None, "factory": "tests.trainer.run.test_build:image_job", "model_config": ()},
             "tokens and targets",
@@ -242,7 +242,7 @@ def test_what_changes_losses_is_written_down(changes, name, value):
 
 
 def test_what_changes_rounding_only_is_not():
-    changes = {"offload": ("opt_state",), "remat": "none", "reshard_after_backward": False, "reduce": "once"}
+    changes = {"offload": ("opt_state",), "remat": "none", "reshard_after_backward": False, "sync": "last"}
     other = dataclasses.replace(CONFIG, **changes, opt_over="fsdp")
     assert build(other, {}).decides == build(CONFIG, {}).decides
 

@@ -111,7 +111,7 @@ def images():
     job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
     model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     tx = job.optimizer(1e-2)
-    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx)
+    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx, program="xla")
     for seed in range(3):
         state, _ = step(state, _image_batch(seed))
     return job, model, state

@@ -42,7 +42,7 @@ ROUND = {
     "strategy": "ddp",
     "opt_over": "fsdp",
     "offload": ("params",),
-    "reduce": "once",
+    "sync": "last",
     "reshard_after_backward": False,
     "reshard_after_forward": "2",
     "remat": "none",
