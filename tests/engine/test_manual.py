@@ -356,7 +356,7 @@ def test_a_weight_that_is_read_outside_its_units_calls_counts_once_where_a_devic
     whole = train(source, loss, [rows()], strategy="ddp")
     assert_close(train(source, loss, [rows()], program="manual", strategy="ddp"), whole)
     groups: dict[str, Any] = {"mesh": jfsdp.make_mesh(replica=2, fsdp=4)}
-    assert_close(train(source, loss, [rows()], **groups)[1]["loss"], whole[1]["loss"])
+    assert_close(train(source, loss, [rows()], program="xla", **groups)[1]["loss"], whole[1]["loss"])
 
 
 def test_gradients_are_summed_in_reduce_dtype():

@@ -35,7 +35,7 @@ SMALL = SearchSpace(
     2,
     tensor_sizes=(),
 )
-ONE = SearchSpace(("full_shard",), (), (), (), engines=(), tensor_sizes=())
+ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 

@@ -270,7 +270,7 @@ def test_linen_variables_come_back_with_all_collections():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     x[0, 0] = np.nan
     mean = np.asarray(variables["batch_stats"]["BatchNorm_0"]["mean"])
-    skips = model.grads(lambda model, x: model(x).var(), skip_nonfinite=True)
+    skips = model.grads(lambda model, x: model(x).var(), program="xla", skip_nonfinite=True)
     state, grads, _ = skips(state, x)
     state = model.apply_gradients(state, grads, TX, skip_nonfinite=True)
     assert int(state.num_skipped) == 1

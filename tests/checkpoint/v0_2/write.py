@@ -52,7 +52,7 @@ def write_case(name: str, mesh: dict[str, int], **options: Any) -> None:
     model = jfsdp.fully_shard(
         lambda rngs: Tower(rngs, name != "float16", dim=dim, num_layers=2),
         mesh=jfsdp.make_mesh(**mesh, devices=devices),
-        min_size=8,
+        min_size=8,  # pyright: ignore[reportCallIssue]: an argument of 0.2
         **{"units": ["blocks", "embed"], **options},
     )
     tx = optax.adamw(1e-2)
