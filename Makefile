@@ -21,11 +21,11 @@ endif
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := jfsdp models scripts tests docs/conf.py
+SOURCES := jfsdp models scripts tests examples docs/conf.py docs/make_options.py
 
 QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_choice.py tests/train/test_reduction.py \
   tests/plan/test_theory.py tests/plan/test_hlo.py tests/engine/test_schedule.py tests/trainer/test_options.py \
-  tests/checkpoint/test_store.py tests/engine/test_parity.py::test_xla_equals_one_device_where_auto_takes_manual \
+  tests/checkpoint/test_store.py tests/engine/test_parity.py::test_xla_equals_one_device_where_it_sends_more \
   tests/engine/test_manual_parity.py::test_the_depth_of_prefetch_changes_no_bit
 
 .DEFAULT_GOAL := help

@@ -25,7 +25,7 @@ def build(strategy: Any = "full_shard", hosts=1, mesh=(), devices=None, config=(
     return jfsdp.fully_shard(
         task.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **dict(mesh)),
-        strategy=WAYS[strategy] if strategy in WAYS else strategy,
+        strategy=WAYS.get(strategy, strategy),  # pyright: ignore[reportArgumentType]
         units=task.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(dtype),
         **options,
