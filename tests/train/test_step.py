@@ -175,7 +175,7 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
     [
         ({"strategy": "zero9"}, "ddp, zero1"),
         ({"frozen": ["embd"]}, "frozen 'embd' matches no parameter; parameters: blocks.down.kernel"),
-        ({"ignored": nnx.BatchStat}, "ignored BatchStat matches no parameter.*classes of variables: Param"),
+        ({"ignored": nnx.BatchStat}, "placements BatchStat matches no parameter.*classes of variables: Param"),
         ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy, such as"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"3 layers .* cannot be cut over mesh axis 'pipe' \(size 2\)"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
@@ -395,7 +395,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
         (lambda: jfsdp.full(state.params, "embed"), r"state \(a dict\) must be a TrainState"),
         (lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel"),
         (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
-        (lambda: make(placements=["embed"]), r"placements \(a list\) must be a dict or None"),
+        (lambda: jfsdp.fully_shard(Tower, placements=["embed"]), r"placements \(a list\) must be a dict or None"),  # type: ignore[arg-type]
         (lambda: fully_shard(Tower, units=3), "units=3 is neither"),
         (lambda: fully_shard(model), "model: a ShardedModel is sharded already"),
         (
