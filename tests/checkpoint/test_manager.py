@@ -319,7 +319,7 @@ class Net(nnx.Module):
     def __init__(self, rngs):
         self.weight = nnx.Param(jnp.zeros((16, 13)))
 
-model = fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
+model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), placements=jfsdp.placements(min_size=8))
 state = model.init(optax.sgd(1e-3))
 increment = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
 run = jfsdp.Checkpointer(sys.argv[1], keep=3)

@@ -16,6 +16,7 @@ from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.engine.test_wire import compiled, compiled_wire
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.refusals import refuses
 from tests.steps import fully_shard
 
 TX = optax.sgd(0.1)
@@ -140,13 +141,13 @@ def test_a_prefetch_that_the_step_cannot_follow_is_refused(prefetch, message):
         train(lambda rngs: Tower(rngs, stacked=False), token_loss, make_batches(1), program="manual", prefetch=prefetch)
 
 
-def test_names_of_engine_and_prefetch_are_checked():
-    with pytest.raises(ValueError, match="engine 'hand' is unknown; the engines are auto, xla, manual"):
-        fully_shard(Tower, engine="hand")
-    with pytest.raises(ValueError, match="prefetch=1: program='xla' leaves the collectives to XLA"):
-        fully_shard(Tower, prefetch=1, program="xla")
-    with pytest.raises(ValueError, match="fully_shard: prefetch=-1 must be a whole number, at least 0"):
-        fully_shard(Tower, program="manual", prefetch=-1)
+def test_names_of_program_and_prefetch_are_checked():
+    def step(**how):
+        return lambda: jfsdp.fully_shard(Tower).train_step(token_loss, optax.sgd(0.1), **how)
+
+    refuses(step(program="hand"), "program='hand'", "xla", "manual")
+    refuses(step(prefetch=1, program="xla"), "prefetch=1", "program='xla'", "program='manual'")
+    refuses(step(program="manual", prefetch=-1), "prefetch=-1", "at least 0")
 
 
 def test_a_model_whose_state_depends_on_the_rows_is_refused():

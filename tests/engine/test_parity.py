@@ -160,7 +160,7 @@ REDUCTIONS = {
     "ddp once": ("tower-list", "2x4", "ddp", {}, {"sync": "last"}),
     "ddp once, Llama": ("llama", "2x4", "ddp", {}, {"sync": "last"}),
     "ddp once uneven": ("tied", "3", "ddp", {}, {"sync": "last"}),
-    "zero1 every": ("norm", "8", "zero1", {}, {"sync": "every"}),
+    "zero1 every": ("norm", "8", "zero1", {"program": "xla"}, {"sync": "every"}),
     "full_shard once": ("tied", "8", "full_shard", {}, {"sync": "last", "reshard_after_backward": False}),
     "full_shard gathered once": ("tower-list", "3", "full_shard", {}, {"reshard_after_backward": False}),
     "hybrid once": ("tower", "2x4", "full_shard", {}, {"sync": "last", "reshard_after_backward": False}),

@@ -593,7 +593,7 @@ def test_every_option_that_may_be_left_out_is_shown_and_read_alike(capsys):
     assert "{None}" not in capsys.readouterr().out
     types = typing.get_type_hints(type(parse()))
     optional = [name for name, kind in types.items() if type(None) in typing.get_args(kind)]
-    assert {"seq_len", "max_grad_norm", "run_dir", "ema", "reduce"} <= set(optional)
+    assert {"seq_len", "max_grad_norm", "run_dir", "ema", "sync"} <= set(optional)
     for word in ("none", "None"):
         config = parse(*(part for name in optional for part in (f"--{name.replace('_', '-')}", word)))
         assert {name: getattr(config, name) for name in optional} == dict.fromkeys(optional)

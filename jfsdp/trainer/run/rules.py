@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jfsdp.layout.mesh import parse_mesh
 from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
 from jfsdp.trainer.run.config import TrainConfig
 
@@ -82,6 +81,8 @@ def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: Train
 
 def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
     """Describe the change of memory of a run of 0.2, where axis `replica` sharded what it replicates now; "": none."""
+    from jfsdp.layout.mesh import parse_mesh  # imports JAX, before which a script sets XLA's flags
+
     before, replica = stored.get("config", {}), mesh.get("replica", 1)
     strategy = before.get("strategy")
     if "opt_over" in before or strategy not in ("zero1", "zero2", "full_shard") or before["sharding_factor"]:
