@@ -183,7 +183,7 @@ def step_memory(strategy="full_shard", offload=False):
     )
     tx = optax.adamw(1e-3)
     state = model.abstract_state(tx)
-    lowered = model.train_step(next_token_loss, tx, max_grad_norm=1.0).lower(state, job.batch(8, 2048))
+    lowered = model.train_step(next_token_loss, tx, max_grad_norm=1.0, program="xla").lower(state, job.batch(8, 2048))
     with tempfile.TemporaryDirectory() as directory:
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options)
