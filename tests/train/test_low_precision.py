@@ -15,12 +15,14 @@ from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.sharding import fully_shard
 from tests.thin import thin
+from tests.ways import WAYS
 
 RATE = 1e-2
 
 
 def make(num_devices: int = 8, **options: Any) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(devices=jax.devices()[:num_devices])
+    options["strategy"] = WAYS[options.get("strategy", "full_shard")]
     return fully_shard(Tower, mesh=mesh, units=[Block], min_size=20, **options)
 
 

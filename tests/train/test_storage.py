@@ -258,7 +258,7 @@ def check_buffers(shapes, num_layers, num_devices):
 
 def test_xla_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
     with pytest.raises(ValueError, match="storage='flat': program='xla' leaves the collectives to XLA"):
-        fully_shard(Tower, storage="flat", program="xla")
+        fully_shard(Tower, storage="flat", program="xla").train_step(token_loss, TX)
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
         fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)
