@@ -41,10 +41,6 @@ class Net(nnx.Module):
         return self.head(x)
 
 
-# Of padded weights: XLA sends more of their gradients than necessary.
-pytestmark = pytest.mark.filterwarnings("ignore:the loss is a scalar")
-
-
 def mean_square(model, batch):
     return (model(batch) ** 2).mean()
 

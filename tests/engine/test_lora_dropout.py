@@ -254,13 +254,13 @@ def test_layers_matrices_and_microbatches_have_masks_of_their_own():
 
 def test_a_run_goes_on_with_the_masks_that_it_would_have_drawn(tmp_path):
     model, batches = shard("linen", MESHES["8"]), make_batches(4)
-    state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False)
+    state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False, program="xla")
     for batch in batches[:2]:
         state, _ = step(state, batch)
     jfsdp.save(tmp_path / "two", state, frozen=False)
     again = shard("linen", MESHES["2x2"])
     other = jfsdp.restore(tmp_path / "two", like=again.init(TX))
-    other_step = again.train_step(token_loss, TX, check_loss=False)
+    other_step = again.train_step(token_loss, TX, check_loss=False, program="xla")
     for batch in batches[2:]:
         state, metrics = step(state, batch)
         other, others = other_step(other, batch)
