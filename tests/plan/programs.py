@@ -17,7 +17,7 @@ SEQ_LEN = 512
 def job(num_layers=2, attention="cudnn", **config):
     narrow = {"dim": 1024, "ffn_dim": 2048, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 4096} | config
     found = find_job("llama-8b").with_config(num_layers=num_layers, attention=attention, **narrow)
-    return dataclasses.replace(found, loss=next_token_loss)  # of logits: so the program is XLA's
+    return dataclasses.replace(found, loss=next_token_loss)  # of logits, which no loop cuts
 
 
 def build(strategy: Any = "full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):

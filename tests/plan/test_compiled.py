@@ -34,7 +34,7 @@ def two_layers(strategy, **mesh):
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
     )
     tx = job.optimizer(3e-4)
-    step = model.train_step(next_token_loss, tx, max_grad_norm=1.0)  # of logits: so the program is XLA's
+    step = model.train_step(next_token_loss, tx, max_grad_norm=1.0, program="xla")
     compiled = step.lower(model.abstract_state(tx), job.batch(NUM_DEVICES, SEQ_LEN)).compile()
     return plan_hlo.parse_module(compiled.as_text())
 
