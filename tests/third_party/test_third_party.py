@@ -116,7 +116,7 @@ def batches(model):
 
 def shard(model, strategy="full_shard", mesh="8"):
     case = MODELS[model]
-    program = "xla" if model == "dantinox" else None  # keeps the dropout masks of one device
+    program = None if model == "dantinox, no dropout" else "xla"  # batch statistics, and one device's dropout masks
     mesh = jfsdp.make_mesh(**MESHES[mesh])
     return fully_shard(case.source, mesh=mesh, strategy=strategy, units=[case.unit], min_size=20, program=program)
 
