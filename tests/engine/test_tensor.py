@@ -207,6 +207,9 @@ def test_weights_are_gathered_over_the_data_axes_alone(program):
     """And the wide matrix products are split: half as wide on each of two devices."""
     found, layout, text = compiled(SplitTower, program)
     for item in found:
+        if program == "xla" and item.kind == "collective-permute":  # XLA puts the slices of a bias in order
+            assert [shape.dims for shape in item.parts] == [(16,)], item
+            continue
         axes = group_axes(layout, item.group)
         assert axes in (("fsdp",), ("tensor",), ("fsdp", "tensor")), item
         if ".gather." in item.op_name and "all_gather" in item.op_name.rpartition("/")[2]:
