@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jfsdp.engine.driver.schedule import Prefetch
     from jfsdp.engine.pipeline.schedule import Schedule
     from jfsdp.layout.lora import LoRA
+    from jfsdp.layout.loss_scale import LossScale
     from jfsdp.layout.mesh import make_abstract_mesh, make_mesh
     from jfsdp.layout.placements import Ignore, Replicate, Shard, placements
     from jfsdp.layout.policy import OffloadPolicy, SaveNames, UnitPolicy
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
     from jfsdp.layout.table import Layout
     from jfsdp.layout.units import Unit, by_size
+    from jfsdp.layout.wrapped import lora, quantize
     from jfsdp.plan.wire.audit import audit
     from jfsdp.train.full import full
     from jfsdp.train.fully_shard import fully_shard
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from jfsdp.train.step.loss import Loss, Max, Mean
     from jfsdp.train.step.step import TrainStep
     from jfsdp.train.update.ema import track_ema, with_ema
-    from jfsdp.train.update.loss_scale import LossScale
     from jfsdp.train.update.low_precision import low_precision_state
     from jfsdp.train.update.separate import separate
     from jfsdp.trainer.job import Job, find_job
@@ -46,6 +47,7 @@ _HOMES = {
     "engine.driver.schedule": ("Prefetch",),
     "engine.pipeline.schedule": ("Schedule",),
     "layout.lora": ("LoRA",),
+    "layout.loss_scale": ("LossScale",),
     "layout.mesh": ("make_abstract_mesh", "make_mesh"),
     "layout.placements": ("Ignore", "Replicate", "Shard", "placements"),
     "layout.policy": ("OffloadPolicy", "SaveNames", "UnitPolicy"),
@@ -53,11 +55,11 @@ _HOMES = {
     "layout.strategy": ("STRATEGIES", "Split", "Strategy"),
     "layout.table": ("Layout",),
     "layout.units": ("Unit", "by_size"),
+    "layout.wrapped": ("lora", "quantize"),
     "plan.wire.audit": ("audit",),
     "train.update.ema": ("track_ema", "with_ema"),
     "train.full": ("full",),
     "train.step.loss": ("Loss", "Max", "Mean"),
-    "train.update.loss_scale": ("LossScale",),
     "train.update.low_precision": ("low_precision_state",),
     "train.replicas": ("compare_replicas",),
     "train.reshard": ("reshard",),
@@ -106,11 +108,13 @@ __all__ = [
     "full",
     "fully_shard",
     "load_pretrained",
+    "lora",
     "low_precision_state",
     "make_abstract_mesh",
     "make_mesh",
     "placements",
     "preference_loss",
+    "quantize",
     "read_loras",
     "reshard",
     "restore",

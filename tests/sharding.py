@@ -1,4 +1,4 @@
-"""`jfsdp.fully_shard` with the placements that tests need most said as arguments."""
+"""`jfsdp.fully_shard` with placements and wrappers said as arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +41,16 @@ def cut(dim: int, axis: Any) -> Callable[[str, tuple[int, ...]], PartitionSpec]:
 WORDS = ("min_size", "cuts", "ignored", "shard_dim")
 
 
-def fully_shard(model: Any, *, placements: Mapping[Any, Any] | None = None, **options: Any) -> jfsdp.ShardedModel:
-    """Shard a model; `WORDS` are those of `place`."""
+def fully_shard(
+    model: Any,
+    *,
+    placements: Mapping[Any, Any] | None = None,
+    lora: Any = None,
+    quantized: Mapping[Any, str] | None = None,
+    **options: Any,
+) -> jfsdp.ShardedModel:
+    """Shard a model; `WORDS` are those of `place`, `lora` and `quantized` wrap the model."""
+    model = model if lora is None else jfsdp.lora(model, lora)
+    model = model if quantized is None else jfsdp.quantize(model, quantized)
     words = {name: options.pop(name) for name in WORDS if name in options}
     return jfsdp.fully_shard(model, placements=place(placements, **words), **options)

@@ -152,6 +152,7 @@ class RngsByName(nnx.Module):
         self.inner = nnx.Linear(8, 16, rngs=rngs)
 
 
+SCALED = jfsdp.MixedPrecisionPolicy("float16", loss_scale=jfsdp.LossScale())
 REFUSED = {
     "make_mesh: fsdp='8' must be a whole number": lambda: jfsdp.make_mesh(fsdp="8"),  # type: ignore[arg-type]
     "make_mesh: fsdp=2.0 must be a whole number": lambda: jfsdp.make_mesh(fsdp=2.0),  # type: ignore[arg-type]
@@ -163,7 +164,8 @@ REFUSED = {
     "fully_shard: opt_over='fsdp' must be a list": lambda: shard(opt_over="fsdp"),
     "make_mesh: sharding_factor=2.0 must be": lambda: jfsdp.make_mesh(sharding_factor=2.0),  # type: ignore[arg-type]
     "fully_shard: mp_policy=False must be a MixedPrecisionPolicy, such as ": lambda: shard(mp_policy=False),
-    "fully_shard: loss_scale=True must be a LossScale or None": lambda: shard(loss_scale=True),
+    "MixedPrecisionPolicy: loss_scale=True must be a": lambda: jfsdp.MixedPrecisionPolicy(loss_scale=True),  # type: ignore
+    "unit '': per_unit sets its loss_scale": lambda: shard(per_unit={"": {"mp_policy": SCALED}}),
     "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),
     "fully_shard: per_unit (a list) must be a dict or None": lambda: shard(per_unit=[""]),
     "fully_shard: got an unexpected keyword argument 'stratgy' (did you mean strategy=?)": lambda: shard(stratgy=1),

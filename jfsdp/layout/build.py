@@ -20,7 +20,6 @@ from jfsdp.layout.placements import Choice, LeafRules, choose_beside, choose_own
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import (
     MixedPrecisionPolicy,
-    float_dtype_name,
     is_float,
     is_inexact,
     item_bytes,
@@ -77,13 +76,7 @@ def build_layout(
     cuts = find_cuts(own, stacked, names or {}, sizes, rules.axis_rules, asked)
     choices = choose_own(own, strategy, rules, placed, types or {}, sizes, cuts)
     choices |= choose_beside(choices, adapters, codecs, sizes)
-    build = functools.partial(
-        _build_leaf,
-        sizes=sizes,
-        min_size=min_size,
-        offload=offload or OffloadPolicy(),
-        frozen_dtype=float_dtype_name("frozen_dtype", rules.frozen_dtype),
-    )
+    build = functools.partial(_build_leaf, sizes=sizes, min_size=min_size, offload=offload or OffloadPolicy())
     table = tuple(
         build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()
     )
@@ -112,13 +105,12 @@ def _build_leaf(
     sizes: Mapping[str, int],
     min_size: int,
     offload: OffloadPolicy,
-    frozen_dtype: str | None,
 ) -> Leaf:
     shape, dtype = tuple(abstract.shape), abstract.dtype.name
     choice = dataclasses.replace(choice, cuts=(*_stage_cut(path, shape, unit, sizes.get(PIPE, 1)), *choice.cuts))
     trainable = is_inexact(dtype) and choice.frozen is None
-    if frozen_dtype and choice.frozen and not choice.is_scales and is_float(dtype) and not choice.is_ignored:
-        dtype = frozen_dtype
+    if choice.frozen and not choice.is_scales and is_float(dtype) and not choice.is_ignored:
+        dtype = policy.mp_policy.frozen_dtype or dtype
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
     stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)

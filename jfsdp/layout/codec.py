@@ -126,20 +126,22 @@ def find_codecs(
     found: dict[str, Codec] = {}
     for selector, name in coded.items():
         if name not in CODECS:
-            raise ValueError(f"quantized: codec {name!r} is unknown; the codecs are {', '.join(CODECS)}")
-        for path, words in select_leaves("quantized", selector, leaves, types).items():
+            raise ValueError(f"jfsdp.quantize: codec {name!r} is unknown; the codecs are {', '.join(CODECS)}")
+        for path, words in select_leaves("jfsdp.quantize", selector, leaves, types).items():
             codec, leaf = CODECS[name], leaves[path]
             if found.get(path, codec) != codec:
-                raise ValueError(f"{path}: quantized {words} and another selector differ; make one of them narrower")
+                raise ValueError(
+                    f"{path}: jfsdp.quantize {words} and another selector differ; make one of them narrower"
+                )
             if not jnp.issubdtype(leaf.dtype, jnp.floating) or len(leaf.shape) - stacked[path] < 2:
                 raise ValueError(
-                    f"{path}: quantized {words} chooses it, and shape {tuple(leaf.shape)} ({leaf.dtype}) is that of no "
-                    "matrix; choose kernels, such as '**.kernel'"
+                    f"{path}: jfsdp.quantize {words} chooses it, and shape {tuple(leaf.shape)} ({leaf.dtype}) is "
+                    "that of no matrix; choose kernels, such as '**.kernel'"
                 )
             if leaf.shape[-1] % codec.block:
                 raise ValueError(
                     f"{path}: dim {len(leaf.shape) - 1} (size {leaf.shape[-1]}) is no multiple of {codec.block}, the "
-                    f"block of codec {name!r}; leave this leaf out of quantized"
+                    f"block of codec {name!r}; leave this leaf out of jfsdp.quantize"
                 )
             found[path] = codec
     return found

@@ -146,20 +146,16 @@ def layer_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStr
     return {one.name(LAYER): jax.ShapeDtypeStruct(one.part_shape(LAYER), jax.numpy.uint32) for one in ones}
 
 
-def also(loras: LoRA | Sequence[LoRA] | None) -> list[Any] | None:
+def also(loras: Sequence[LoRA]) -> list[Any] | None:
     """Return the selectors of what is trained beside adapters; None for none."""
     chosen = []
-    for lora in as_list(loras):
+    for lora in loras:
         chosen += lora.also if isinstance(lora.also, (list, tuple)) else [] if lora.also is None else [lora.also]
     return chosen or None
 
 
-def as_list(loras: LoRA | Sequence[LoRA] | None) -> list[LoRA]:
-    return [loras] if isinstance(loras, LoRA) else list(loras or ())
-
-
 def find_adapters(
-    loras: LoRA | Sequence[LoRA] | None,
+    loras: Sequence[LoRA],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     stacked: Mapping[str, int],
     types: Mapping[str, type],
@@ -167,7 +163,7 @@ def find_adapters(
     """Return the adapters by the leaf that they adapt.
 
     Args:
-      loras: one, or several for different leaves.
+      loras: several are for different leaves.
       stacked: by path, how many leading dims are layer dims.
       types: as `select_leaves` takes them.
 
@@ -175,9 +171,7 @@ def find_adapters(
       ValueError: for targets that match nothing, that two LoRAs match, or that are no matrices; for a rank above a dim.
     """
     found: dict[str, Adapter] = {}
-    if loras is not None and not as_list(loras):
-        raise ValueError("lora=[] has no LoRA; leave it out, or give one")
-    for lora in as_list(loras):
+    for lora in loras:
         for path, num_in in _targets(lora, leaves, types).items():
             if path in found:
                 raise ValueError(f"{path}: two LoRAs have it among their targets; make one of them narrower")

@@ -76,7 +76,6 @@ class LeafRules:
       adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
         but for `also`.
       codecs: by leaf, how it is coded; its scales are a leaf too, sharded and cut as its codes are.
-      frozen_dtype: dtype at rest of floating leaves that are not trained; None: as the model makes them.
     Selectors are path globs, classes of variables and predicates; see `select_leaves`. They choose among the model's
     own leaves; parts of adapters are placed as `Adapter` says.
     """
@@ -87,7 +86,6 @@ class LeafRules:
     adapters: Mapping[str, Adapter] | None = None
     codecs: Mapping[str, Codec] | None = None
     also: Selectors = None
-    frozen_dtype: Any = None
 
     @property
     def min_size(self) -> int | None:
@@ -210,8 +208,8 @@ def choose_beside(
     for path, codec in codecs.items():
         if own[path].frozen is None:
             raise ValueError(
-                f"{path}: is quantized, and codes are not trained; freeze it (frozen=, lora=), or leave it out of "
-                "quantized="
+                f"{path}: is quantized, and codes are not trained; freeze it (frozen=, jfsdp.lora), or leave it out "
+                "of jfsdp.quantize"
             )
         said = f"in {codec.name}, blocks of {codec.block}"
         choices[path] = dataclasses.replace(own[path], coded=said, per_item=codec.per_item)

@@ -165,6 +165,11 @@ def resolve_policies(
     defaults["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
     settings = {name: {**(defaults if name else root), **overrides[name]} for name in names}
     policies = {name: _resolve(name, strategy, node_size, **settings[name]) for name in names}
+    for name, policy in policies.items():
+        if policy.mp_policy.loss_scale not in (None, mp_policy.loss_scale):
+            raise ValueError(
+                f"unit {name!r}: per_unit sets its loss_scale, and all units share one loss; set it in mp_policy"
+            )
     UnitPolicy(mp_policy, False, remat)  # refuses a wrong remat also where no unit is to have it
     return policies
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.arguments import checked
+from jfsdp.layout.loss_scale import LossScale
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,6 +25,8 @@ class MixedPrecisionPolicy:
       reduce_dtype: gradients while they are summed over devices; default `param_dtype`.
       output_dtype: floating outputs of the model's own call; in `per_unit`, of the unit's calls.
       cast_forward_inputs: cast floating inputs of the model's own call, and of each unit's calls, to `param_dtype`.
+      frozen_dtype: floating parameters that are not trained, at rest.
+      loss_scale: how the loss is scaled, by default dynamically if a unit computes in float16; not in `per_unit`.
 
     Dtypes may be given as names or as numpy/JAX dtypes; they are kept as names. Non-floating leaves are never cast.
     """
@@ -32,9 +35,11 @@ class MixedPrecisionPolicy:
     reduce_dtype: Any = None
     output_dtype: Any = None
     cast_forward_inputs: bool = True
+    frozen_dtype: Any = None
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "frozen_dtype"):
             object.__setattr__(self, field, float_dtype_name(field, getattr(self, field)))
 
     def use_dtype(self, dtype: str) -> str:

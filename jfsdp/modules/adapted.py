@@ -22,12 +22,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.layout.codec import Codec, coded_shapes, scales_of
-from jfsdp.layout.lora import LAYER, MAGNITUDE, A, Adapter, B, layer_shapes, part_shapes
-from jfsdp.layout.units import ModuleInfo
-from jfsdp.modules.model import Arrays, Hooks, ParamTree, PlainModel
+from jfsdp.layout.codec import Codec, coded_shapes, find_codecs, scales_of
+from jfsdp.layout.lora import LAYER, MAGNITUDE, A, Adapter, B, find_adapters, layer_shapes, part_shapes
+from jfsdp.layout.units import ModuleInfo, UnitInfo, with_leaves_beside
+from jfsdp.layout.wrapped import WrappedModel
+from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree, PlainModel
 
 DROPOUT_KEY, DROPOUT_COUNT = "lora_dropout.key", "lora_dropout.count"
+
+
+def adapt(
+    wrapped: WrappedModel, base: PlainModel, units: Mapping[str, UnitInfo]
+) -> tuple[FlaxModel, Mapping[str, UnitInfo]]:
+    """Return a wrapped model with its adapters and codes, and the units with these among their leaves.
+
+    Raises:
+      ValueError: as `find_adapters` and `find_codecs`.
+    """
+    if not wrapped.loras and not wrapped.codecs:
+        return base, units
+    stacked = {leaf: unit.stacked for unit in units.values() for leaf in unit.leaves}
+    leaves = base.params, stacked, base.types
+    model = AdaptedModel(base, find_adapters(wrapped.loras, *leaves), find_codecs(wrapped.codecs, *leaves))
+    return model, {name: with_leaves_beside(unit, model.added) for name, unit in units.items()}
 
 
 class AdaptedModel:

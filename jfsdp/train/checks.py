@@ -15,13 +15,13 @@ from jfsdp.arguments import is_traced
 from jfsdp.compat import misorders_offloads
 from jfsdp.engine.options import is_gpu
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.policy import UnitPolicy, offloads
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live
-from jfsdp.train.update.loss_scale import LossScale
 
 _REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
 

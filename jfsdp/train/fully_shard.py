@@ -13,9 +13,9 @@ from jfsdp.arguments import checked
 from jfsdp.compat import warn
 from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import build_layout
-from jfsdp.layout.codec import Coded, find_codecs
 from jfsdp.layout.cuts import AxisRules, check_aliases
-from jfsdp.layout.lora import LoRA, also, find_adapters
+from jfsdp.layout.lora import also
+from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import (
     DATA_AXES,
     MODEL_AXES,
@@ -34,12 +34,12 @@ from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
 from jfsdp.layout.select import Selectors
 from jfsdp.layout.strategy import NODE, Strategy, get_strategy
-from jfsdp.layout.units import resolve_units, with_leaves_beside
+from jfsdp.layout.units import resolve_units
+from jfsdp.layout.wrapped import as_wrapped
 from jfsdp.modules.adapt import as_model
-from jfsdp.modules.adapted import AdaptedModel
+from jfsdp.modules.adapted import adapt
 from jfsdp.train.checks import check_offloads
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.update.loss_scale import LossScale
 
 
 @checked
@@ -55,21 +55,18 @@ def fully_shard(
     reshard_after_forward: bool | int | str | None = None,
     remat: Remat = "full",
     storage: str = "per_parameter",
-    frozen: Selectors = None,
-    frozen_dtype: Any = None,
     placements: Placements | None = None,
     axis_rules: AxisRules | None = None,
-    lora: LoRA | Sequence[LoRA] | None = None,
-    quantized: Coded | None = None,
+    frozen: Selectors = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
-    loss_scale: LossScale | None = None,
 ) -> ShardedModel:
     """Decide how every parameter of a Flax model is sharded over a mesh. Moves no data and allocates nothing.
 
     Args:
       model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
-        example_inputs)`, or `(module, example_inputs, variables)` to keep weights. Sharding metadata on its parameters
-        decides nothing without `axis_rules`.
+        example_inputs)`, or `(module, example_inputs, variables)` to keep weights; or one of these wrapped by
+        `jfsdp.lora`, `jfsdp.quantize` or both. Sharding metadata on its parameters decides nothing without
+        `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
       strategy: what is split over axis `fsdp`; axis `replica` replicates. A name of `STRATEGIES` or of another library,
         a DeepSpeed stage, or a `Strategy` of your own.
@@ -77,15 +74,14 @@ def fully_shard(
         `("replica", "fsdp")` splits them over all devices while parameters stay in groups.
       units: what is gathered together: module classes, path globs, predicates, `by_size(n)`, `Unit`s; the rest is the
         root unit, gathered once per step.
-      mp_policy: precision; default none, everything in the dtype of the parameters.
+      mp_policy: precision, and the scale of the loss; default none, everything in the dtype of the parameters.
       offload_policy: what waits in host memory.
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
         True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
       remat: what a unit saves between forward and backward; see `UnitPolicy`.
-      frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
-        modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
-      frozen_dtype: dtype at rest of floating leaves that are not trained, such as "bfloat16"; None: as the model makes
-        them.
+      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
+        each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
+        states are leaf by leaf.
       placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
         strategy, or a PartitionSpec. One of axes `tensor` and `pipe` only cuts the leaf: a device has one part, in
         storage and in compute, and the strategy splits the rest. One that names a data axis fixes the leaf's
@@ -94,15 +90,10 @@ def fully_shard(
         storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
       axis_rules: tensor parallelism by the model's own sharding metadata: by a name of dims, the mesh axis that cuts
         them (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule.
-      lora: train low-rank adapters of some matrices, and freeze the rest: a `LoRA`, or a list for different ones.
-      quantized: by selector, the codec in which frozen matrices are at rest and gathered: "nf4", "int4" or "int8", in
-        blocks of 64 with a bfloat16 scale each; decoded inside the unit.
+      frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
+        modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
         root); globs that match one unit must not contradict each other.
-      loss_scale: how the loss is scaled; default dynamically if a unit computes in float16, else not at all.
-      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
-        each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
-        states are leaf by leaf.
 
     Raises:
       ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
@@ -111,21 +102,17 @@ def fully_shard(
       LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
         not small, or weights that axis `tensor` does not cut; and where that axis joins devices of different hosts.
     """
-    if isinstance(model, ShardedModel):
+    wrapped = as_wrapped(model)
+    if isinstance(wrapped.model, ShardedModel):
         raise ValueError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with model_mesh(mesh):
-        flax_model = as_model(model)
+        base = as_model(wrapped.model)
     sizes = dict(mesh.shape)
     strategy = get_strategy(strategy, sizes, opt_over)
-    shapes = {path: tuple(leaf.shape) for path, leaf in flax_model.params.items()}
-    resolved = resolve_units(units, flax_model.modules, shapes)
-    if lora is not None or quantized is not None:
-        stacked = {leaf: unit.stacked for unit in resolved.values() for leaf in unit.leaves}
-        leaves = flax_model.params, stacked, flax_model.types
-        flax_model = AdaptedModel(flax_model, find_adapters(lora, *leaves), find_codecs(quantized or {}, *leaves))
-        resolved = {name: with_leaves_beside(unit, flax_model.added) for name, unit in resolved.items()}
+    shapes = {path: tuple(leaf.shape) for path, leaf in base.params.items()}
+    flax_model, resolved = adapt(wrapped, base, resolve_units(units, base.modules, shapes))
     policies = resolve_policies(
         resolved,
         strategy=strategy,
@@ -150,8 +137,7 @@ def fully_shard(
             axis_rules=axis_rules,
             adapters=flax_model.adapters,
             codecs=flax_model.codecs,
-            also=also(lora),
-            frozen_dtype=frozen_dtype,
+            also=also(wrapped.loras),
         ),
         types=flax_model.types,
         names=flax_model.dim_names,
@@ -161,7 +147,7 @@ def fully_shard(
     for warning in advise_memory(layout):
         warn(warning, LayoutWarning)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
-    return ShardedModel(flax_model, layout, mesh, loss_scale or (LossScale() if is_float16 else None))
+    return ShardedModel(flax_model, layout, mesh, mp_policy.loss_scale or (LossScale() if is_float16 else None))
 
 
 def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:

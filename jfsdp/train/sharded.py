@@ -22,6 +22,7 @@ from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import layer_shapes, part_shapes
+from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.report import list_differences
 from jfsdp.layout.table import Layout
@@ -36,7 +37,6 @@ from jfsdp.train.step.own_loop import ApplyStep, GradStep, named_gradients
 from jfsdp.train.step.step import TrainStep
 from jfsdp.train.step.survey import LossFn
 from jfsdp.train.storage import by_leaf
-from jfsdp.train.update.loss_scale import LossScale
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Role
 from jfsdp.train.update.update import Update

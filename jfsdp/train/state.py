@@ -17,9 +17,9 @@ from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.leaf import DEVICE
+from jfsdp.layout.loss_scale import LossScale, ScaleState
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.table import Layout
-from jfsdp.train.update.loss_scale import LossScale, ScaleState
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Roles
 

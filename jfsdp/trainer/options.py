@@ -145,15 +145,17 @@ class ShardingOptions:
     frozen: Globs = option((), "frozen weights and adapters", "refused", python="`shard(frozen=)`")
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
-    frozen_dtype: Dtype = option(None, "frozen weights and adapters", "refused", python="`shard(frozen_dtype=)`")
+    frozen_dtype: Dtype = option(
+        None, "frozen weights and adapters", "refused", python="`MixedPrecisionPolicy(frozen_dtype=)`"
+    )
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
     quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
-        (), "frozen weights and adapters", "refused", python="`shard(quantized=)`"
+        (), "frozen weights and adapters", "refused", python="`jfsdp.quantize`"
     )
     """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
     lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = option(
-        (), "frozen weights and adapters", "refused", python="`shard(lora=)`"
+        (), "frozen weights and adapters", "refused", python="`jfsdp.lora`"
     )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
@@ -233,14 +235,28 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     own: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
     if options.min_size is not None:
         own["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}
-    arguments, adapter = sharding_arguments(options), getattr(options, "init_adapter", None)
-    if adapter is not None and arguments["lora"] is None:
+    return fully_shard(wrap_model(options, job), mesh=mesh, **own, **sharding_arguments(options))
+
+
+def wrap_model(options: ShardingOptions, job: Job) -> Any:
+    """Return the job's model, wrapped by `jfsdp.lora` and `jfsdp.quantize` where the options say so.
+
+    Raises:
+      ValueError: naming the option that cannot be read, and what it takes.
+    """
+    from jfsdp.layout.wrapped import lora, quantize
+
+    loras, adapter = [parse_lora(text) for text in options.lora], getattr(options, "init_adapter", None)
+    if adapter is not None and not loras:
         from jfsdp.checkpoint.foreign.peft import read_loras
         from jfsdp.layout.mesh import make_abstract_mesh
+        from jfsdp.train.fully_shard import fully_shard
 
         alone = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
-        arguments["lora"] = read_loras(adapter, job.pretrained, alone)
-    return fully_shard(job.model, mesh=mesh, **own, **arguments)
+        loras = read_loras(adapter, job.pretrained, alone)
+    codecs = parse_quantized(options.quantized)
+    model = lora(job.model, loras) if loras else job.model
+    return quantize(model, codecs) if codecs else model
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
@@ -252,19 +268,19 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
     from jfsdp.layout.policy import OffloadPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
 
-    dtypes = (word_or_none(options.param_dtype), word_or_none(options.reduce_dtype), word_or_none(options.output_dtype))
+    policy: dict[str, Any] = {
+        name: word_or_none(getattr(options, name))
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "frozen_dtype")
+    }
     return {
         "strategy": int(options.strategy) if options.strategy.isdecimal() else options.strategy,
         "opt_over": split_commas([options.opt_over]) if options.opt_over else None,
-        "mp_policy": MixedPrecisionPolicy(*dtypes),
+        "mp_policy": MixedPrecisionPolicy(**policy),
         "offload_policy": OffloadPolicy(**dict.fromkeys(parse_offload(options.offload), True)),
         "reshard_after_forward": parse_reshard(options.reshard_after_forward),
         "remat": parse_remat(options.remat),
         "storage": options.storage,
         "frozen": split_given("--frozen", options.frozen) or None,
-        "frozen_dtype": word_or_none(options.frozen_dtype),
-        "lora": [parse_lora(text) for text in options.lora] or None,
-        "quantized": parse_quantized(options.quantized) or None,
     }
 
 
@@ -356,6 +372,7 @@ def as_options(message: str, kind: Any = ShardingOptions) -> str:
         return f"{option} {value}".strip()
 
     message = re.sub(rf"(^|: )({names})(?= ['\"\d])", lambda found: found[1] + spell(found[2]), message)
+    message = message.replace("jfsdp.lora", "--lora").replace("jfsdp.quantize", "--quantized")
     message = re.sub(r"compiler_options\['(\w+)'\]", r"--xla \1", message).replace("or None", "or none")
     value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
     return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", say, message)

@@ -72,7 +72,7 @@ def test_another_base_and_no_base_are_refused(saved):
     with pytest.raises(ValueError, match=r"trained on another base: .* frozen leaves"):
         jfsdp.restore(path, shard().init(TX, seed=1))
     with pytest.raises(ValueError, match="another base"):
-        jfsdp.restore(path, shard(frozen_dtype="bfloat16").init(TX))
+        jfsdp.restore(path, shard(mp_policy=jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")).init(TX))
     with pytest.raises(ValueError, match="like=a live state that has them"):
         jfsdp.restore(path, shard().abstract_state(TX))
 

@@ -31,6 +31,7 @@ def make_table(
     min_size: int | None = 1024,
     types: Mapping[str, type] | None = None,
     offload: OffloadPolicy | None = None,
+    frozen_dtype: str | None = None,
     **rules: Any,
 ) -> Layout:
     """Build a layout.
@@ -44,7 +45,7 @@ def make_table(
     shapes = {path: abstract(leaf) for path, leaf in leaves.items()}
     units = first_names(shapes) if units is None else units
     words = {name: rules.pop(name) for name in ("cuts", "ignored", "shard_dim", "placements") if name in rules}
-    strategy, mp_policy = WAYS.get(strategy, strategy), MixedPrecisionPolicy(param_dtype)
+    strategy, mp_policy = WAYS.get(strategy, strategy), MixedPrecisionPolicy(param_dtype, frozen_dtype=frozen_dtype)
     policies = resolve_policies(
         units,
         strategy=strategy,

@@ -16,6 +16,7 @@ from jfsdp.layout.lora import MAGNITUDE, A, B, also, find_adapters
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
 from tests.models_small import Block, LinenBlock, Tower, linen_tower
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 LEAVES: dict[str, Any] = {
@@ -127,6 +128,8 @@ def test_only_frozen_floating_leaves_change_their_dtype_at_rest():
     assert {path for path, dtype in dtypes.items() if dtype == "bfloat16"} == {"layers.up", "query", "out"}
     assert dtypes["ids"] == "int32"
     assert layout.by_path["query"].stage("param").dtype == "bfloat16"
+    own = {"layers": {"mp_policy": jfsdp.MixedPrecisionPolicy()}}
+    assert table(lora({"query": 1}), frozen_dtype="bfloat16", per_unit=own).by_path["layers.up"].dtype == "float32"
     alone = table(lora({"query": 1}), adapters=None, also=None, frozen="out", frozen_dtype="float16")
     assert {leaf.path for leaf in alone.leaves if leaf.dtype == "float16"} == {"out"}
 
@@ -168,11 +171,23 @@ def test_other_options_that_cannot_be_are_refused(options):
         fully_shard(Tower, mesh=jfsdp.make_mesh(), units=[Block], lora=lora("**.up.kernel", **options))
 
 
+def test_a_model_is_wrapped_once_by_each_function_in_either_order():
+    one, codes = lora("**.up.kernel"), {"**.up.kernel": "nf4"}
+    both = jfsdp.lora(jfsdp.quantize(Tower, codes), one)
+    assert both == jfsdp.quantize(jfsdp.lora(Tower, [one]), codes)
+    refuses(lambda: jfsdp.lora(both, one), "jfsdp.lora already", "all loras in one call")
+    refuses(lambda: jfsdp.quantize(both, codes), "jfsdp.quantize already", "all codecs in one call")
+    refuses(lambda: jfsdp.lora(Tower, []), "loras is empty")
+    refuses(lambda: jfsdp.quantize(Tower, {}), "codecs is empty")
+    refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is sharded already")
+
+
 def test_a_leaf_with_an_adapter_is_not_trained_as_it_is_too():
     with pytest.raises(ValueError, match=r"layers\.up: has an adapter, and lora also 'layers'"):
         table(lora("layers.up", also="layers"))
 
 
+FROZEN_BFLOAT16 = jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")
 SOURCES = {"nnx": (Tower, [Block]), "linen": (linen_tower(), [LinenBlock])}
 
 
@@ -209,7 +224,7 @@ def test_first_adapters_change_nothing_and_frozen_weights_are_those_without_adap
     source, units = SOURCES[kind]
     options: dict[str, Any] = {"mesh": jfsdp.make_mesh(), "units": units, "min_size": 8}
     base = fully_shard(source, **options).init(optax.sgd(1.0)).params
-    model = fully_shard(source, lora=lora("**.up.kernel", dora=True), frozen_dtype="bfloat16", **options)
+    model = fully_shard(source, lora=lora("**.up.kernel", dora=True), mp_policy=FROZEN_BFLOAT16, **options)
     params = model.init(optax.sgd(1.0)).params
     assert params.keys() == {*base, *(f"blocks.up.kernel.{part}" for part in (A, B, MAGNITUDE))}
     for name, value in base.items():

@@ -37,8 +37,7 @@ def program(kind, *, is_fused=False, also=(), mesh=(("fsdp", 8),), config=(), **
         job.model,
         mesh=jfsdp.make_mesh(devices=hlo.h100s(1), **dict(mesh)),
         units=job.units,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-        frozen_dtype="bfloat16",
+        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16", frozen_dtype="bfloat16"),
         program=kind,
         lora=jfsdp.LoRA(targets=list(TARGETS), rank=8, also=list(also) or None, **options),
     )

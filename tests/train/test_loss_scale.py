@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.train.update.loss_scale import LossScale
+from jfsdp.layout.loss_scale import LossScale
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.sharding import fully_shard
 from tests.thin import thin
@@ -15,14 +15,13 @@ from tests.thin import thin
 TX = optax.adamw(1e-2, eps=1e-4)
 
 
-def make(strategy="full_shard", param_dtype: str | None = "float16", **options):
+def make(strategy="full_shard", param_dtype: str | None = "float16", loss_scale: LossScale | None = None):
     return fully_shard(
         lambda rngs: Tower(rngs, False),
         strategy=strategy,
         units=[Block],
         min_size=20,
-        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype),
-        **options,
+        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype, loss_scale=loss_scale),
     )
 
 

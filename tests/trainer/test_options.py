@@ -64,7 +64,7 @@ def test_both_commands_take_all_options():
         ({"offload": ("params,opt_state",)}, "offload_policy", jfsdp.OffloadPolicy(params=True, opt_state=True)),
         ({"offload": ("grads", "params")}, "offload_policy", jfsdp.OffloadPolicy(params=True, grads=True)),
         ({"frozen": ("embed,norm", "layers.*")}, "frozen", ["embed", "norm", "layers.*"]),
-        ({"frozen_dtype": "bfloat16"}, "frozen_dtype", "bfloat16"),
+        ({"frozen_dtype": "bfloat16"}, "mp_policy", jfsdp.MixedPrecisionPolicy("bfloat16", frozen_dtype="bfloat16")),
         ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
         (
             {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
@@ -98,6 +98,10 @@ def test_what_cannot_be_read_names_the_option_and_what_it_takes(changes, words):
         arguments(**changes)
 
 
+def wrap(**changes):
+    return options.wrap_model(ShardingOptions(**changes), job())
+
+
 LORAS = {
     "targets=**.up.kernel": jfsdp.LoRA(targets=["**.up.kernel"]),
     "rank=8,alpha=16,targets=**.q,**.v": jfsdp.LoRA(targets=["**.q", "**.v"], rank=8, alpha=16.0),
@@ -110,11 +114,13 @@ LORAS = {
 
 @pytest.mark.parametrize("text", LORAS)
 def test_a_text_of_keys_and_values_becomes_a_lora(text):
-    assert arguments(lora=(text,))["lora"] == [LORAS[text]]
+    assert wrap(lora=(text,)).loras == (LORAS[text],)
 
 
-def test_several_loras_are_for_different_targets():
-    assert arguments(lora=tuple(LORAS))["lora"] == list(LORAS.values())
+def test_loras_and_codecs_wrap_the_model_once():
+    wrapped = wrap(lora=tuple(LORAS), quantized=("a=nf4", "b=int8"))
+    assert (wrapped.model, wrapped.loras, wrapped.codecs) == (None, tuple(LORAS.values()), {"a": "nf4", "b": "int8"})
+    assert wrap() is None, "the job's model, as it is"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ def test_several_loras_are_for_different_targets():
 )
 def test_a_lora_that_cannot_be_read_is_refused_by_key(text, words):
     with pytest.raises(ValueError, match=words):
-        arguments(lora=(text,))
+        wrap(lora=(text,))
 
 
 def job(learning_rate=optax.adam):

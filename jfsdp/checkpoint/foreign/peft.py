@@ -33,7 +33,7 @@ from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes
 
 @checked
 def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
-    """Return the LoRAs that an adapter of PEFT's stands for: for `fully_shard(lora=)`, before `load_pretrained`.
+    """Return the LoRAs that an adapter of PEFT's stands for: for `jfsdp.lora`, before `load_pretrained`.
 
     Args:
       path: a directory of PEFT's.
@@ -181,7 +181,7 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
     Memory:  the adapters whole on every device, one after another, and on the host.
 
     Args:
-      model: what `fully_shard(lora=)` returned.
+      model: what `fully_shard` returned for a model wrapped by `jfsdp.lora`.
       directory: must not exist yet.
       names: of the base's arrays, such as a job's field `pretrained`.
       base: what to write for `base_model_name_or_path`: a name of Hugging Face, or a directory.
@@ -190,7 +190,9 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
       ValueError: for a model without adapters, and as `write_peft`.
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
-        raise ValueError("export_peft: the model has no adapters; give what jfsdp.fully_shard(lora=...) returned")
+        raise ValueError(
+            "export_peft: the model has no adapters; give what jfsdp.fully_shard(jfsdp.lora(model, ...)) returned"
+        )
     source, adapted = _Arrays(model.trained_arrays(state)), model.model
     return only_first(lambda: write_peft(source, directory, names, adapted.adapters, adapted.base.params, base=base))
 

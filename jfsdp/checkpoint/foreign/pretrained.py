@@ -134,8 +134,8 @@ def load_pretrained(
       seed: of the rest of the model's state (rng keys).
       one_replica: see `restore`.
       allow_nonfinite: begin from NaN and infinite values too, and warn.
-      adapter: a directory of PEFT's, for a model whose `lora` is what `jfsdp.read_loras` says of it. None: a model's
-        adapters begin as `init` makes them.
+      adapter: a directory of PEFT's, for a model wrapped by `jfsdp.lora` with what `jfsdp.read_loras` returns for it.
+        None: a model's adapters begin as `init` makes them.
 
     Raises:
       ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
@@ -152,7 +152,9 @@ def load_pretrained(
     made = layers if adapter is not None else {**added, **layers}
     read = {name: leaf for name, leaf in every.items() if name not in made}
     if adapter is not None and not adapters:
-        raise ValueError(f"{adapter}: is an adapter, and the model has none; fully_shard(lora=jfsdp.read_loras(...))")
+        raise ValueError(
+            f"{adapter}: is an adapter, and the model has none; wrap it by jfsdp.lora(model, jfsdp.read_loras(...))"
+        )
 
     def open_source() -> tuple[Source, Callable[[], None]]:
         if is_ours(path):

@@ -22,6 +22,7 @@ from jfsdp.engine.movements import MANUAL, Passes
 from jfsdp.engine.options import compiler_options, naming_options
 from jfsdp.engine.pipeline.schedule import turns_stay
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
 from jfsdp.train.checks import (
     as_arrays,
@@ -40,7 +41,6 @@ from jfsdp.train.step.gradients import Gradients, nonzero
 from jfsdp.train.step.loss import divide, metrics_of
 from jfsdp.train.step.loss_check import compare_loss
 from jfsdp.train.step.survey import LossFn
-from jfsdp.train.update.loss_scale import LossScale
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, with_lent
 

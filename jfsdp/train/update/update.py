@@ -14,9 +14,9 @@ from jfsdp.engine.engine import is_on_host
 from jfsdp.engine.options import is_there
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import HOST
+from jfsdp.layout.loss_scale import LossScale
 from jfsdp.train.checks import check_kept_types
 from jfsdp.train.state import TrainState, make_work, state_memories, trainable
-from jfsdp.train.update.loss_scale import LossScale
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.stream import stream
 

@@ -55,6 +55,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True},
     "dropout": {"dropout": 0.25},
 }
+FROZEN = jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")
 QUERY = {"llama": "model.layers.{}.self_attn.q_proj", "gpt2": "transformer.h.{}.attn.c_attn"}
 
 
@@ -191,7 +192,7 @@ def test_arrays_of_heads_are_matrices_there(tmp_path):
     leaves = {"query": jax.ShapeDtypeStruct((6, 2, 4), "float32"), "out": jax.ShapeDtypeStruct((2, 4, 6), "float32")}
     names = {"rules": [("query", "q.weight", "d h k -> (h k) d"), ("out", "o.weight", "h k d -> d (h k)")]}
     lora = jfsdp.LoRA(targets={"query": 1, "out": 2}, rank=3, dora=True)
-    adapters = find_adapters(lora, leaves, dict.fromkeys(leaves, 0), {})
+    adapters = find_adapters([lora], leaves, dict.fromkeys(leaves, 0), {})
     rng = np.random.default_rng(0)
     shapes = {one.name(part): one.part_shape(part) for one in adapters.values() for part in one.parts}
     parts: dict[str, Any] = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -325,7 +326,7 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     options: dict[str, Any] = {"mesh": jfsdp.make_mesh(), "units": given.job.units, "min_size": 8}
     plain = fully_shard(given.job.model, **options)
     loras = read_loras(path, given.names, plain)
-    model = fully_shard(given.job.model, lora=loras, frozen_dtype="bfloat16", **options)
+    model = fully_shard(given.job.model, lora=loras, mp_policy=FROZEN, **options)
     state = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names, adapter=path)
     exported = Exported(Arrays({path: np.asarray(by_leaf(state).params[path]) for path in given.leaves}), given.names)
     assert_same(arrays_of(exported), base)
