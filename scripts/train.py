@@ -146,12 +146,10 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     """Do everything that the configuration, read from a command line, says."""
     begin = time.perf_counter()
     try:
-        configure_xla(simulate_devices=config.simulate_devices, deterministic=config.deterministic)
-        compare = {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in ("process_id", "cache_dir")
-        }
+        configure_xla(simulate_devices=config.simulate_devices)
+        compare = {name: value for name, value in dataclasses.asdict(config).items() if name != "cache_dir"}
         check_numbers(config)
-        place = initialize(config.coordinator, config.num_processes, config.process_id, compare=compare)
+        place = initialize(compare=compare)
     except NotAllThere:
         raise
     except ValueError as error:

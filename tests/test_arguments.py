@@ -217,8 +217,6 @@ REFUSED = {
         NOTHING, MODEL.layout, acumulate=2
     ),
     "configure_xla: simulate_devices='8' must be": lambda: runtime.configure_xla(simulate_devices="8"),  # type: ignore
-    "must be HOST:PORT": lambda: jfsdp.launch.initialize("host", 2, 0),
-    "--process-id below --num-processes": lambda: jfsdp.launch.initialize("host:1", 2, 2),
 }
 
 

@@ -18,7 +18,7 @@ from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest,
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.places import local_path
 from jfsdp.checkpoint.disk.processes import only_first
-from jfsdp.checkpoint.policy import Keep, KeepBest, Period, parse_best
+from jfsdp.checkpoint.policy import Keep, KeepBest, parse_best
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
 from jfsdp.compat import warn
 from jfsdp.train.state import TrainState
@@ -39,7 +39,7 @@ class Checkpointer:
       keep: how many of the newest steps to keep; None keeps all.
       keep_every: keep, beside these, every step that is a multiple of this.
       keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`, or a `KeepBest`.
-      every_steps, every_minutes: when `is_due` says that it is time to save; 0: never.
+      every_steps: when `is_due` says that it is time to save; 0: never.
       frozen: False leaves out the leaves that are not trained, as `save` does.
 
     Raises:
@@ -54,13 +54,12 @@ class Checkpointer:
         *,
         keep_every: int | None = None,
         keep_best: KeepBest | str | None = None,
-        every_steps: int = 0,
-        every_minutes: float = 0,
+        every_steps: Size = 0,
         frozen: bool = True,
     ):
         self._frozen = frozen
         best = parse_best(keep_best) if isinstance(keep_best, str) else keep_best
-        self._period = Period(every_steps, every_minutes)
+        self._every_steps = every_steps
         self._keep = Keep(last=keep, every=keep_every, best=best)
         self.directory = local_path(directory)
         check_path(self.directory)
@@ -78,13 +77,9 @@ class Checkpointer:
         """Return the newest complete step, or None."""
         return max(self.steps(), default=None)
 
-    def is_due(self, step: int, *, may_gather: bool = True) -> bool:
-        """Tell whether it is time to save after a step. Every process calls this and gets the same answer.
-
-        Args:
-          may_gather: whether processes may wait for each other here; minutes are looked at only then.
-        """
-        return self._period.is_due(step, may_gather=may_gather)
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time to save after a step."""
+        return bool(self._every_steps) and step % self._every_steps == 0
 
     def save(
         self,
@@ -121,7 +116,6 @@ class Checkpointer:
             from jfsdp.checkpoint.disk.writer import Writer
 
             self._writer = Writer()
-        self._period.restart()
         start_save(
             self._writer,
             self.directory / str(step),

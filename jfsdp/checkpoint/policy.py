@@ -1,14 +1,11 @@
-"""When a run saves, and which checkpoints it keeps: plain data, decided without reading an array."""
+"""Which checkpoints a run keeps: plain data, decided without reading an array."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Mapping, Sequence
 
 from jfsdp.arguments import checked
-from jfsdp.checkpoint.disk.processes import only_first
 
 
 @checked
@@ -88,33 +85,3 @@ class Keep:
         values = {step: found[self.best.metric] for step, found in metrics.items() if self.best.metric in found}
         comparable = [step for step, value in values.items() if value == value]
         return sorted(comparable, key=lambda step: (sign * values[step], -step))[: self.best.num]
-
-
-class Period:
-    """When to save: every so many steps, and every so many minutes since the last save.
-
-    Args:
-      steps, minutes: 0 for never.
-    """
-
-    def __init__(self, steps: int = 0, minutes: float = 0):
-        if not (steps >= 0 and 0 <= minutes < math.inf):
-            raise ValueError(f"checkpoint_every={steps} and checkpoint_minutes={minutes} must be 0 (never) or positive")
-        self.steps, self.minutes = steps, minutes
-        self.restart()
-
-    def restart(self) -> None:
-        """Count minutes from now."""
-        self._since = time.monotonic()
-
-    def is_due(self, step: int, *, may_gather: bool = True) -> bool:
-        """Tell whether to save after a step. Every process calls this and gets the same answer.
-
-        Args:
-          may_gather: whether processes may wait for each other here; the minutes of several are looked at only then.
-        """
-        if self.steps and step % self.steps == 0:
-            return True
-        if not self.minutes or not may_gather:
-            return False
-        return bool(only_first(lambda: time.monotonic() - self._since >= 60 * self.minutes))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Count, Dtype, Location, Name, Number
+from jfsdp.trainer.options import Count, Location, Name
 from jfsdp.trainer.run.display import harmless
 
 
@@ -42,12 +42,6 @@ class Show:
     """The token of a tokenizer.json that ends a document. none: a known one, or eos_token of its configuration."""
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
-    extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = ()
-    """Keep only these files of a directory or glob: --extensions .py .md"""
-    token_dtype: Dtype = None
-    """uint16 or uint32, for token files without a sidecar FILE.bin.json."""
-    eod_id: Number = None
-    """The id between documents, for token files without a sidecar."""
     json: bool = False
     """Print JSON: of each example its tokens, and of each token whether it is trained (1) or not."""
 

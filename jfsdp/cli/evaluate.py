@@ -13,7 +13,7 @@ import tyro
 
 from jfsdp.cli.opened import OpenOptions
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Count, Dtype, Name, Number, optional
+from jfsdp.trainer.options import Count, Name, Number, optional
 
 _SEQ_LEN = 2048
 
@@ -36,10 +36,6 @@ class Evaluate(OpenOptions):
     """Which of the assistant's messages in a conversation count. none: as the run had it, or all."""
     text_field: Name = None
     """The field of a JSONL object that holds the text. none: as the run had it, or found by looking."""
-    token_dtype: Dtype = None
-    """uint16 or uint32, for token files without a sidecar FILE.bin.json."""
-    eod_id: Number = None
-    """The id between documents, for token files without a sidecar."""
     json: bool = False
     """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
 
@@ -64,13 +60,11 @@ class Evaluate(OpenOptions):
             eod_token=theirs.eod_token,
             answers=self.answers or theirs.answers,
             text_field=self.text_field or theirs.text_field,
-            token_dtype=self.token_dtype,
-            eod_id=self.eod_id,
             documents_per_row=job.documents_per_row,
             eval_fraction=0,
         )
         data = open_data(config, vocab_size=job.vocab_size)
-        given = ("chat_template", "answers", "text_field", "token_dtype", "eod_id")
+        given = ("chat_template", "answers", "text_field")
         data.check_used([name for name in given if getattr(self, name) is not None])  # the run's may be of other data
         if data.form == "pairs":
             raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jfsdp.arguments import Count, Size, checked
+from jfsdp.arguments import checked
 from jfsdp.extras import installed_version
-from jfsdp.launch.environment import LATEST_PORT, Place, find_place, given_address, is_address, join_timeout, own_gpus
+from jfsdp.launch.environment import Place, find_place, given_address, join_timeout, own_gpus
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -23,26 +23,17 @@ _OWN = re.compile(
 
 
 @checked
-def initialize(
-    coordinator: str | None = None,
-    num_processes: Count | None = None,
-    process_id: Size | None = None,
-    *,
-    compare: Mapping[str, Any] | None = None,
-    timeout_s: float | None = None,
-) -> Place | None:
+def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Place | None:
     """Join the other processes of the run, where there are others. Call it before anything else of JAX.
 
-    Without arguments it reads the environment as Slurm, Open MPI, Kubernetes, torchrun and `jfsdp launch` set it; see
-    [Note: who says it] in environment.py. Process 0 prints what was found. Where a host has several processes, its GPUs
-    are shared out evenly, unless `JAX_LOCAL_DEVICE_IDS` says which are whose.
+    It reads the environment as Slurm, Open MPI, Kubernetes, torchrun and `jfsdp launch` set it, or as you set it for
+    JAX; see [Note: who says it] in environment.py. Process 0 prints what was found. Where a host has several
+    processes, its GPUs are shared out evenly, unless `JAX_LOCAL_DEVICE_IDS` says which are whose.
 
     All processes first call at process 0, which compares the versions of packages, `XLA_FLAGS`, `JAX_*` and `NCCL_*` of
     all; see [Note: why before JAX] in roll_call.py.
 
     Args:
-      coordinator: HOST:PORT of process 0; None or "auto": as the environment says.
-      num_processes, process_id: of the run; needed with HOST:PORT.
       compare: more, as plain JSON, that must be equal in all processes: your configuration.
       timeout_s: how long to wait for the others; None: as `jfsdp launch --join-timeout` says, else 300.
 
@@ -52,10 +43,10 @@ def initialize(
     Raises:
       NotAllThere: a ValueError: in every process that came, for processes that are missing; for a process 0 that cannot
         be reached. Starting again may mend it.
-      ValueError: in every process, for processes that come twice or are not alike; for variables and arguments that are
-        missing or contradict each other.
+      ValueError: in every process, for processes that come twice or are not alike; for variables that are missing or
+        contradict each other.
     """
-    place = _asked(coordinator, num_processes, process_id)
+    place = _found()
     if place is None:
         return None
     is_said = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
@@ -83,36 +74,14 @@ def initialize(
     return place
 
 
-def _asked(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place | None:
-    if coordinator in (None, "auto"):
-        if num_processes is not None or process_id is not None:
-            raise ValueError("--num-processes and --process-id belong to --coordinator HOST:PORT; give all three")
-        return _found(is_asked=coordinator is not None)
-    if num_processes is None or process_id is None:
-        raise ValueError(f"--coordinator {coordinator} needs --num-processes and --process-id too (or say auto)")
-    if process_id >= num_processes or not is_address(coordinator):
-        raise ValueError(
-            f"--coordinator {coordinator!r} must be HOST:PORT, PORT at most {LATEST_PORT}, and "
-            "--process-id below --num-processes"
-        )
-    return Place("--coordinator", coordinator, num_processes, process_id) if num_processes > 1 else None
-
-
-def _found(*, is_asked: bool) -> Place | None:
+def _found() -> Place | None:
     place = find_place(os.environ)
-    if place is not None:
-        return place
-    if address := given_address(os.environ):
+    if place is None and (address := given_address(os.environ)):
         raise ValueError(
             f"JAX_COORDINATOR_ADDRESS={address!r} is set, and nothing says which process this is; set "
             "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or unset it"
         )
-    if is_asked:
-        raise ValueError(
-            "--coordinator auto: the environment says of no other process (srun, mpirun, torchrun, jfsdp launch and "
-            "others do); leave it out for one process, or give HOST:PORT, --num-processes and --process-id"
-        )
-    return None
+    return place
 
 
 def num_gpus() -> int:

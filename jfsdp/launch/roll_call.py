@@ -74,7 +74,7 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_npro
     except OSError as error:
         return (
             f"process 0 cannot listen at port {port} of {platform.node()} ({os.strerror(error.errno or 0)}); another "
-            f"program has it: choose another where {host}:{port} was chosen (--rendezvous, --coordinator, MASTER_PORT, "
+            f"program has it: choose another where {host}:{port} was chosen (--rendezvous, MASTER_PORT, "
             "or under Slurm JAX_COORDINATOR_PORT)"
         ), False, []  # fmt: skip
     present, others, problem = {own["process"]: own}, [], ""

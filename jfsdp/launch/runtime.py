@@ -22,12 +22,11 @@ MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
 
 @checked
-def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0, deterministic: bool = False) -> None:
+def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) -> None:
     """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
 
     Args:
       simulate_devices: make the CPU look like this many devices; 0 uses the devices that are there.
-      deterministic: GPU kernels that give the same bits every time, at some cost in speed.
 
     Under `jfsdp launch --devices-per-proc` the launcher gives that number.
 
@@ -51,8 +50,6 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0, de
         # the process after 40 s of waiting.
         flags["xla_cpu_collective_call_warn_stuck_timeout_seconds"] = "300"
         flags["xla_cpu_collective_call_terminate_timeout_seconds"] = "600"
-    if deterministic:
-        flags["xla_gpu_deterministic_ops"] = "true"
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
 

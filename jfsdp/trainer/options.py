@@ -140,8 +140,6 @@ class ShardingOptions:
     float16 (on GPUs only, for the models here) scales the loss dynamically."""
     reduce_dtype: Dtype = option(None, "precision", "refused", python="`mp(reduce_dtype=)`")
     """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
-    output_dtype: Dtype = option(None, "precision", "refused", python="`mp(output_dtype=)`")
-    """Dtype of what the model returns. none: as it comes."""
     frozen: Globs = option((), "frozen weights and adapters", "refused", python="`shard(frozen=)`")
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
@@ -268,10 +266,8 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
     from jfsdp.layout.policy import OffloadPolicy
     from jfsdp.layout.precision import MixedPrecisionPolicy
 
-    policy: dict[str, Any] = {
-        name: word_or_none(getattr(options, name))
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "frozen_dtype")
-    }
+    dtypes = ("param_dtype", "reduce_dtype", "frozen_dtype")
+    policy: dict[str, Any] = {name: word_or_none(getattr(options, name)) for name in dtypes}
     return {
         "strategy": int(options.strategy) if options.strategy.isdecimal() else options.strategy,
         "opt_over": split_commas([options.opt_over]) if options.opt_over else None,

@@ -8,6 +8,26 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST = 2**31 - 1  # of what is counted: JAX's indices
+REMOVED: dict[str, tuple[Any, str]] = {
+    "allow_nonfinite": (False, "jfsdp checkpoint import --allow-nonfinite, and --init-from its directory"),
+    "checkpoint_minutes": (0.0, "--checkpoint-every STEPS"),
+    "compare_replicas": (0, "jfsdp.compare_replicas(state) in your own program"),
+    "coordinator": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+    "deterministic": (False, "--xla xla_gpu_deterministic_ops=true"),
+    "engine": ("auto", "--program"),
+    "eod_id": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
+    "extensions": ([], "a glob, such as --data 'DIR/**/*.py'"),
+    "num_processes": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+    "output_dtype": (None, "a loss that casts what the model returns"),
+    "process_id": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+    "reduce": (None, "--sync"),
+    "schedule": ("1f1b", "--pipe-schedule"),
+    "sharding_factor": (None, "--mesh replica=-1,fsdp=N"),
+    "shuffle_rows": (1024, "a job's own data"),
+    "temperature": (0.8, "jfsdp generate --temperature"),
+    "token_dtype": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
+}
+"""Removed options of 0.2: the default, and what to write instead."""
 
 
 def check_numbers(options: Any) -> None:
@@ -37,7 +57,8 @@ def check_known(args: Sequence[str], kind: type) -> None:
         name = arg.partition("=")[0].replace("_", "-")
         if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
             close = ", ".join(_close_options(name, names))
-            remedy = f"there is {close}" if close else "--help lists them"
+            removed = REMOVED.get(name[2:].removeprefix("no-").replace("-", "_"), ("", ""))[1]
+            remedy = f"use {removed}" if removed else f"there is {close}" if close else "--help lists them"
             raise ValueError(f"{arg.partition('=')[0]}: there is no such option; {remedy}")
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfsdp
-from jfsdp.checkpoint import policy
-from jfsdp.checkpoint.policy import Keep, KeepBest, Period
+from jfsdp.checkpoint.policy import Keep, KeepBest
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: float("nan"), 60: 2.5}
 BEST = KeepBest("loss")
@@ -100,8 +99,6 @@ def test_a_run_that_prunes_after_every_save_never_loses_a_best_step_that_a_run_w
         (lambda: Keep(every=0), "keep_every=0 must be at least 1, or None"),
         (lambda: KeepBest("loss", mode="least"), "keep_best mode 'least' must be 'min' or 'max'"),
         (lambda: KeepBest("loss", num=0), "keep_best num=0 must be at least 1"),
-        (lambda: Period(-1), "checkpoint_every=-1 and checkpoint_minutes=0 must be 0"),
-        (lambda: Period(0, -0.5), "checkpoint_every=0 and checkpoint_minutes=-0.5 must be 0"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(make, words):
@@ -109,37 +106,10 @@ def test_a_policy_that_cannot_be_is_refused(make, words):
         make()
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass only when a test says so."""
-    now = [100.0]
-    monkeypatch.setattr(policy.time, "monotonic", lambda: now[0])
-    return now
-
-
 @pytest.mark.parametrize(("steps", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (7, [])])
-def test_steps_are_due_by_their_number(steps, due, clock):
-    assert [step for step in range(1, 7) if Period(steps).is_due(step)] == due
-
-
-def test_minutes_count_from_the_last_save_and_only_where_processes_may_wait(clock):
-    period = Period(minutes=2)
-    clock[0] += 119
-    assert not period.is_due(1)
-    clock[0] += 1
-    assert not period.is_due(2, may_gather=False)
-    assert period.is_due(3) and period.is_due(4), "until it is told of a save"
-    period.restart()
-    assert not period.is_due(5)
-    clock[0] += 120
-    assert period.is_due(6)
-
-
-def test_steps_and_minutes_go_together(clock):
-    period = Period(steps=10, minutes=1)
-    assert period.is_due(10) and period.is_due(20, may_gather=False) and not period.is_due(21)
-    clock[0] += 60
-    assert period.is_due(21)
+def test_steps_are_due_by_their_number(steps, due, tmp_path):
+    with jfsdp.Checkpointer(tmp_path, every_steps=steps) as run:
+        assert [step for step in range(1, 7) if run.is_due(step)] == due
 
 
 def test_a_run_keeps_what_its_policies_name_and_a_best_step_outlives_newer_ones(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from jfsdp.cli.commands import main
 from jfsdp.cli.generate import Generate
 from jfsdp.trainer.data.tokenizer import load_tokenizer
-from tests.trainer.chats import chat, save_tokenizer, write_jsonl
+from tests.trainer.chats import chat, save_tokenizer, with_sidecar, write_jsonl
 
 VOCAB = 288
 SIZES = {"vocab_size": VOCAB, "initializer_range": 0.15, "bos_token_id": 256, "eos_token_id": 257}
@@ -99,8 +99,9 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     (tmp_path / "tokens.bin").write_bytes(rows.tobytes())
     binary = ["--data", str(tmp_path / "tokens.bin"), "--seq-len", "16", "--json"]
     assert main(["evaluate", directory, *binary]) == 2
-    assert "--token-dtype" in capsys.readouterr().err
-    assert main(["evaluate", directory, *binary, "--token-dtype", "uint16", "--eod-id", "6"]) == 0
+    assert "tokens.bin.json" in capsys.readouterr().err
+    with_sidecar(str(tmp_path / "tokens.bin"), dtype="uint16", eod_id=6)
+    assert main(["evaluate", directory, *binary]) == 0
     assert json.loads(capsys.readouterr().out)["weight"] == 59
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     for args, expected in (
@@ -109,7 +110,6 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
         (["--data", data, "--rows", "0"], "--rows"),
         (["--data", data, "--rows", "99999999999"], "--rows"),
         (["--data", data, "--seq-len", "0"], "--seq-len 0"),
-        (["--data", data, "--eod-id", "0"], "--eod-id 0 is for token files (*.bin), and the data have none"),
     ):
         assert main(["evaluate", directory, *args]) == 2
         assert expected in capsys.readouterr().err

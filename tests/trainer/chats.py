@@ -120,3 +120,9 @@ def chat(*contents: str, roles: str = "ua") -> dict:
     names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     roles = roles * len(contents) if roles == "ua" else roles
     return {"messages": [{"role": names[role], "content": text} for role, text in zip(roles, contents)]}
+
+
+def with_sidecar(path: str, **fields: object) -> str:
+    """Write the sidecar of a token file; return the path of the file."""
+    Path(f"{path}.json").write_text(json.dumps(fields))
+    return path

@@ -10,6 +10,7 @@ import pytest
 
 import jfsdp.trainer.data.corpus as corpus
 from jfsdp.trainer.data import DataConfig, open_corpus, open_data, standard_library_path
+from tests.trainer.chats import with_sidecar
 
 
 def _read_all(corpus):
@@ -52,14 +53,6 @@ def test_directory_is_read_in_sorted_order_and_what_is_skipped_is_counted(tmp_pa
         "token file": 1,
     }
     assert "2 not UTF-8 text" in str(stats)
-
-
-def test_extensions_keep_only_those_files(tmp_path):
-    for name in ("a.py", "b.txt", "c.md"):
-        (tmp_path / name).write_text(name)
-    corpus = open_corpus(str(tmp_path), extensions=("py", ".md"))
-    assert set(_texts(corpus)) == {"a.py", "c.md"}
-    assert corpus.stats.skipped == {"extension": 1}
 
 
 def test_glob_crosses_directories_and_names_do_not_hold_the_root(tmp_path):
@@ -109,7 +102,7 @@ def test_lone_surrogate_in_json_becomes_a_question_mark(tmp_path):
 def test_token_file_pieces_hold_every_token_with_one_of_lookahead(tmp_path, dtype):
     tokens = np.arange(100, dtype=dtype)
     tokens.tofile(tmp_path / "t.bin")
-    corpus = open_corpus(str(tmp_path / "t.bin"), token_dtype=dtype, max_document_bytes=64)
+    corpus = open_corpus(with_sidecar(str(tmp_path / "t.bin"), dtype=dtype), max_document_bytes=64)
     pieces = [d.content for d in _read_all(corpus)]
     np.testing.assert_array_equal(np.concatenate([p[:-1] for p in pieces]), tokens[:-1])
     np.testing.assert_array_equal(np.concatenate([p[1:] for p in pieces]), tokens[1:])
@@ -119,7 +112,7 @@ def test_token_file_pieces_hold_every_token_with_one_of_lookahead(tmp_path, dtyp
 def test_sidecar_says_dtype_end_of_document_and_vocabulary(tmp_path):
     np.arange(8, dtype="<u4").tofile(tmp_path / "t.bin")
     (tmp_path / "t.bin.json").write_text('{"dtype": "uint32", "eod_id": 7, "vocab_size": 8}')
-    token_format = open_corpus(str(tmp_path), extensions=(".bin",)).token_format
+    token_format = open_corpus(str(tmp_path / "*.bin")).token_format
     assert token_format is not None
     assert (token_format.dtype, token_format.eod_id, token_format.vocab_size) == ("<u4", 7, 8)
 
@@ -150,6 +143,10 @@ def _write(path, content):
     return str(path)
 
 
+def _tokens(directory, content, **sidecar):
+    return with_sidecar(_write(directory / "a.bin", content), **sidecar)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
@@ -162,22 +159,17 @@ def _write(path, content):
             ["saw 1 files", "1 not UTF-8 text", "unpack"],
         ),
         (lambda d: _write(d / "a.gz", b"\x1f\x8b\xff\0"), {}, ["a.gz", "1 not UTF-8 text"]),
-        (lambda d: os.path.dirname(_write(d / "a.txt", b"x")), {"extensions": (".py",)}, [".py", "1 extension"]),
         (lambda d: _write(d / "a.jsonl", b"\n\n"), {}, ["1 blank"]),
         (lambda d: _write(d / "a.txt", b"x"), {"max_document_bytes": 8}, ["max_document_bytes=8", "at least 16"]),
         (lambda d: _write(d / "a.jsonl", b"\nnot json"), {}, ["a.jsonl, line 2", "not JSON"]),
         (lambda d: _write(d / "a.jsonl", b'{"body": "x"}'), {}, ["a.jsonl, line 1", "body", "text_field="]),
         (lambda d: _write(d / "a.jsonl", b'{"text": 3}'), {}, ["line 1", "no string field 'text'"]),
         (lambda d: _write(d / "a.jsonl", b'["text"]'), {}, ["line 1", "list"]),
-        (lambda d: _write(d / "a.bin", b"abcd"), {}, ["a.bin", "not known", "token_dtype='uint16'", "a.bin.json"]),
-        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "int8"}, ["int8", "uint16"]),
-        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "uint16", "eod_id": -1}, ["eod_id=-1", "0 to 65,535"]),
-        (
-            lambda d: _write(d / "a.bin", b"abc"),
-            {"token_dtype": "uint16"},
-            ["3 bytes", "multiple of the 2", "cut short"],
-        ),
-        (lambda d: _write(d / "a.bin", b"abcd"), {"token_dtype": "uint32"}, ["holds 1 token", "two"]),
+        (lambda d: _write(d / "a.bin", b"abcd"), {}, ["a.bin", "not known", '"dtype": "uint16"', "a.bin.json"]),
+        (lambda d: _tokens(d, b"abcd", dtype="int8"), {}, ["int8", "uint16"]),
+        (lambda d: _tokens(d, b"abcd", dtype="uint16", eod_id=-1), {}, ["eod_id=-1", "0 to 65,535"]),
+        (lambda d: _tokens(d, b"abc", dtype="uint16"), {}, ["3 bytes", "multiple of the 2", "cut short"]),
+        (lambda d: _tokens(d, b"abcd", dtype="uint32"), {}, ["holds 1 token", "two"]),
     ],
 )
 def test_bad_source_raises_naming_place_and_remedy(tmp_path, make, options, expected):
@@ -195,11 +187,11 @@ def test_malformed_sidecar_is_named(tmp_path, sidecar):
         open_corpus(str(tmp_path / "a.bin"))
 
 
-def test_text_and_token_files_are_not_mixed(tmp_path):
-    _write(tmp_path / "a.bin", b"abcd")
-    _write(tmp_path / "b.txt", b"abcd")
-    with pytest.raises(ValueError, match=r"different kinds.*a\.bin.*b\.txt"):
-        open_corpus(str(tmp_path), extensions=(".bin", ".txt"), token_dtype="uint16")
+def test_token_files_of_two_dtypes_are_not_mixed(tmp_path):
+    for name, dtype in (("a.bin", "uint16"), ("b.bin", "uint32")):
+        with_sidecar(_write(tmp_path / name, b"abcdefgh"), dtype=dtype)
+    with pytest.raises(ValueError, match=r"different kinds.*a\.bin.*b\.bin"):
+        open_corpus(str(tmp_path / "*.bin"))
 
 
 def test_bad_line_beyond_the_first_is_named_when_read(tmp_path):
@@ -219,7 +211,7 @@ def test_file_that_changed_after_opening_is_named(tmp_path, content):
 
 
 def test_token_file_that_shrank_after_opening_is_named(tmp_path):
-    corpus = open_corpus(_write(tmp_path / "a.bin", b"01234567"), token_dtype="uint16")
+    corpus = open_corpus(_tokens(tmp_path, b"01234567", dtype="uint16"))
     _write(tmp_path / "a.bin", b"0123")
     with pytest.raises(ValueError, match=r"a\.bin.*changed since"):
         corpus.read(0)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfsdp.trainer.data import DataConfig, make_eval_iterator, open_data
+from tests.trainer.chats import with_sidecar
 
 EOD = 256
 TEXTS = st.lists(st.text(alphabet="abé", max_size=40), min_size=1, max_size=8)
@@ -101,8 +102,8 @@ def test_token_file_loses_no_transition_and_begins_a_segment_at_each_separator(i
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "t.bin")
         np.array(ids, "<u2").tofile(path)
-        options = {"token_dtype": "uint16", "eod_id": 0 if has_eod else None, "max_document_bytes": 16}
-        config = DataConfig(str(path), seq_len=seq_len, eval_fraction=0, cross_documents=cross, **options)
+        with_sidecar(str(path), dtype="uint16", **({"eod_id": 0} if has_eod else {}))
+        config = DataConfig(str(path), seq_len=seq_len, cross_documents=cross, max_document_bytes=16, eval_fraction=0)
         rows = _one_pass(open_data(config), batch_size=2)
     documents = []
     for index, pair in enumerate(itertools.pairwise(ids)):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jfsdp.cli.commands import main
 from jfsdp.trainer.data import ByteTokenizer, DataConfig, load_tokenizer, make_train_iterator, open_data
+from tests.trainer.chats import with_sidecar
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_sidecar_vocabulary_larger_than_the_model_raises_at_opening(tmp_path):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_token_id_beyond_the_model_raises_when_read_even_by_the_prefetching_thread(tmp_path, prefetch):
     np.array([1, 2, 50, 3], "<u2").tofile(tmp_path / "a.bin")
-    config = DataConfig(str(tmp_path / "a.bin"), seq_len=2, token_dtype="uint16", eval_fraction=0)
+    config = DataConfig(with_sidecar(str(tmp_path / "a.bin"), dtype="uint16"), seq_len=2, eval_fraction=0)
     batches = make_train_iterator(open_data(config, vocab_size=50), batch_size=1, prefetch_batches=prefetch)
     with pytest.raises(ValueError, match=r"a\.bin@0: token id 50 is not below the vocabulary size 50; .*larger vocab"):
         next(batches)
@@ -134,7 +135,7 @@ def test_token_id_beyond_the_model_raises_when_read_even_by_the_prefetching_thre
 
 def test_uint32_id_that_no_int32_holds_raises_without_a_known_vocabulary(tmp_path):
     np.array([1, 2**31, 3], "<u4").tofile(tmp_path / "a.bin")
-    data = open_data(DataConfig(str(tmp_path / "a.bin"), token_dtype="uint32", eval_fraction=0))
+    data = open_data(DataConfig(with_sidecar(str(tmp_path / "a.bin"), dtype="uint32"), eval_fraction=0))
     with pytest.raises(ValueError, match="2147483648"):
         data.train[0]
 
@@ -142,8 +143,6 @@ def test_uint32_id_that_no_int32_holds_raises_without_a_known_vocabulary(tmp_pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"token_dtype": "uint16"}, r"token_dtype='uint16' is for token files \(\*\.bin\), and the data have none"),
-        ({"eod_id": 0}, "eod_id=0 is for token files"),
         ({"text_field": "body"}, "text_field='body' is for JSONL, and the data have none; leave it out"),
         ({"answers": "last"}, "answers='last' is for conversations"),
     ],

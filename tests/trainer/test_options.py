@@ -67,9 +67,9 @@ def test_both_commands_take_all_options():
         ({"frozen_dtype": "bfloat16"}, "mp_policy", jfsdp.MixedPrecisionPolicy("bfloat16", frozen_dtype="bfloat16")),
         ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
         (
-            {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
+            {"param_dtype": "float16", "reduce_dtype": "float32"},
             "mp_policy",
-            jfsdp.MixedPrecisionPolicy("float16", "float32", "float32"),
+            jfsdp.MixedPrecisionPolicy("float16", "float32"),
         ),
     ],
 )
@@ -203,6 +203,8 @@ def test_what_the_cpu_cannot_compute_in_float16_has_a_remedy():
         (["--lr", "3"], ["--lr:", "--learning-rate"]),
         (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
         (["--epochs", "3"], ["--epochs:", "--help"]),
+        (["--eod-id", "3"], ["--eod-id:", "eod_id", "FILE.bin.json"]),
+        (["--no-deterministic"], ["--no-deterministic:", "--xla xla_gpu_deterministic_ops=true"]),
     ],
 )
 def test_an_unknown_option_is_refused_with_close_ones(args, words):
@@ -229,7 +231,7 @@ def test_an_empty_text_is_no_value(option, capsys):
     assert re.search(r"'' is no [\w:]+; give one, or none", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("fields", [{"model": 3}, {"steps": "9"}, {"steps": True}, {"extensions": [1]}, {"seed": None}])
+@pytest.mark.parametrize("fields", [{"model": 3}, {"steps": "9"}, {"steps": True}, {"frozen": [1]}, {"seed": None}])
 def test_a_recipe_with_values_of_another_type_is_refused_by_field(fields, tmp_path):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(fields))

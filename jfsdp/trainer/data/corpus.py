@@ -141,11 +141,8 @@ class Corpus:
 def open_corpus(
     data: str,
     *,
-    extensions: tuple[str, ...] = (),
     text_field: str | None = None,
     max_document_bytes: int = 65536,
-    token_dtype: str | None = None,
-    eod_id: int | None = None,
 ) -> Corpus:
     """Index the documents that `data` names.
 
@@ -161,28 +158,25 @@ def open_corpus(
 
     Args:
       data: see `find_files`.
-      extensions: keep only these files of a directory or glob; (".bin",) to read the token files of a directory.
       text_field: field of a JSONL object that holds the text; None: found by looking.
       max_document_bytes: length at which a file is cut.
-      token_dtype: "uint16" or "uint32" for token files; default: the "dtype" of the sidecar `FILE.bin.json`.
-      eod_id: end-of-document id in token files; default: the sidecar's "eod_id"; without one, no boundaries are known.
 
     Raises:
       ValueError: if nothing usable is there, a file cannot be read, or token files are malformed.
     """
     if max_document_bytes < _MIN_DOCUMENT_BYTES:
         raise ValueError(f"max_document_bytes={max_document_bytes}: must be at least {_MIN_DOCUMENT_BYTES}")
-    found = find_files(data, extensions)
+    found = find_files(data)
     skipped = collections.Counter(found.skipped)
     files = []
     for name in found.names:
-        file = _index_or_raise(found.root, name, max_document_bytes, token_dtype, eod_id)
+        file = _index_or_raise(found.root, name, max_document_bytes)
         if isinstance(file, _File):
             files.append(file)
         else:
             skipped[file] += 1
     if not files:
-        raise ValueError(_nothing_found(data, extensions, found.num_seen, skipped))
+        raise ValueError(_nothing_found(data, found.num_seen, skipped))
     _check_one_format(data, files)
     return Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
 
@@ -197,21 +191,21 @@ class _File:
     token_format: TokenFormat | None = None
 
 
-def _index_or_raise(root: Path, name: str, limit: int, token_dtype: str | None, eod_id: int | None) -> _File | str:
+def _index_or_raise(root: Path, name: str, limit: int) -> _File | str:
     try:
-        return _index(root / name, name, limit, token_dtype, eod_id)
+        return _index(root / name, name, limit)
     except OSError as error:
         raise ValueError(
             f"{root / name}: cannot be read ({error.strerror}); make it readable for every process, or leave it out"
         ) from error
 
 
-def _index(path: Path, name: str, limit: int, token_dtype: str | None, eod_id: int | None) -> _File | str:
+def _index(path: Path, name: str, limit: int) -> _File | str:
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return "empty"
     if path.suffix == ".bin":
-        token_format = read_token_format(path, token_dtype, eod_id)
+        token_format = read_token_format(path)
         offsets, lengths, checksum = index_token_file(path, token_format, limit)
         return _File(name, num_bytes, checksum, offsets, lengths, token_format)
     indexed = _index_lines(path) if _is_jsonl(path) else _index_text(path, limit)
@@ -291,12 +285,11 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         ) from error
 
 
-def _nothing_found(data: str, extensions: tuple[str, ...], num_seen: int, skipped: collections.Counter) -> str:
-    wanted = f"UTF-8 text files with extension {', '.join(extensions)}" if extensions else "UTF-8 text or JSONL files"
+def _nothing_found(data: str, num_seen: int, skipped: collections.Counter) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     return (
-        f"data {data!r}: looked for {wanted}, saw {num_seen} files, none usable (skipped: {reasons or 'none'}); "
-        "pass another path or other extensions, or unpack compressed files first"
+        f"data {data!r}: looked for UTF-8 text or JSONL files, saw {num_seen} files, none usable "
+        f"(skipped: {reasons or 'none'}); pass another path or glob, or unpack compressed files first"
     )
 
 

@@ -122,7 +122,7 @@ class Documents:
         if len(tokens) and (largest := int(tokens.max())) >= limit:
             raise ValueError(
                 f"{self.name(index)}: token id {largest} is not below the vocabulary size {limit}; give the model a "
-                "larger vocabulary, or tokenize with its own tokenizer (a wrong token_dtype also looks like this)"
+                "larger vocabulary, or tokenize with its own tokenizer (a wrong dtype in a sidecar looks like this too)"
             )
 
 

@@ -48,27 +48,25 @@ def standard_library_path() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def find_files(data: str, extensions: tuple[str, ...] = ()) -> FoundFiles:
+def find_files(data: str) -> FoundFiles:
     """List the files named by `data`; opens none of them.
 
     Args:
       data: "stdlib", a directory (read recursively), one file, or a glob (`**` crosses directories). A directory called
         stdlib is written `./stdlib`.
-      extensions: keep only these in a directory or glob, such as (".py", ".md"); empty keeps all.
 
     Raises:
       ValueError: if nothing is there, or a directory cannot be listed; names the path and the remedy.
     """
-    wanted = tuple("." + e.lstrip(".") for e in extensions)
     if data == "stdlib":
         return _walk(standard_library_path(), (".py",), _STDLIB_DIRECTORIES, _STDLIB_FILES)
     path = Path(data).expanduser()
     if path.is_dir():
-        return _walk(path, wanted)
+        return _walk(path)
     if path.exists():
         return FoundFiles(path.parent, (path.name,), 1, {}, is_single=True)
     if glob.has_magic(data):
-        return _glob(str(path), wanted)
+        return _glob(str(path))
     raise ValueError(
         f"data {data!r}: no such file or directory (working directory {os.getcwd()}); pass a directory, a file, "
         "a quoted glob such as 'corpus/**/*.txt', or 'stdlib' for Python's own sources"
@@ -76,7 +74,7 @@ def find_files(data: str, extensions: tuple[str, ...] = ()) -> FoundFiles:
 
 
 def _walk(
-    root: Path, extensions: tuple[str, ...], skip_dirs: frozenset[str] = frozenset(), skip_files=()
+    root: Path, extensions: tuple[str, ...] = (), skip_dirs: frozenset[str] = frozenset(), skip_files=()
 ) -> FoundFiles:
     names, skipped, num_seen = [], collections.Counter(), 0
     for directory, subdirectories, files in os.walk(root, onerror=_raise_unlistable):
@@ -93,11 +91,11 @@ def _walk(
     return FoundFiles(root, tuple(sorted(names)), num_seen, dict(skipped))
 
 
-def _glob(pattern: str, extensions: tuple[str, ...]) -> FoundFiles:
+def _glob(pattern: str) -> FoundFiles:
     fixed = pattern[: min(pattern.find(c) for c in "*?[" if c in pattern)]
     root = Path(os.path.dirname(fixed) or ".")
     paths = [Path(p) for p in glob.glob(pattern, recursive=True) if not os.path.isdir(p)]
-    extensions = extensions or ((".bin",) if pattern.endswith(".bin") else ())
+    extensions = (".bin",) if pattern.endswith(".bin") else ()
     reasons = [_reason_to_skip(path, extensions, ()) for path in paths]
     names = sorted(path.relative_to(root).as_posix() for path, reason in zip(paths, reasons) if not reason)
     return FoundFiles(root, tuple(names), len(paths), dict(collections.Counter(r for r in reasons if r)))
@@ -118,7 +116,7 @@ def _reason_to_skip(path: Path, extensions: tuple[str, ...], prefixes: tuple[str
     if prefixes and path.name.startswith(prefixes):
         return "generated"
     if path.suffix == ".bin" and ".bin" not in extensions:
-        return "token file (ask for it with extensions='.bin')"
+        return "token file (ask for it with a glob such as '*.bin')"
     # A broken link, socket or pipe: opening a pipe would wait for ever.
     return None if path.is_file() else "not a regular file"
 

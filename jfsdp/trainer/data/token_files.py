@@ -28,27 +28,27 @@ class TokenFormat:
     vocab_size: int | None = None
 
 
-def read_token_format(path: Path, token_dtype: str | None, eod_id: int | None) -> TokenFormat:
-    """Return the format of a token file from the options, else from its sidecar `FILE.bin.json`.
+def read_token_format(path: Path) -> TokenFormat:
+    """Return the format of a token file from its sidecar `FILE.bin.json`.
 
     The sidecar is a JSON object with "dtype" ("uint16" or "uint32") and, if known, "eod_id" and "vocab_size".
 
     Raises:
-      ValueError: if neither says the dtype, it is neither of the two, or the sidecar is not such an object; for an
-        end-of-document id that the dtype does not hold.
+      ValueError: if there is no such object, its dtype is neither of the two, or the dtype does not hold its
+        end-of-document id.
     """
     sidecar = path.with_name(path.name + ".json")
     fields = _read_sidecar(sidecar) if sidecar.exists() else {}
-    dtype = token_dtype or fields.get("dtype")
+    dtype, eod_id = fields.get("dtype"), fields.get("eod_id")
     if dtype not in _DTYPES:
         raise ValueError(
-            f"{path}: the type of its tokens is {dtype or 'not known'}; pass token_dtype='uint16' or 'uint32', or "
-            f'write {{"dtype": "uint16"}} to {sidecar.name} beside it'
+            f"{path}: the dtype of its tokens is {dtype or 'not known'}; write "
+            f'{{"dtype": "uint16", "eod_id": ID}} (or uint32) to {sidecar.name} next to it'
         )
     most = np.iinfo(_DTYPES[dtype]).max
     if eod_id is not None and not 0 <= eod_id <= most:
-        raise ValueError(f"{path}: eod_id={eod_id} must be an id of its tokens, from 0 to {most:,}")
-    return TokenFormat(_DTYPES[dtype], eod_id if eod_id is not None else fields.get("eod_id"), fields.get("vocab_size"))
+        raise ValueError(f"{sidecar}: eod_id={eod_id} must be an id of its tokens, from 0 to {most:,}")
+    return TokenFormat(_DTYPES[dtype], eod_id, fields.get("vocab_size"))
 
 
 def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -63,7 +63,7 @@ def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple
     if num_bytes % itemsize:
         raise ValueError(
             f"{path}: {num_bytes} bytes are not a multiple of the {itemsize} bytes of one token; the file was cut "
-            "short, or token_dtype= is wrong"
+            "short, or the dtype in its sidecar is wrong"
         )
     num_inputs, piece = num_bytes // itemsize - 1, limit // itemsize
     if num_inputs < 1:

@@ -32,10 +32,7 @@ class DataConfig:
       seq_len: tokens per example, T.
       tokenizer: "byte", or the path of a `tokenizer.json`. Token files (`*.bin`) ignore it.
       eod_token: end-of-document token of the tokenizer.json; default: see `load_tokenizer`.
-      extensions: keep only these files of a directory or glob.
       text_field: field of a JSONL object that holds the text; None: what a record is, is found by looking (`FORMS`).
-      token_dtype: "uint16" or "uint32" for token files without a sidecar.
-      eod_id: end-of-document id in token files without a sidecar.
       max_document_bytes: files longer than this are cut into pieces.
       eval_fraction: share of the documents held out; 0 holds out none.
       split_seed: chooses which; apart from `seed`, so that runs with other seeds share the held-out text.
@@ -52,10 +49,7 @@ class DataConfig:
     seq_len: int = 1024
     tokenizer: str = "byte"
     eod_token: str | None = None
-    extensions: tuple[str, ...] = ()
     text_field: str | None = None
-    token_dtype: str | None = None
-    eod_id: int | None = None
     max_document_bytes: int = 65536
     eval_fraction: float = 0.05
     split_seed: int = 0
@@ -130,12 +124,9 @@ class TokenData:
           ValueError: naming the option.
         """
         conversations = "conversations", self.has_conversations
-        token_files = "token files (*.bin)", self.tokenizer is None
         uses = {
             "chat_template": conversations,
             "answers": conversations,
-            "token_dtype": token_files,
-            "eod_id": token_files,
             "eod_token": ("text", self.tokenizer is not None),
             "text_field": ("JSONL", self.has_records),
         }
@@ -225,8 +216,7 @@ def _weight(text: str, data: str) -> float:
 
 
 def _open_corpus(source: str, config: DataConfig) -> Corpus:
-    names = ("extensions", "text_field", "max_document_bytes", "token_dtype", "eod_id")
-    return open_corpus(source, **{name: getattr(config, name) for name in names})
+    return open_corpus(source, text_field=config.text_field, max_document_bytes=config.max_document_bytes)
 
 
 def _open_encoding(

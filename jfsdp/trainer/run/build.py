@@ -158,7 +158,6 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
         log_every=config.log_every,
         eval_every=config.eval_every,
         snapshot_every=config.snapshot_every,
-        compare_replicas=config.compare_replicas,
         profile=parse_profile(config.profile),
         skips_nonfinite=config.skip_nonfinite or is_scaled,
     )

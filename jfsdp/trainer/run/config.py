@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Count, Dtype, Location, Name, Number, Real, StepOptions, optional
+from jfsdp.trainer.options import Count, Location, Name, Number, Real, StepOptions, optional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +35,8 @@ class TrainConfig(StepOptions):
     """Which of the assistant's messages in a conversation are trained."""
     eod_token: Name = option(None, "data", "refused", python="your loader")
     """The token of a tokenizer.json that ends a document. none: a known one, or eos_token of its configuration."""
-    extensions: Annotated[tuple[str, ...], tyro.conf.arg(metavar=".EXT ...")] = option(
-        (), "data", "refused", python="your loader"
-    )
-    """Keep only these files of a directory or glob: --extensions .py .md"""
-    token_dtype: Dtype = option(None, "data", "refused", python="your loader")
-    """uint16 or uint32, for token files without a sidecar FILE.bin.json."""
-    eod_id: Number = option(None, "data", "refused", python="your loader")
-    """The id between documents, for token files without a sidecar."""
     eval_fraction: Real = option(0.05, "data", "refused", python="your loader")
     """The part of the documents that is held out."""
-    shuffle_rows: Count = option(1024, "data", "refused", python="your loader")
-    """Rows that are shuffled among themselves. 0: keep the rows of a document together."""
 
     global_batch: Number = option(None, "gradient accumulation", "refused", least=1, python="arithmetic of your own")
     """Rows per step of all devices together, whatever their number. --batch-per-device over --accumulate are then the
@@ -83,9 +73,6 @@ class TrainConfig(StepOptions):
     """With --preference: the frozen weights that the model is compared with, of a model like it. none: those that the
     run begins with."""
 
-    allow_nonfinite: bool = option(False, "model", "free", python="`load_pretrained(allow_nonfinite=)`")
-    """Start also from weights with NaN or infinite values."""
-
     run_dir: Location = option(None, "most used", "free", python="`ckpt(directory)`")
     """Where everything is written. none: a new runs/NAME-DATE-TIME; with --resume the newest of these."""
     resume: Annotated[str | None, optional(str, "auto|STEP")] = option(
@@ -94,10 +81,8 @@ class TrainConfig(StepOptions):
     """auto: go on from the newest checkpoint, or begin if there is none. STEP: go on from that step.
     --resume alone is --resume auto. The schedule, clipping, and what is saved and kept stay as the run had them, unless
     given anew."""
-    checkpoint_every: Count = option(200, "checkpoint", "kept", python="`ckpt(every_steps=)`")
+    checkpoint_every: Count = option(200, "checkpoint", "kept", least=0, python="`ckpt(every_steps=)`")
     """Steps between checkpoints. 0: only the last step, which is always saved."""
-    checkpoint_minutes: Real = option(0.0, "checkpoint", "kept", python="`ckpt(every_minutes=)`")
-    """Minutes between checkpoints, besides; several processes look every --log-every steps. 0: never."""
     keep: Count = option(3, "checkpoint", "kept", least=0, python="`ckpt(keep=)`, where None keeps all")
     """Keep the newest N checkpoints. 0: all."""
     keep_every: Number = option(None, "checkpoint", "kept", least=1, python="`ckpt(keep_every=)`")
@@ -112,8 +97,6 @@ class TrainConfig(StepOptions):
     """If the checkpoint to resume from is damaged, take the newest whole one before it."""
     snapshot_every: Count = option(0, "checkpoint", "free", python="`Snapshots`")
     """Steps between snapshots in the memory of the hosts, for a restart on the same hosts. 0: none."""
-    compare_replicas: Count = option(0, "XLA and debugging", "free", python="`compare_replicas`")
-    """Steps between comparisons of what several devices hold, by digests. 0: never."""
     eval_every: Count = option(0, "evaluation and logging", "free", python="`model.forward`")
     """Steps between evaluations. 0: only after the last step."""
     eval_batches: Count = option(32, "evaluation and logging", "free", least=0, python="your loop")
@@ -124,8 +107,6 @@ class TrainConfig(StepOptions):
     """Length of the text that a token model generates at the end, up to --seq-len. 0: none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = option("", "evaluation and logging", "free")
     """How that text begins."""
-    temperature: Real = option(0.8, "evaluation and logging", "free", least=0)
-    """How random that text is. 0: always the likeliest token."""
     tracker: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(
         None, "evaluation and logging", "free", python="your loop"
     )
@@ -137,19 +118,8 @@ class TrainConfig(StepOptions):
 
     simulate_devices: Count = option(0, "process and device", "rounding", python="`XLA_FLAGS`")
     """Make the CPU look like N devices. 0: the real ones."""
-    deterministic: bool = option(False, "XLA and debugging", "rounding", python="`XLA_FLAGS`")
-    """GPU kernels that give the same bits every time, and are slower."""
     cache_dir: Location = option(None, "XLA and debugging", "free", python="`jax_compilation_cache_dir`")
     """Where compiled programs are kept, but those for several CPU devices. none: ~/.cache/jfsdp."""
-    coordinator: Annotated[str | None, optional(str, "HOST:PORT|auto")] = option(
-        None, "process and device", "free", python="`jfsdp.launch.initialize`"
-    )
-    """HOST:PORT of process 0. none: as JAX_COORDINATOR_ADDRESS, torchrun, `jfsdp launch`, Kubernetes, Open MPI or Slurm
-    say in the environment, else one process. auto: the same, and they must say something."""
-    num_processes: Number = option(None, "process and device", "free", python="the same")
-    """How many processes; needed with HOST:PORT."""
-    process_id: Number = option(None, "process and device", "free", python="the same")
-    """Which of them this is, from 0; needed with HOST:PORT."""
     timeout: Real = option(
         600.0, "process and device", "free", least=0, python="`jfsdp.launch.watch.Watch(seconds, place)`"
     )

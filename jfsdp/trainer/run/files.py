@@ -20,7 +20,7 @@ from jfsdp.checkpoint.foreign.pretrained import (
     stated_config,
 )
 from jfsdp.checkpoint.manager import Checkpointer
-from jfsdp.checkpoint.policy import Keep, Period, parse_best
+from jfsdp.checkpoint.policy import Keep, parse_best
 from jfsdp.train.state import TrainState
 from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
@@ -39,13 +39,11 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
     """
     best = None if config.keep_best is None else parse_best(config.keep_best)
     keep = Keep(config.keep or None, config.keep_every, best)
-    Period(config.checkpoint_every, config.checkpoint_minutes)
     return {
         "keep": keep.last,
         "keep_every": keep.every,
         "keep_best": best,
         "every_steps": config.checkpoint_every,
-        "every_minutes": config.checkpoint_minutes,
     }
 
 
@@ -116,8 +114,7 @@ def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainSta
     how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
     path = weights_path(config)
     assert path is not None
-    how |= {"allow_nonfinite": config.allow_nonfinite, "adapter": config.init_adapter}
-    return load_pretrained(path, model, tx, job.pretrained, **how)
+    return load_pretrained(path, model, tx, job.pretrained, **how, adapter=config.init_adapter)
 
 
 def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import jax
 
 from jfsdp.launch.hosts import check_alike
 from jfsdp.launch.watch import PATIENT, Watch
-from jfsdp.train.replicas import compare_replicas
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
@@ -33,7 +32,7 @@ class LoopConfig:
 
     Attributes:
       steps: the total of the run, whatever was done before a resume.
-      log_every, eval_every, snapshot_every, compare_replicas: periods in steps.
+      log_every, eval_every, snapshot_every: periods in steps.
       profile: first and last step of a trace; None takes none.
       skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
     """
@@ -42,14 +41,13 @@ class LoopConfig:
     log_every: int = 10
     eval_every: int = 0
     snapshot_every: int = 0
-    compare_replicas: int = 0
     profile: tuple[int, int] | None = None
     skips_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps={self.steps} must be at least 1")
-        for field in ("log_every", "eval_every", "snapshot_every", "compare_replicas"):
+        for field in ("log_every", "eval_every", "snapshot_every"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
@@ -63,7 +61,7 @@ class LoopConfig:
 class Saver(Protocol):
     """What the loop asks of a `Checkpointer`."""
 
-    def is_due(self, step: int, *, may_gather: bool) -> bool: ...
+    def is_due(self, step: int) -> bool: ...
 
     def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
 
@@ -165,7 +163,7 @@ class Loop:
                     self.display.advance(step)
                     may_gather = self._is_due(self.config.log_every or 1, step)
                     is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
-                    is_save = is_last or self.checkpoints.is_due(step, may_gather=may_gather)
+                    is_save = is_last or self.checkpoints.is_due(step)
                 self._after_step(state, metrics, step, is_last, is_save)
                 if is_last:
                     break
@@ -218,16 +216,11 @@ class Loop:
                 self._log(state, metrics, step, is_eval)
             self._check_finite(metrics, step)
         is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
-        is_compared = self._is_due(config.compare_replicas, step)
-        if not (is_save or is_snapshot or is_compared):
+        if not (is_save or is_snapshot):
             return
         metrics["loss"].block_until_ready()
         with self.throughput.paused(), self.goodput.spent_on("save"):
-            if is_compared:
-                with self.watch.at(f"comparing the replicas of step {step}"):
-                    compare_replicas(state, f"after step {step}")
-            if is_save or is_snapshot:
-                self._check_finite(metrics, step)
+            self._check_finite(metrics, step)
             if is_save:
                 self._save(state, step)
             if is_snapshot:

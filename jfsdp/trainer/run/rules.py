@@ -9,6 +9,7 @@ from typing import Any
 
 from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.spelling import REMOVED
 
 RULES = {
     "said, kept": "goes on, and says so",
@@ -33,7 +34,7 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
     What is computed of several (rows per step, the schedule, the fields of the model) `build` adds, and a source what
     its data are.
     """
-    dtypes = ("param_dtype", "reduce_dtype", "output_dtype", "opt_state_dtype", "frozen_dtype")
+    dtypes = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype")
     plain = ("accumulate", "ema", "seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
     return {
         "model": config.model or config.factory,
@@ -56,7 +57,8 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str,
 
 def describe(differing: Mapping[str, Sequence[Any]]) -> str:
     """Say differences in words."""
-    return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items())
+    removed = {name: f" (this option was removed; use {REMOVED[name][1]})" for name in differing if name in REMOVED}
+    return "; ".join(f"{name} was {was!r}, is {now!r}{removed.get(name, '')}" for name, (was, now) in differing.items())
 
 
 def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -66,7 +68,8 @@ def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
       stored: the `config.json` of the run, or empty.
       decides: what the losses depend on now.
     """
-    found, said = differences(stored.get("decides", {}), decides), options_of("said, kept", "said")
+    theirs = {name: x for name, x in stored.get("decides", {}).items() if name not in REMOVED or x != REMOVED[name][0]}
+    found, said = differences(theirs, decides), options_of("said, kept", "said")
     return {name: pair for name, pair in found.items() if name not in said}
 
 

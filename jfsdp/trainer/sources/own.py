@@ -15,8 +15,8 @@ from jfsdp.trainer.data.iterator import Batch, DataIterator, prefetch, read_in_c
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 
-_TEXT = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "cross_documents", "prompt")
-_TEXT += ("chat_template", "answers", "eod_token", "eval_fraction", "shuffle_rows")
+_TEXT = ("data", "tokenizer", "text_field", "cross_documents", "prompt")
+_TEXT += ("chat_template", "answers", "eod_token", "eval_fraction")
 
 
 @dataclasses.dataclass(frozen=True)

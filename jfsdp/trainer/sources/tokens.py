@@ -27,8 +27,8 @@ class TokenSource:
     form, counted, num_rows = "tokens", "token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
-        names = ("data", "tokenizer", "text_field", "extensions", "token_dtype", "eod_id", "eval_fraction")
-        names += ("chat_template", "answers", "eod_token", "cross_documents", "shuffle_rows", "seed")
+        names = ("data", "tokenizer", "text_field", "eval_fraction", "chat_template", "answers", "eod_token")
+        names += ("cross_documents", "seed")
         options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
@@ -103,7 +103,7 @@ class TokenSource:
         return f"{rows} rows of {self.seq_len} tokens"
 
     def decides(self) -> dict[str, Any]:
-        names = ("eval_fraction", "cross_documents", "shuffle_rows")
+        names = ("eval_fraction", "cross_documents")
         data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
         return data | {name: getattr(self.config, name) for name in names}
 
@@ -122,7 +122,7 @@ class TokenSource:
         if self.data.tokenizer is None:
             raise ValueError("token files come without a tokenizer")
         config = self.config
-        options = {name: getattr(config, name) for name in ("prompt", "temperature", "seed")}
+        options = {name: getattr(config, name) for name in ("prompt", "seed")}
         return sample_texts(
             model, state, self.data.tokenizer, num_tokens=config.sample_tokens, max_len=self.seq_len, **options
         )

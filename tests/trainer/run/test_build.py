@@ -234,7 +234,6 @@ def test_a_run_that_goes_on_needs_its_first_weights_only_where_checkpoints_leave
         ({"opt_state_dtype": "bfloat16"}, "opt_state_dtype", "bfloat16"),
         ({"ema": 0.9}, "ema", 0.9),
         ({"param_dtype": "none"}, "param_dtype", None),
-        ({"output_dtype": "float32"}, "output_dtype", "float32"),
     ],
 )
 def test_what_changes_losses_is_written_down(changes, name, value):

@@ -30,7 +30,7 @@ class Records:
     def write(self, record):
         self.lines.append(record)
 
-    def is_due(self, step, *, may_gather):
+    def is_due(self, step):
         return bool(self.checkpoint_every) and step % self.checkpoint_every == 0
 
     def save(self, step, state, extra, *, config, metrics):

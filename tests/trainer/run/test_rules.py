@@ -20,7 +20,6 @@ DECIDE = {
     "seed": 1,
     "param_dtype": "float32",
     "reduce_dtype": "float32",
-    "output_dtype": "float32",
     "opt_state_dtype": "bfloat16",
     "ema": 0.9,
     "rate_scale": ("embed=2",),
@@ -97,8 +96,8 @@ def test_another_value_of_what_rounds_is_said_and_decides_nothing(name):
 def test_the_rest_of_the_rules_is_of_the_same_options():
     """Those of the tables above that decide alone are all that do; the rest of "refused" are data, names, pairs."""
     rest = set(rules.options_of("refused")) - DECIDE.keys()
-    rest -= {"data", "tokenizer", "text_field", "chat_template", "answers", "extensions", "token_dtype", "eod_id"}
-    rest -= {"eod_token", "eval_fraction", "shuffle_rows", "cross_documents", "model", "factory"}
+    rest -= {"data", "tokenizer", "text_field", "chat_template", "answers"}
+    rest -= {"eod_token", "eval_fraction", "cross_documents", "model", "factory"}
     assert rest == {"preference", "beta", "reference"}
     assert CHANGE.keys() == set(rules.options_of("said, kept", "said"))
 
@@ -115,6 +114,12 @@ def test_one_meaning_has_one_spelling():
     spelled = dataclasses.replace(CONFIG, frozen=("b,a",), param_dtype="none", reduce_dtype="none")
     other = dataclasses.replace(CONFIG, frozen=("a", "b", "a"), param_dtype=None)
     assert rules.what_decides(spelled) == rules.what_decides(other)
+
+
+def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):
+    assert not rules.refused({"decides": whole | {"output_dtype": None, "shuffle_rows": 1024}}, whole)
+    found = rules.refused({"decides": whole | {"output_dtype": "float32"}}, whole)
+    assert "output_dtype was 'float32'" in rules.describe(found) and "a loss that casts" in rules.describe(found)
 
 
 def test_of_a_run_of_which_nothing_is_known_nothing_differs():
