@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from jfsdp.arguments import Amount, Share, checked
+from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.table import Layout
 
 
 @checked
 def assert_collectives(
-    compiled: Any, layout: Layout, *, tolerance: Amount = 0.01, min_overlap: Share | None = None, **step: Any
+    compiled: Any,
+    layout: Layout,
+    *,
+    tolerance: Amount = 0.01,
+    min_overlap: Share | None = None,
+    spec: StepSpec | None = None,
 ) -> None:
     """Assert that a compiled training step moves what its layout says, and no more.
 
@@ -19,7 +25,7 @@ def assert_collectives(
       tolerance: by how much the bytes on the wire may exceed theory.
       min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind; a program
         without such bytes fails too.
-      step: what decides what it moves: `step.movement`, and `calls` of units. Left out: one microbatch, program manual.
+      spec: of the step, `step.spec`; None: one microbatch of program "manual".
 
     Raises:
       AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.wire.traps`.
@@ -27,6 +33,6 @@ def assert_collectives(
     """
     from jfsdp.plan.wire.audit import audit
 
-    report = audit(compiled, layout, tolerance=tolerance, min_overlap=min_overlap, **step)
+    report = audit(compiled, layout, tolerance=tolerance, min_overlap=min_overlap, spec=spec)
     if not report.is_ok:
         raise AssertionError(str(report))

@@ -1,8 +1,11 @@
-"""Models all of whose steps run as one program, for tests that are about both."""
+"""Models all of whose steps run as one program, for tests that are about both; and specs of steps without a model."""
 
 import functools
 from typing import Any
 
+from jfsdp.engine.movements import deferred_axes
+from jfsdp.engine.spec import MANUAL, StepSpec
+from jfsdp.train.step.config import StepConfig
 from tests import sharding
 
 
@@ -12,3 +15,15 @@ def fully_shard(model: Any, *, program: str | None = None, prefetch: Any = None,
     for name in ("train_step", "grads"):
         setattr(sharded, name, functools.partial(getattr(sharded, name), program=program, prefetch=prefetch))
     return sharded
+
+
+def spec_of(layout: Any, *, calls: Any = None, program: str = MANUAL, **options: Any) -> StepSpec:
+    """Return the spec that a step of these options has on a layout, without a model: `accumulate`, `sync`, ..."""
+    config, repeats = StepConfig(**options), any(num > 1 for num in (calls or {}).values())
+    later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout), repeats=repeats)
+    return StepSpec(
+        program=program,
+        accumulate=config.accumulate,
+        deferred=later if program == MANUAL else (),
+        held=config.held_units(layout),
+    )

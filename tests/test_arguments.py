@@ -210,12 +210,6 @@ REFUSED = {
     "Cluster: gpu='h100' must be a Gpu": lambda: jfsdp.plan.Cluster("h100"),  # type: ignore[arg-type]
     "Work: items=0 must be a whole number, at least 1": lambda: jfsdp.plan.Work(0, 1, "token", None, "float32"),
     "audit: tolerance=-1 must be a number, at least 0": lambda: jfsdp.audit("", MODEL.layout, tolerance=-1),
-    "program='xl' must be 'xla' or 'manual'": lambda: jfsdp.testing.assert_collectives(
-        NOTHING, MODEL.layout, program="xl"
-    ),
-    "find_moves: got an unexpected keyword argument 'acumulate' (did you mean accumulate=?)": lambda: jfsdp.audit(
-        NOTHING, MODEL.layout, acumulate=2
-    ),
     "configure_xla: simulate_devices='8' must be": lambda: runtime.configure_xla(simulate_devices="8"),  # type: ignore
 }
 

@@ -97,6 +97,5 @@ def test_an_operation_with_an_unknown_body_is_not_taken_for_harmless():
     tx, batch = jfsdp.track_ema(0.5), {"x": np.ones((16, 4), np.float32)}
     mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
     model = fully_shard(make, mesh=mesh, min_size=0, shard_dim=lambda path, shape: len(shape) - 1)
-    state = model.abstract_state(tx)
-    assert model.train_step(loss, tx, program="xla").decide(state, batch)
-    refuses(lambda: model.train_step(loss, tx).decide(state, batch), "the model calls mystery", "program='xla'")
+    assert model.train_step(loss, tx, program="xla").resolve(batch)
+    refuses(lambda: model.train_step(loss, tx).resolve(batch), "the model calls mystery", "program='xla'")

@@ -47,7 +47,7 @@ ALLOWED = {
     "trainer": ("arguments", "compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
     "plan": ("arguments", "compat", "layout", "engine", "train", "launch.hosts", *PLANNED, "extras"),
     "launch": ("arguments", "compat", "extras"),
-    "testing": ("arguments", "layout", "plan"),
+    "testing": ("arguments", "engine", "layout", "plan"),
     "extras": (),
     "cli": ("",),  # everything
 }

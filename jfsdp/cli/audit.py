@@ -44,20 +44,20 @@ class AuditProgram(StepOptions):
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
         state = planned.model.abstract_state(planned.tx)
-        reason = as_options(planned.step.decide(state, planned.batch))
-        if planned.model.layout.num_shards(MODEL_AXES) > 1:
-            planned.step.trace(state, planned.batch)
+        spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(MODEL_AXES) > 1
+        reason = as_options(spec.reason)
         report = audit(
             module,
             planned.model.layout,
             tolerance=self.tolerance,
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
-            **planned.step.movement,
+            spec=spec,
+            trace=planned.step.read_trace(state, planned.batch) if has_axes else None,
         )
-        program = {"program": planned.step.program, "reason": reason}
+        program = {"program": spec.program, "reason": reason}
         if self.json:
             print(json.dumps(program | report.to_dict(), indent=2))
         else:
-            make_console().print(f"by these options the program is {planned.step.program}: {reason}\n{report}")
+            make_console().print(f"by these options the program is {spec.program}: {reason}\n{report}")
         return 0 if report.is_ok else BROKEN

@@ -64,9 +64,9 @@ class Explain(ShardingOptions):
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            reason = step.decide(state, make_batch(job, rows, job.seq_len))  # refuses what training would refuse
+            spec = step.resolve(make_batch(job, rows, job.seq_len))  # refuses what training would refuse
         told = [str(warning.message) for warning in found]
-        return state, {"program": step.program, "reason": as_options(reason), "warnings": told}
+        return state, {"program": spec.program, "reason": as_options(spec.reason), "warnings": told}
 
 
 def _print(state: TrainState, program: dict[str, Any]) -> None:

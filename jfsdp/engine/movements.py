@@ -16,67 +16,16 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 
+from jfsdp.engine.pipeline.schedule import Passes, StageCalls
+from jfsdp.engine.spec import XLA, StepSpec
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.table import Layout
 
-XLA, MANUAL = "xla", "manual"
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 # When a leaf moves: before the first microbatch; around each call of its unit; after the last one; in the update.
 STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
-
-
-@dataclasses.dataclass(frozen=True)
-class StageCalls:
-    """What the calls of units in a stage decide; see [Note: the ends of a stage] in pipeline/stage.py.
-
-    Attributes:
-      stay: whether the ends of the stage stay gathered.
-      first, last: the units called first and last, whose gathered weights stay; the second from forward to backward.
-      left: the unit of whose gradient one waits for the next tick.
-      silent: the units without a backward.
-    """
-
-    stay: bool
-    first: str
-    last: str
-    left: str
-    silent: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """How often the stages of a pipeline go through their layers in a step.
-
-    Attributes:
-      forward, backward: the ticks in which they do, each through one part of their layers.
-      repeats: into how many parts these fall.
-      turns: whether gathers run ahead, so that the ends of a stage may stay gathered.
-      calls: of a stage, once they are traced; None: each unit is called once, in the order of the layout.
-    """
-
-    forward: int
-    backward: int
-    repeats: int = 1
-    turns: bool = True
-    calls: StageCalls | None = None
-
-    def times(self, unit: str, layers: int, calls: StageCalls) -> dict[str, Fraction]:
-        """Return how often a leaf of a unit of a stage moves in a step: gathered forward and backward, and summed.
-
-        Args:
-          layers: of a stage.
-        """
-        is_first, is_last, is_left = (calls.stay and unit == end for end in (calls.first, calls.last, calls.left))
-        own, is_silent = Fraction(layers, self.repeats), unit in calls.silent
-        again = is_last and not (is_first and layers == 1)
-        gathered = {
-            FORWARD: self.forward * (own - is_first) + is_first,
-            BACKWARD: self.backward * max(own - is_first - is_last, 0) + again,
-            CALL: self.backward * own + is_left,  # the first backward finds zeros left
-        }
-        return {when: Fraction(num * (when == FORWARD or not is_silent), layers) for when, num in gathered.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,46 +79,36 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     return 2 * full_bytes * share if kind == REDUCE else float(full_bytes) * (group_size > 1)
 
 
-def movements(
-    layout: Layout,
-    *,
-    program: str = MANUAL,
-    accumulate: int = 1,
-    once: bool = False,
-    held: Collection[str] = (),
-    calls: Mapping[str, int] | None = None,
-    passes: Passes | None = None,
-) -> tuple[Move, ...]:
+def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = None) -> tuple[Move, ...]:
     """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
 
     What is not in the stages of a pipeline is gathered once per step, and its gradient summed once.
 
     Args:
-      program: XLA or MANUAL.
-      accumulate: the number of microbatches.
-      once: whether they share one reduction, where the program can.
-      held: units that are gathered before the first microbatch and kept to the last.
       calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
-      passes: of a pipeline; None: those of `1f1b` with gathers ahead.
+
+    Raises:
+      ValueError: for a unit in `calls` that the layout does not have.
     """
-    by_device = program == MANUAL  # `xla` sees the rows of all devices: no axis can wait, and no group is summed first
-    repeats = any(num > 1 for num in (calls or {}).values())
-    deferred = deferred_axes(layout, accumulate=accumulate, once=once, repeats=repeats) if by_device else ()
-    running, found = layout.gathered(held).gathered(layout.kept_in_pipeline, "kept"), []
-    staged = _times_of_stages(running, passes or default_passes(layout, accumulate))
+    names = [unit.name for unit in layout.units]
+    if unknown := [name for name in calls or {} if name not in names]:
+        raise ValueError(f"calls: unit {unknown[0]!r} is unknown; the units are {', '.join(map(repr, names))}")
+    in_one = spec.program == XLA  # it sees the rows of all devices: no axis can wait, and no group is summed first
+    running, found = layout.gathered(spec.held).gathered(layout.kept_in_pipeline, "kept"), []
+    staged = _times_of_stages(running, spec.passes or default_passes(layout, spec.accumulate))
     for leaf in layout.stored:
-        now, times = running.by_path[leaf.path], accumulate * (calls or {}).get(leaf.unit, 1)
+        now, times = running.by_path[leaf.path], spec.accumulate * (calls or {}).get(leaf.unit, 1)
         if layout.num_stages > 1:
             times = 1
-        if leaf.unit in held:
+        if leaf.unit in spec.held:
             found += _gather(layout, leaf, leaf.source, STEP)
         elif leaf.unit in layout.kept_in_pipeline:
             found += _keep(layout, leaf)
-        for move in of_leaf(running, now, deferred, in_one=not by_device):
+        for move in of_leaf(running, now, spec.deferred, in_one=in_one):
             often = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
             found.append(move if move.when == LAST else dataclasses.replace(move, times=often))
         found += _updates(layout, leaf) if leaf.trainable else ()
-    return tuple(found)
+    return tuple(move for move in found if move.wire_bytes)
 
 
 def default_passes(layout: Layout, accumulate: int) -> Passes:
@@ -187,7 +126,24 @@ def _times_of_stages(layout: Layout, passes: Passes) -> dict[str, dict[str, Frac
     calls = passes.calls
     if calls is None and units:
         calls = StageCalls(passes.turns and units[0] in moving, units[0], units[-1], units[0])
-    return {unit: passes.times(unit, layers[unit], calls) for unit in units if calls}
+    return {unit: _times(passes, unit, layers[unit], calls) for unit in units if calls}
+
+
+def _times(passes: Passes, unit: str, layers: int, calls: StageCalls) -> dict[str, Fraction]:
+    """Return how often a leaf of a unit of a stage moves in a step: gathered forward and backward, and summed.
+
+    Args:
+      layers: of a stage.
+    """
+    is_first, is_last, is_left = (calls.stay and unit == end for end in (calls.first, calls.last, calls.left))
+    own, is_silent = Fraction(layers, passes.repeats), unit in calls.silent
+    again = is_last and not (is_first and layers == 1)
+    gathered = {
+        FORWARD: passes.forward * (own - is_first) + is_first,
+        BACKWARD: passes.backward * max(own - is_first - is_last, 0) + again,
+        CALL: passes.backward * own + is_left,  # the first backward finds zeros left
+    }
+    return {when: Fraction(num * (when == FORWARD or not is_silent), layers) for when, num in gathered.items()}
 
 
 def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:

@@ -261,7 +261,8 @@ def make_plan(
     on_progress("lowering")
     with without_cache():
         with _explaining_eager_computation():
-            lowered = step.lower(state, batch)
+            traced = step.trace(state, batch)
+            lowered = traced.lower()
         on_progress("compiling")
         compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
@@ -283,20 +284,25 @@ def make_plan(
             vocab_size=vocab_size,
         ),
         ledger=make_ledger(
-            step.layout, collectives, gpus_per_node=cluster.devices_per_domain, calls=calls, **step.movement
+            step.layout,
+            collectives,
+            step.spec,
+            calls=calls,
+            gpus_per_node=cluster.devices_per_domain,
+            trace=step.read_trace(state, batch, traced),
         ),
         timeline=timeline,
         reserve_bytes=reserve_bytes,
-        program=step.program or "",
-        reason=step.reason,
-        prefetch=step.prefetch,
+        program=step.spec.program,
+        reason=step.spec.reason,
+        prefetch=step.spec.prefetch,
         pipeline=_pipeline(step, module, timeline),
     )
 
 
 def _pipeline(step: TrainStep, module: Module, timeline: Timeline) -> Pipeline | None:
-    if step.schedule is None:
+    if step.spec.schedule is None:
         return None
     name = step.config.pipe_schedule if isinstance(step.config.pipe_schedule, str) else "own"
     of = (step.config.pipe_repeats, step.config.accumulate)
-    return Pipeline(name, step.schedule, *of, tick_seconds(module, timeline), timeline.step_s)
+    return Pipeline(name, step.spec.schedule, *of, tick_seconds(module, timeline), timeline.step_s)

@@ -133,7 +133,7 @@ def test_each_device_draws_from_its_own_key_and_nothing_else_differs(api, settin
     for batch in batches:
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
-    assert step.program == "manual"
+    assert step.spec.program == "manual"
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     error, where = reference.worst_leaf(whole(state), reference.named(params), 1e-3)
     assert error < 1e-4, where

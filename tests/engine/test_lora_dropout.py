@@ -135,9 +135,9 @@ def check(name, mesh, *, accumulate=1, dora=False, **options: Any):
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    devices = sharded.layout.num_shards(sharded.layout.data_axes) if step.program == "manual" else 0
+    devices = sharded.layout.num_shards(sharded.layout.data_axes) if step.spec.program == "manual" else 0
     if mesh["fsdp"] > 1:
-        assert step.program == options["program"]
+        assert step.spec.program == options["program"]
     model = Written(SOURCES[name][2], dora=dora)
     wanted, right = train_alone(model, params, key, count, batches, devices=devices, accumulate=accumulate)
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
@@ -272,8 +272,8 @@ def test_masks_by_device_are_a_reason_that_the_step_tells():
     for rate in (0.0, RATE):
         model = shard("stacked", {"replica": 2, "fsdp": 4}, lora=lora(dropout=rate))
         step = model.train_step(token_loss, TX)
-        reasons.append(step.decide(model.abstract_state(TX), make_batches(1)[0]))
-        assert step.program == "manual"
+        reasons.append(step.resolve(make_batches(1)[0]).reason)
+        assert step.spec.program == "manual"
     assert "masks" not in reasons[0] and "masks" in reasons[1]
 
 

@@ -277,7 +277,7 @@ def test_a_mean_trains_as_the_sum_with_its_weight(strategy, mesh, program):
         state, step = sharded.init(TX), sharded.train_step(loss, TX, check_loss=False, **how)
         for batch in make_batches(2):
             state, metrics = step(state, batch)
-        assert step.program == how.get("program", "xla")
+        assert step.spec.program == how.get("program", "xla")
         return {name: np.asarray(x) for name, x in state.params.items()}, metrics
 
     with warnings.catch_warnings():

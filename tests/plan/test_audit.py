@@ -16,6 +16,7 @@ from jfsdp.plan.wire.audit import audit, read_module
 from jfsdp.testing import assert_collectives
 from jfsdp.train.step import step as step_module
 from tests.plan import programs
+from tests.steps import spec_of
 from tests.thin import thin
 from tests.ways import WAYS
 
@@ -65,7 +66,7 @@ def test_a_step_as_it_should_be_passes():
 )
 def test_other_strategies_and_forms_pass(options):
     text, layout = programs.program(**options)
-    assert str(audit(text, layout, accumulate=options.get("accumulate", 1))).endswith(": ok")
+    assert str(audit(text, layout, spec=spec_of(layout, accumulate=options.get("accumulate", 1)))).endswith(": ok")
 
 
 @pytest.mark.proof
@@ -251,7 +252,7 @@ def test_a_program_without_named_arguments_says_what_was_not_looked_for():
 
 def test_fewer_bytes_than_theory_are_a_note_and_no_finding():
     text, layout = clean()
-    report = audit(text, layout, accumulate=2)
+    report = audit(text, layout, spec=spec_of(layout, accumulate=2))
     assert report.is_ok
     assert "fewer bytes than theory" in report.notes[0]
 

@@ -16,15 +16,17 @@ from jfsdp.plan.wire.ledger import make_ledger
 from jfsdp.plan.wire.theory import expected_wire
 from tests.plan import programs
 from tests.sharding import fully_shard
+from tests.steps import spec_of
 from tests.thin import thin
 
 GROUPS = (("replica", 2), ("fsdp", 4))
 NORMS = 5e-4  # the share of the norms' scales: XLA sums their gradients in float32
 
 
-def ledger_of(layout, text, **step):
+def ledger_of(layout, text, gpus_per_node=None, **step):
     num_devices = math.prod(size for _, size in layout.mesh_sizes)
-    return make_ledger(layout, find_collectives(parse_module(text), num_devices), **step)
+    collectives = find_collectives(parse_module(text), num_devices)
+    return make_ledger(layout, collectives, spec_of(layout, **step), gpus_per_node=gpus_per_node)
 
 
 CASES = {
@@ -46,7 +48,7 @@ def test_what_xla_compiles_is_what_theory_says(name):
     assert found.unknown == ()
     assert found.unknown_bytes == 0
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
-    expected = sum(row.wire_bytes for row in expected_wire(layout, **step) if row.what != "scalars")
+    expected = sum(row.wire_bytes for row in expected_wire(layout, spec_of(layout, **step)) if row.what != "scalars")
     assert found.wire_bytes_theory == pytest.approx(expected, rel=1e-4)
     for unit in layout.units:
         rows = [row for row in found.rows if row.unit == unit.name]
@@ -85,7 +87,9 @@ def test_padding_is_a_row_of_its_own():
     text, layout = programs.program(hosts=3)
     found = ledger_of(layout, text)
     padding = [row for row in found.rows if row.what == "padding" and row.kind == "all-gather"]
-    wanted = [row for row in expected_wire(layout) if row.what == "padding" and row.kind == "all-gather"]
+    wanted = [
+        row for row in expected_wire(layout, spec_of(layout)) if row.what == "padding" and row.kind == "all-gather"
+    ]
     assert sum(row.measured_bytes for row in padding) == pytest.approx(sum(row.wire_bytes for row in wanted))
     assert sum(row.measured_bytes for row in padding) > 0
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)

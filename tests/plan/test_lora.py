@@ -44,7 +44,7 @@ def program(kind, *, is_fused=False, also=(), mesh=(("fsdp", 8),), config=(), **
     tx = job.optimizer(3e-4)
     step = model.train_step(job.loss, tx, max_grad_norm=1.0)
     compiled = step.lower(model.abstract_state(tx), job.batch(8, SEQ_LEN)).compile(step.compiler_options)
-    assert step.program == kind
+    assert step.spec.program == kind
     return parse_module(compiled.as_text()), model.layout
 
 

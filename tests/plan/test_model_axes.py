@@ -43,8 +43,9 @@ def program(kind, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    compiled = step.lower(model.abstract_state(tx), job.batch(fsdp, seq_len)).compile(step.compiler_options)
-    return parse_module(compiled.as_text()), model.layout, step.traced
+    given = model.abstract_state(tx), job.batch(fsdp, seq_len)
+    compiled = step.lower(*given).compile(step.compiler_options)
+    return parse_module(compiled.as_text()), model.layout, step.read_trace(*given)
 
 
 @pytest.mark.parametrize("kind", thin(["manual", "xla"]))

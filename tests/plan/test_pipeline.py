@@ -70,7 +70,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.proof) for case in (("1f1b", 1, 0)
 @pytest.mark.parametrize(("schedule", "repeats", "prefetch"), [("1f1b", 1, 1), *SLOW])
 def test_every_axis_carries_what_the_schedule_says(schedule, repeats, prefetch):
     step, module, _ = compiled(schedule, repeats, prefetch)
-    ledger = make_ledger(step.layout, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), **step.movement)
+    ledger = make_ledger(step.layout, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), step.spec)
     sent: dict[tuple[str, str, str], float] = {}
     for row in ledger.rows:
         if row.what != "scalars":
@@ -160,7 +160,7 @@ def test_theory_knows_which_ends_of_a_stage_do_not_stay(has_small):
     found = find_collectives(
         parse_module(lowered.compile(step.compiler_options).as_text()), P * F, dict(step.layout.mesh_sizes)
     )
-    ledger = make_ledger(step.layout, found, **step.movement)
+    ledger = make_ledger(step.layout, found, step.spec)
     split = [row for row in ledger.rows if row.axes == ("fsdp",) and row.kind in ("all-gather", "reduce-scatter")]
     assert {row.unit for row in split} == {"", "layers.mix", "layers.scores"}
     for row in split:
@@ -192,7 +192,7 @@ def test_the_clock_finds_passes_and_what_stages_share():
     assert sum(seconds.values()) == pytest.approx(clock.step_s, rel=0.2)
     assert 1.5 < seconds["backward"] / seconds["forward"] < 4
     assert seconds["shared"] > 0
-    pipeline = Pipeline("1f1b", step.schedule, 1, 8, seconds, clock.step_s)
+    pipeline = Pipeline("1f1b", step.spec.schedule, 1, 8, seconds, clock.step_s)
     assert 0.5 / 9 < pipeline.bubble_share < pipeline.bubble
 
 

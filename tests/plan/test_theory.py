@@ -16,7 +16,7 @@ from jfsdp.layout.table import num_parameters
 from jfsdp.plan.program.hlo import Shape
 from jfsdp.plan.wire.theory import expected_wire, hlo_dtype
 from jfsdp.trainer.job import find_job
-from tests.steps import fully_shard
+from tests.steps import fully_shard, spec_of
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
 SHARE, GROUP_SHARE = (NUM - 1) / NUM, (GROUP - 1) / GROUP
@@ -40,10 +40,14 @@ def layout(strategy="full_shard", mesh=(("fsdp", NUM),), param_dtype="bfloat16",
     ).layout
 
 
+def rows_of(layout, calls=None, **step):
+    return expected_wire(layout, spec_of(layout, calls=calls, **step), calls)
+
+
 def wire(layout, **step):
     """Bytes by (kind, devices in a group), without the allowance for scalars."""
     total = {}
-    for row in expected_wire(layout, **step):
+    for row in rows_of(layout, **step):
         if row.what != "scalars":
             key = row.kind, row.group_size
             total[key] = total.get(key, 0) + row.wire_bytes
@@ -52,7 +56,7 @@ def wire(layout, **step):
 
 def by_what(layout, **step):
     total = {}
-    for row in expected_wire(layout, **step):
+    for row in rows_of(layout, **step):
         total[row.what] = total.get(row.what, 0) + row.wire_bytes
     return total
 
@@ -209,7 +213,7 @@ def test_bytes_follow_the_formula(name):
 
 def test_reducing_once_in_float32_doubles_the_reduction_alone():
     table = layout("zero1", reduce_dtype="float32")
-    rows = expected_wire(table, accumulate=4, sync="last")
+    rows = rows_of(table, accumulate=4, sync="last")
     found = {(row.kind, row.dtype): 0.0 for row in rows if row.what != "scalars"}
     for row in rows:
         if row.what != "scalars":
@@ -228,7 +232,7 @@ def test_frozen_leaves_are_gathered_and_not_reduced():
 def test_replicated_leaves_are_all_reduced_and_named():
     table = layout(min_size=5000)
     norms = 65 * 4096
-    rows = [row for row in expected_wire(table) if row.what == "replicated"]
+    rows = [row for row in rows_of(table) if row.what == "replicated"]
     assert sum(row.wire_bytes for row in rows) == pytest.approx(2 * 2 * norms * SHARE)
     assert {path for row in rows for path in row.paths} == {
         "layers.attn_norm.scale",
@@ -243,7 +247,7 @@ def test_padding_is_a_line_of_its_own_and_the_sum_is_that_of_the_stored_shapes()
     stored = sum(math.prod(leaf.stored_shape) for leaf in table.leaves)
     assert stored > P
     found = by_what(table)
-    scattered = sum(row.wire_bytes for row in expected_wire(table) if row.kind == "reduce-scatter")
+    scattered = sum(row.wire_bytes for row in rows_of(table) if row.kind == "reduce-scatter")
     assert scattered == pytest.approx(2 * stored * 23 / 24)
     assert found["reduce"] == pytest.approx(2 * P * 23 / 24)
     assert found["padding"] == pytest.approx(
@@ -264,7 +268,7 @@ def test_a_unit_that_is_called_twice_moves_twice():
 
 def test_calls_of_an_unknown_unit_are_refused():
     with pytest.raises(ValueError, match="calls: unit 'layer' is unknown; the units are '', 'layers'"):
-        expected_wire(layout(), calls={"layer": 2})
+        rows_of(layout(), calls={"layer": 2})
 
 
 def test_reducing_once_gathers_every_microbatch_and_reduces_the_last():
@@ -284,7 +288,7 @@ def test_xla_sums_every_microbatch_over_every_axis():
 
 
 def test_one_device_sends_nothing():
-    assert expected_wire(layout(mesh=(("fsdp", 1),))) == ()
+    assert rows_of(layout(mesh=(("fsdp", 1),))) == ()
 
 
 @pytest.mark.parametrize(("param_dtype", "size"), [("bfloat16", 2), (None, 4)])

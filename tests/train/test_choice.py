@@ -1,5 +1,6 @@
 """Which of two programs a step is: what decides it, and that it is decided once."""
 
+import dataclasses
 import itertools
 import types
 import warnings
@@ -150,21 +151,19 @@ CASES = {
 def step_of(source, loss_fn, mesh, options, config):
     options = {"units": ["up", "down"], "min_size": 0} | options
     model = fully_shard(source, mesh=make_abstract_mesh(mesh), **options)
-    return model, model.train_step(loss_fn, TX, **config)
+    return model.train_step(loss_fn, TX, **config)
 
 
 def decide(*given):
-    model, step = step_of(*given)
-    step.decide(model.abstract_state(TX), BATCH)
-    return step
+    return step_of(*given).resolve(BATCH)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_follows_the_loss(name):
     *given, program, reason = CASES[name]
-    step = decide(*given)
-    assert step.program == program and reason in step.reason
-    assert (step.prefetch is None) == (program == "xla")
+    spec = decide(*given)
+    assert spec.program == program and reason in spec.reason
+    assert (spec.prefetch is None) == (program == "xla")
 
 
 # What only `manual` has: options of `fully_shard`, of the step, and what names it.
@@ -208,6 +207,28 @@ def test_a_weight_of_a_number_is_refused_with_a_scalar_instead(mesh, config):
     refuses(lambda: decide(Net, mean, mesh, {}, config), "weight", "1 for any number of rows", "return mean, aux")
 
 
+def test_a_spec_is_refused_before_it_is_resolved_and_then_stays():
+    step = step_of(Net, loss, EIGHT, {}, AGAIN)
+    refuses(lambda: step.spec, "step.resolve(batch)")
+    spec = step.resolve(BATCH)
+    assert step.spec is spec is step.resolve(BATCH)
+    assert (spec.accumulate, spec.deferred, spec.held, spec.passes) == (2, (), (), None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.program = "xla"  # type: ignore[misc]
+
+
+def test_resolving_changes_no_attribute_of_a_step():
+    step = step_of(Net, loss, EIGHT, {}, AGAIN)
+    before = dict(vars(step))
+    step.resolve(BATCH)
+    assert dict(vars(step)) == before, "what calls find out is in the cache"
+
+
+def test_a_spec_knows_the_passes_of_its_pipeline():
+    spec = decide(Layers, loss, {"pipe": 2, "fsdp": 2}, PIPED, AGAIN)
+    assert spec.passes and spec.schedule and spec.passes.forward == 3 and spec.passes.calls
+
+
 def test_a_program_is_not_chosen_by_a_batch_that_cannot_be_split():
     refuses(lambda: decide(padded, loss, EIGHT, {}, {"accumulate": 4}), "dim 0", "size 16", "cannot be split")
 
@@ -227,20 +248,20 @@ EXCESS = {
 @pytest.mark.parametrize("name", EXCESS)
 def test_what_a_scalar_costs_is_said_once(name):
     source, mesh, options, config, words = EXCESS[name]
-    model, step = step_of(source, scalar, mesh, options, config)
+    step = step_of(source, scalar, mesh, options, config)
     with pytest.warns(UserWarning, match=r"up to \d\.\d\d times .* return jfsdp.Loss") as told:
-        step.decide(model.abstract_state(TX), BATCH)
+        step.resolve(BATCH)
     assert words in str(told[0].message) and told[0].filename == __file__
-    step.decide(model.abstract_state(TX), BATCH)
+    step.resolve(BATCH)
     assert len(told) == 1
     decide(source, scalar, mesh, options, config | {"program": "xla"})  # who asks for it knows
 
 
 def test_the_excess_is_that_of_the_list_of_movements():
     """Sums in each of two microbatches: 2 all-reduces of P for the gather and scatter of zero1's one."""
-    model, step = step_of(Net, scalar, EIGHT, {"strategy": "zero1"}, AGAIN)
+    step = step_of(Net, scalar, EIGHT, {"strategy": "zero1"}, AGAIN)
     with pytest.warns(UserWarning, match="up to 1.50 times"):
-        step.decide(model.abstract_state(TX), BATCH)
+        step.resolve(BATCH)
 
 
 TRACED = {

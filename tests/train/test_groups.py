@@ -9,7 +9,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.movements import CALL, LAST, REDUCE, deferred_axes, movements
-from tests.steps import fully_shard
+from tests.steps import fully_shard, spec_of
 
 WIDTH = 64
 
@@ -62,9 +62,8 @@ def sums_between_groups(kind, strategy="full_shard", **config):
     model = fully_shard(kind, mesh=mesh, units=[Block], strategy=strategy, program="manual")
     tx = optax.adam(1e-2)
     step = model.train_step(loss_fn, tx, **config)
-    step.lower(model.abstract_state(tx), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
-    assert step.traced
-    found = [eqn for eqn in all_eqns(step.traced.jaxpr) if eqn.primitive.name in ("psum", "dot_general")]
+    traced = step.trace(model.abstract_state(tx), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    found = [eqn for eqn in all_eqns(traced.jaxpr.jaxpr) if eqn.primitive.name in ("psum", "dot_general")]
     return [eqn for eqn in found if eqn.primitive.name == "dot_general" or _is_between(eqn)]
 
 
@@ -109,8 +108,9 @@ def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end(param
 def test_the_list_of_movements_knows_units_that_are_called_again():
     layout = make_layout("full_shard", replica=2, fsdp=2)
 
-    def between(**given):
-        return {(move.when, move.times) for move in movements(layout, **given) if move.kind == REDUCE}
+    def between(calls=None, **given):
+        moves = movements(layout, spec_of(layout, calls=calls, **given), calls)
+        return {(move.when, move.times) for move in moves if move.kind == REDUCE}
 
     assert between() == {(CALL, 1)}
     (unit,) = {leaf.unit for leaf in layout.leaves if leaf.path.startswith("blocks.0")}

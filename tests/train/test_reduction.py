@@ -7,8 +7,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.config import StepConfig
+from jfsdp.train.step.resolve import check_needs
 from tests.sharding import fully_shard
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")

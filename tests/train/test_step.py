@@ -587,7 +587,7 @@ def test_an_array_of_another_library_is_read_by_numpy_or_refused_by_its_leaf(mod
     tensors = {name: torch.from_numpy(x) for name, x in make_batches(1)[0].items()}
     wanted = model.train_step(token_loss, TX)(model.init(TX), make_batches(1)[0])[1]["loss"]
     step = model.train_step(token_loss, TX)
-    step.decide(model.abstract_state(TX), tensors)
+    step.resolve(tensors)
     assert step(model.init(TX), tensors)[1]["loss"] == wanted
     wrong = {**tensors, "weights": tensors["weights"].bfloat16()}
     with pytest.raises(ValueError, match=r"batch\['weights'\]: NumPy cannot read this Tensor .*x\.float\(\) first"):

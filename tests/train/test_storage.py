@@ -19,6 +19,7 @@ import jfsdp
 from jfsdp.engine.at_rest import pack, unpack
 from jfsdp.layout.flat import Buffer
 from jfsdp.layout.mesh import make_abstract_mesh
+from jfsdp.plan.wire.ledger import one_microbatch
 from jfsdp.plan.wire.theory import expected_wire
 from jfsdp.train.account import account
 from jfsdp.train.state import array_bytes
@@ -351,7 +352,8 @@ def test_an_optimizers_own_arrays_stay_its_own():
 
 
 def test_theory_shows_the_padding_of_leaves():
-    rows = expected_wire(make(mesh="3").layout)
+    layout = make(mesh="3").layout
+    rows = expected_wire(layout, one_microbatch(layout))
     assert sum(row.wire_bytes for row in rows if row.what == "padding") > 0
 
 

@@ -33,9 +33,8 @@ from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import zeros
 from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.manual import ManualEngine
-from jfsdp.engine.movements import StageCalls
 from jfsdp.engine.pipeline.parts import without_weights
-from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, Ticks, lay_out
+from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, StageCalls, Ticks, lay_out
 from jfsdp.engine.pipeline.stage import Held, Row, Stage, Waiting
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays

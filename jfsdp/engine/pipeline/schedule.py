@@ -27,7 +27,6 @@ import numpy as np
 
 from jfsdp.arguments import Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.movements import Passes, StageCalls
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.policy import SaveNames
 from jfsdp.layout.table import Layout
@@ -35,6 +34,42 @@ from jfsdp.layout.table import Layout
 IDLE = -1
 NAMES = ("1f1b", "gpipe")
 Table = Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCalls:
+    """What the calls of units in a stage decide; see [Note: the ends of a stage] in pipeline/stage.py.
+
+    Attributes:
+      stay: whether the ends of the stage stay gathered.
+      first, last: the units called first and last, whose gathered weights stay; the second from forward to backward.
+      left: the unit of whose gradient one waits for the next tick.
+      silent: the units without a backward.
+    """
+
+    stay: bool
+    first: str
+    last: str
+    left: str
+    silent: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How often the stages of a pipeline go through their layers in a step.
+
+    Attributes:
+      forward, backward: the ticks in which they do, each through one part of their layers.
+      repeats: into how many parts these fall.
+      turns: whether gathers run ahead, so that the ends of a stage may stay gathered.
+      calls: of a stage, once they are traced; None: each unit is called once, in the order of the layout.
+    """
+
+    forward: int
+    backward: int
+    repeats: int = 1
+    turns: bool = True
+    calls: StageCalls | None = None
 
 
 @checked

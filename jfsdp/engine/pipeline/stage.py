@@ -25,8 +25,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import at, put_at
 from jfsdp.engine.engine import Engine
-from jfsdp.engine.movements import StageCalls
-from jfsdp.engine.pipeline.schedule import turns_stay
+from jfsdp.engine.pipeline.schedule import StageCalls, turns_stay
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import PIPE

@@ -95,9 +95,7 @@ def estimate_job(options: StepOptions, cluster: Cluster, *, reserve_bytes: int =
 def _bound(planned: Planned, cluster: Cluster) -> Bound:
     layout, work = planned.model.layout, planned.work
     step = planned.step
-    step.decide(planned.model.abstract_state(planned.tx), planned.batch)
-    movement = {name: value for name, value in step.movement.items() if name != "trace"}
-    rows = [row for row in expected_wire(layout, **movement) if row.wire_bytes]
+    rows = [row for row in expected_wire(layout, step.resolve(planned.batch)) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
@@ -122,7 +120,7 @@ def _least_flops(planned: Planned) -> float:
 
 def _passes_per_microbatch(planned: Planned) -> float:
     """Return how often a stage of a pipeline computes for each microbatch, and counts it once; 1 without."""
-    passes, num = planned.step.movement["passes"], planned.step.config.accumulate
+    passes, num = planned.step.spec.passes, planned.step.config.accumulate
     frozen = matmul_elements(planned.job, planned.model.layout, trainable=False)
     if passes is None or frozen:  # of frozen weights it is not known what they compute
         return 1.0

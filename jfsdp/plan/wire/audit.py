@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jfsdp.arguments import Amount, Count, Share, checked
+from jfsdp.arguments import Amount, Count, Share, Size, checked
+from jfsdp.engine.movements import movements
+from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.table import Layout
 from jfsdp.plan.program.collectives import find_collectives
@@ -16,8 +18,8 @@ from jfsdp.plan.program.hlo import Instruction, Module, parse_module
 from jfsdp.plan.program.scopes import find_argument
 from jfsdp.plan.time.timeline import overlapped_share
 from jfsdp.plan.wire.axes import is_own
-from jfsdp.plan.wire.ledger import OWN, Ledger, make_ledger
-from jfsdp.plan.wire.theory import SCALARS_BYTES, find_moves
+from jfsdp.plan.wire.ledger import OWN, Ledger, make_ledger, one_microbatch
+from jfsdp.plan.wire.theory import SCALARS_BYTES
 from jfsdp.plan.wire.traps import Check, Finding, gb
 from jfsdp.train.step.step import Trace
 
@@ -78,8 +80,9 @@ def audit(
     tolerance: Amount = 0.01,
     min_overlap: Share | None = None,
     gpus_per_node: Count | None = None,
+    spec: StepSpec | None = None,
+    calls: Mapping[str, Size] | None = None,
     trace: Trace | None = None,
-    **step: Any,
 ) -> AuditReport:
     """Compare a compiled training step with the layout it was made for; see [Note: traps].
 
@@ -90,9 +93,10 @@ def audit(
       min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
         has no such bytes is a finding too, since it shows nothing. None: any.
       gpus_per_node: to tell in the ledger what crosses nodes.
-      trace: of the step, for what the model sends over axes of its own (`tensor`): without it theory is silent of it.
-      step: `accumulate`, `reduce` and `reshard_after_backward` as given to `train_step`, the `program` of the step, and
-        `calls` of units: with `trace` all but the last are `step.movement`.
+      spec: of the step, `step.spec`; None: one microbatch of program "manual".
+      calls: how often a unit is called per microbatch, where that is not once.
+      trace: of the step, for what the model sends over axes of its own (`tensor`): without it
+        theory is silent of it.
 
     Raises:
       ValueError: for what is no scheduled HLO, and for a program of another number of devices than the layout's mesh.
@@ -100,9 +104,10 @@ def audit(
     module = read_module(compiled)
     num_devices = _check_devices(module, layout)
     collectives = find_collectives(module, num_devices, dict(layout.mesh_sizes))
-    ledger = make_ledger(layout, collectives, gpus_per_node=gpus_per_node, trace=trace, **step)
-    allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * step.get("accumulate", 1)
-    check = Check(layout, module, ledger, find_moves(layout, **step), allowed)
+    spec = spec or one_microbatch(layout)
+    ledger = make_ledger(layout, collectives, spec, calls=calls, gpus_per_node=gpus_per_node, trace=trace)
+    allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * spec.accumulate
+    check = Check(layout, module, ledger, movements(layout, spec, calls), allowed)
     arguments = list(_arguments(module, layout))
     share = overlapped_share(module, [item for item in collectives if not is_own(layout, item)])
     findings = [
@@ -113,7 +118,7 @@ def audit(
         *check.gathers(),
         *check.extra_bytes(tolerance),
         *check.activations(tolerance),
-        *(check.held() if step.get("reshard_after_backward", True) is True else []),
+        *(check.held() if set(spec.held) <= set(layout.held_in_pipeline) else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
@@ -187,7 +192,7 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
 
 def _own_theory(ledger: Ledger) -> str:
     if ledger.own_theory is None:
-        return "theory is silent of them without the step's trace (trace=step.traced)"
+        return "theory is silent of them without the step's trace (trace=)"
     theory = f"{gb(ledger.own_bytes_theory)} by theory (ratio {ledger.own_ratio:.4f})"
     if not ledger.own_theory.unread:
         return theory

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import REDUCE, SCATTER
+from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
+from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
@@ -16,7 +17,7 @@ from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.wire.activations import Activations, Sent, find_activations
 from jfsdp.plan.wire.attribution import Attribution, Part
 from jfsdp.plan.wire.axes import group_axes, is_own
-from jfsdp.plan.wire.theory import PERMUTE, Move, find_moves, is_replicated
+from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype, is_replicated
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
@@ -129,10 +130,11 @@ def _describe(item: Collective) -> dict[str, Any]:
 def make_ledger(
     layout: Layout,
     collectives: Iterable[Collective],
+    spec: StepSpec | None = None,
     *,
+    calls: Mapping[str, int] | None = None,
     gpus_per_node: int | None = None,
     trace: Trace | None = None,
-    **step: Any,
 ) -> Ledger:
     """Attribute the collectives of a compiled step; see [Note: whose collective].
 
@@ -140,12 +142,13 @@ def make_ledger(
       collectives: as `find_collectives` reads them from the program.
       gpus_per_node: to tell what crosses nodes.
       trace: of the step, for theory of what the model sends itself.
-      step: `accumulate`, `sync`, `reshard_after_backward`, `program` and `calls`, as `find_moves` takes them.
+      spec, calls: as `movements` takes them; None: one microbatch of program "manual".
 
     Raises:
-      ValueError: as `find_moves`.
+      ValueError: as `movements`.
     """
-    moves = find_moves(layout, **step)
+    spec = spec or one_microbatch(layout)
+    moves = movements(layout, spec, calls)
     attribution = Attribution(layout, moves)
     parts, unknown, unknown_bytes, own = [], [], 0.0, []
     for item in collectives:
@@ -157,7 +160,7 @@ def make_ledger(
         if lost:
             unknown.append(item)
             unknown_bytes += lost
-    allowed = float(SCALARS_BYTES * step.get("accumulate", 1))
+    allowed = float(SCALARS_BYTES * spec.accumulate)
     rows = _Rows(layout, gpus_per_node)
     rows.expect(moves)
     rows.measure(parts)
@@ -165,6 +168,11 @@ def make_ledger(
     own_theory = trace and find_activations(trace, layout)
     rows.expect_own(own_theory.sent if own_theory else ())
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts), own_theory)
+
+
+def one_microbatch(layout: Layout) -> StepSpec:
+    """Return the spec of a step of program "manual" with one microbatch, in which no unit is called again."""
+    return StepSpec(deferred=deferred_axes(layout, accumulate=1, once=False))
 
 
 class _Rows:
@@ -181,8 +189,8 @@ class _Rows:
     def expect(self, moves: Sequence[Move]) -> None:
         """Add what theory says."""
         for move in moves:
-            padding = move.wire_bytes * move.padding_share
-            key = move.kind, move.dtype, move.axes, move.group_size
+            padding = move.wire_bytes * move.leaf.padding_share
+            key = move.kind, hlo_dtype(move.dtype), move.axes, move.group_size
             is_sum = move.kind in (SCATTER, REDUCE)
             self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding, is_sum=is_sum)
 

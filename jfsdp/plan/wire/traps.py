@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import GATHER, REDUCE, SCATTER
+from jfsdp.engine.movements import BACKWARD, GATHER, REDUCE, SCATTER, Move
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.table import Layout
@@ -35,7 +35,7 @@ from jfsdp.plan.program.rounds import walk
 from jfsdp.plan.program.slices import find_wrong_slices
 from jfsdp.plan.wire.attribution import Part
 from jfsdp.plan.wire.ledger import OWN, Ledger
-from jfsdp.plan.wire.theory import Move, hlo_dtype
+from jfsdp.plan.wire.theory import hlo_dtype
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
@@ -124,7 +124,7 @@ class Check:
         """The dtypes in which theory moves a leaf, by its path and whether that is a sum."""
         found: dict[tuple[str, bool], set[str]] = {}
         for move in self.moves:
-            found.setdefault((move.leaf.path, move.kind in (SCATTER, REDUCE)), set()).add(move.dtype)
+            found.setdefault((move.leaf.path, move.kind in (SCATTER, REDUCE)), set()).add(hlo_dtype(move.dtype))
         return found
 
     def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
@@ -194,7 +194,7 @@ class Check:
             )
 
     def _gathers_again(self, unit: str) -> bool:
-        return any(move.leaf.unit == unit and move.what == "gather backward" for move in self.moves)
+        return any(move.leaf.unit == unit and move.when == BACKWARD for move in self.moves)
 
     def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
         """More bytes on the wire than theory, all together."""

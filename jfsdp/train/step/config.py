@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.movements import MANUAL, XLA
 from jfsdp.engine.pipeline.schedule import Schedule
+from jfsdp.engine.spec import MANUAL, XLA
 from jfsdp.layout.strategy import Split
 from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
@@ -96,8 +96,3 @@ class StepConfig:
     def syncs_last(self, layout: Layout) -> bool:
         """Tell whether the microbatches of a step share one reduction, where the program can; see `sync`."""
         return self.sync == "last" or (self.sync is None and layout.strategy.grad is Split.PARTIAL)
-
-    @property
-    def movement(self) -> dict[str, Any]:
-        """What of it decides how often leaves are gathered and reduced, by name."""
-        return {name: getattr(self, name) for name in ("accumulate", "sync", "reshard_after_backward")}

@@ -4,7 +4,7 @@
 *Every microbatch*: the derivative of each unit reduces into the accumulator's layout. *Once*, which program `manual`
 can: a gradient is this device's own, accumulated whole, and reduced by one collective per leaf at the end. With
 replicas every microbatch is gathered and reduced over the group's axis, and the accumulators are
-summed over the groups once. See [Note: two programs] in choice.py.
+summed over the groups once. See [Note: two programs] in resolve.py.
 
 [Note: sums in float16]
 A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
@@ -18,29 +18,27 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jfsdp.compat import core, warn
+from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.driver.schedule import as_prefetch
+from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.manual import ManualEngine
-from jfsdp.engine.movements import MANUAL, XLA, StageCalls, deferred_axes
 from jfsdp.engine.pipeline.run import run_pipeline
-from jfsdp.engine.pipeline.schedule import schedule_of
+from jfsdp.engine.pipeline.schedule import StageCalls
+from jfsdp.engine.spec import MANUAL, XLA, StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
-from jfsdp.layout.mesh import DATA_AXES, model_axes
 from jfsdp.train.state import trainable
-from jfsdp.train.step.choice import Choice, choose
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.loss import Loss, as_loss, merge
-from jfsdp.train.step.survey import LossFn, Survey, check_weight, first_rows, survey
+from jfsdp.train.step.survey import LossFn, check_weight
 
 
 class Summed(NamedTuple):
@@ -51,7 +49,7 @@ class Summed(NamedTuple):
     model_state: Arrays
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Gradients:
     """Sum the gradients of a step's microbatches; see [Note: when gradients are reduced].
 
@@ -60,69 +58,16 @@ class Gradients:
       loss_fn: `f(model, microbatch)`.
       config: how the step is taken.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
-      once: whether the microbatches share one reduction, where the program can.
-      held: the units that are gathered before the first microbatch and kept to the last.
-      schedule: of a pipeline; None: there is none.
-      found: what the loss and the model do; None before `decide`.
-      choice: which program this is; None before `decide`.
-      own_axes: the mesh axes over which the model states shardings of its own.
-      stage_calls: of a pipeline, once it is traced.
+      spec: what is decided of it.
+      on_calls: is told the calls of a pipeline's stages when it is traced.
     """
 
     apply: ShardedApply
     loss_fn: LossFn
     config: StepConfig
     is_scaled: bool
-
-    def __post_init__(self) -> None:
-        config, layout = self.config, self.apply.layout
-        self.held, self.once = config.held_units(layout), config.syncs_last(layout)
-        self.schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
-        self.found: Survey | None = None
-        self.choice: Choice | None = None
-        self.own_axes: tuple[str, ...] = ()
-        self.stage_calls: StageCalls | None = None
-
-    def decide(self, source: Arrays, model_state: Arrays, batch: Any) -> Choice:
-        """Choose the program, once, by what the loss and the model do.
-
-        Cost: one trace of the loss; see `survey`.
-
-        Raises:
-          ValueError: for a loss or a model that cannot run in the step's program.
-        """
-        if self.choice is None:
-            found: list[Survey] = []
-            # From shapes alone: arrays may be those of devices that are not there.
-            jax.eval_shape(lambda *arrays: found.append(self._survey(*arrays)), source, model_state, batch)
-            (self.found,) = found
-            self.own_axes = tuple(dict.fromkeys((*model_axes(self.apply.engine.mesh), *self.found.model_axes)))
-            self.choice = choose(self.apply.layout, self.config, self.found)
-            self._warn_of_axes(self.found)
-        return self.choice
-
-    @property
-    def program(self) -> str:
-        """Which program the step is, once `decide` has said it."""
-        assert self.choice is not None, "call decide first"
-        return self.choice.program
-
-    def _warn_of_axes(self, found: Survey) -> None:
-        mesh = self.apply.engine.mesh
-        cut = {cut.axis for leaf in self.apply.layout.leaves for cut in leaf.cuts}
-        unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes and axis not in cut]
-        if unused:
-            warn(
-                f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
-                "devices repeat each other's work; cut weights over it (placements=, axis_rules=), state one in the "
-                "model (jax.lax.with_sharding_constraint), or give "
-                f"its devices to {' or '.join(map(repr, DATA_AXES))}"
-            )
-
-    def _survey(self, source: Arrays, model_state: Arrays, batch: Any) -> Survey:
-        rows = first_rows(batch, self.config.accumulate)
-        with _naming_axes(self.apply.engine.mesh):
-            return survey(self.apply, self.loss_fn, source, model_state, rows, self.held)
+    spec: StepSpec
+    on_calls: Callable[[StageCalls | None], None] = lambda calls: None
 
     def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
         """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
@@ -130,7 +75,6 @@ class Gradients:
         Cost:    reduce every: as many reductions as microbatches. Once: one reduction per leaf.
         Memory:  reduce every: an accumulator in the layout of stage `grad`. Once: a whole gradient per device.
         """
-        self.decide(source, model_state, batch)
         apply, source = self.program_on(source)
         engine = apply.engine
 
@@ -142,7 +86,7 @@ class Gradients:
 
         grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
-        with _naming_axes(engine.mesh):
+        with naming_axes(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
         # A dim that is cut and split has come out as two; see [Note: cuts in a shard_map] in engine/manual.py.
         stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
@@ -153,22 +97,19 @@ class Gradients:
 
         Gathers the units that are kept over all microbatches.
         """
-        layout, engine = self.apply.layout, self.apply.engine
-        held = {path: x for path, x in source.items() if layout.by_path[path].unit in self.held}
+        layout, engine, spec = self.apply.layout, self.apply.engine, self.spec
+        held = {path: x for path, x in source.items() if layout.by_path[path].unit in spec.held}
         if held:
-            source, layout = source | engine.gather_all(held), layout.gathered(self.held)
+            source, layout = source | engine.gather_all(held), layout.gathered(spec.held)
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
-        config, found = self.config, self.found
-        assert found is not None, "call decide first"
-        if (program or self.program) == XLA:
+        if (program or spec.program) == XLA:
             made: Engine = XlaEngine(layout, engine.mesh)
         else:
-            how = {"accumulate": config.accumulate, "once": self.once, "repeats": found.repeats}
-            later = deferred_axes(self.apply.layout, **how)
-            is_asked = config.program == MANUAL or config.prefetch is not None
-            made = ManualEngine(layout, engine.mesh, later, self.own_axes, as_prefetch(config.prefetch), is_asked)
+            is_asked = self.config.program == MANUAL or self.config.prefetch is not None
+            prefetch = spec.prefetch or Prefetch()
+            made = ManualEngine(layout, engine.mesh, spec.deferred, spec.auto_axes, prefetch, is_asked)
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
@@ -192,7 +133,7 @@ class Gradients:
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
             return Summed(engine.put(grads, "grad"), loss, after)
 
-        if self.schedule is not None:
+        if self.spec.schedule is not None:
             return self._sum_stages(apply, loss_fn, source, model_state, batch, scale)
         if self.config.accumulate == 1:
             return gradients(model_state, batch, None)
@@ -216,7 +157,7 @@ class Gradients:
         self, apply: ShardedApply, loss_fn: Any, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
         """Sum over the microbatches of the rows at hand in a pipeline."""
-        assert self.schedule is not None
+        assert self.spec.schedule is not None
         engine = apply.engine
         zeros = {path: jnp.zeros(shape.shape, shape.dtype) for path, shape in self._sum_shapes(apply, source).items()}
         found = run_pipeline(
@@ -226,20 +167,20 @@ class Gradients:
             model_state,
             engine.split_rows(batch, self.config.accumulate),
             zeros,
-            schedule=self.schedule,
+            schedule=self.spec.schedule,
             repeats=self.config.pipe_repeats,
             weight=(lambda loss: loss.weight) if self.is_scaled else None,
-            prefetch=as_prefetch(self.config.prefetch),
+            prefetch=self.spec.prefetch or Prefetch(),
             cotangent=jnp.asarray(scale, jnp.float32),
             combine=functools.partial(merge, jnp.add, jnp.maximum),
             start=_nothing,
         )
-        self.stage_calls = found.calls
+        self.on_calls(found.calls)
         return Summed(engine.put(found.grads, "grad"), found.out, found.state)
 
 
 @contextlib.contextmanager
-def _naming_axes(mesh: Any) -> Iterator[None]:
+def naming_axes(mesh: Any) -> Iterator[None]:
     """Say of a loss with a collective of its own what to return instead."""
     try:
         yield

@@ -35,12 +35,12 @@ from jfsdp.compat import define_prng_impl, warn
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import to_device
-from jfsdp.engine.movements import MANUAL, XLA
+from jfsdp.engine.spec import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.precision import is_key
-from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.gradients import Gradients
 from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge, numbers
+from jfsdp.train.step.resolve import check_needs
 
 _SUMS = 2.0**-17  # of a float32 sum of very many terms, by the order in which they are added
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # to what float32 matmuls round there; elsewhere to TF32, 2**-10
@@ -78,9 +78,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     Warns:
       UserWarning: if they differ and the loss draws from random keys of its own, which may be why.
     """
-    found = gradients.found
-    assert found is not None, "call decide first"
-    is_split = gradients.config.accumulate > 1 and found.is_sum and not found.has_statistics
+    is_split = gradients.config.accumulate > 1 and gradients.spec.adds_up
     if not (_is_by_devices(gradients) or is_split):
         return
     wholes, jaxpr = _run(gradients, _whole, arrays, options)
@@ -99,9 +97,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
 def _is_by_devices(gradients: Gradients) -> bool:
     """Tell whether a step computes the loss of each device's rows."""
     layout = gradients.apply.layout
-    return (
-        gradients.choice is not None and gradients.choice.program == MANUAL and layout.num_shards(layout.data_axes) > 1
-    )
+    return gradients.spec.program == MANUAL and layout.num_shards(layout.data_axes) > 1
 
 
 def _run(gradients: Gradients, compute: Callable[..., Any], arrays: Any, options: Mapping[str, Any]) -> Any:

@@ -16,11 +16,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jfsdp.arguments import check_call, checked
 from jfsdp.compat import keep_pace
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import SCOPE, to_device
-from jfsdp.engine.movements import MANUAL, Passes
 from jfsdp.engine.options import compiler_options, naming_options
-from jfsdp.engine.pipeline.schedule import turns_stay
+from jfsdp.engine.pipeline.schedule import schedule_of
+from jfsdp.engine.spec import StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
@@ -35,11 +34,11 @@ from jfsdp.train.checks import (
 )
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, state_shardings
-from jfsdp.train.step.choice import check_needs
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, nonzero
 from jfsdp.train.step.loss import divide, metrics_of
 from jfsdp.train.step.loss_check import compare_loss
+from jfsdp.train.step.resolve import check_needs, resolve_step
 from jfsdp.train.step.survey import LossFn
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, with_lent
@@ -57,6 +56,18 @@ class Trace:
 
     jaxpr: Any
     specs: tuple[PartitionSpec, ...]
+
+
+@dataclasses.dataclass
+class _Cache:
+    """What calls of a step have found out."""
+
+    first_checks: list[Any]
+    spec: StepSpec | None = None
+    batch_shape: Any = None
+    num_own_rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    is_checked: bool = False
+    jitted: Any = None
 
 
 class MeanGradients(NamedTuple):
@@ -77,11 +88,7 @@ class MeanGradients(NamedTuple):
 
 @checked
 class BatchStep:
-    """What steps over batches share: the gradients of a loss over a batch, and what is checked before.
-
-    Attributes:
-      traced: what `lower` or `trace` last traced.
-    """
+    """What steps over batches share: the gradients of a loss over a batch, and what is checked before."""
 
     def __init__(
         self,
@@ -96,81 +103,64 @@ class BatchStep:
         if not any(leaf.trainable for leaf in self.layout.leaves):
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
         check_needs(self.layout, config)
-        self._gradients = Gradients(apply, loss_fn, config, is_scaled=loss_scale is not None)
-        self.schedule = self._gradients.schedule
-        self._batch_shape: Any = None
-        self._num_own_rows: dict[str, int] = {}
-        self._is_checked = False
-        self.traced: Trace | None = None
-        self._shares = row_shares(self.mesh)
-        self._first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
-
-    def _passes(self) -> Passes | None:
-        if self.schedule is None:
-            return None
-        turns = turns_stay(self.prefetch or Prefetch(), self.config.pipe_repeats)
-        return self.schedule.passes(self.config.pipe_repeats, turns, self._gradients.stage_calls)
+        schedule_of(self.layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)  # refuses others
+        config.held_units(self.layout)
+        self._loss_fn, self._shares = loss_fn, row_shares(self.mesh)
+        first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
+        self._cache = _Cache(first_checks)
 
     @property
-    def program(self) -> str | None:
-        """Which program the step is, "xla" or "manual"; None as long as that depends on the loss: see `decide`."""
-        return self._gradients.choice and self._gradients.choice.program
+    def spec(self) -> StepSpec:
+        """All that is decided about the step.
 
-    @property
-    def prefetch(self) -> Prefetch | None:
-        """How far its gathers run ahead; None where XLA orders them, or the program is not known yet."""
-        return self._gradients.choice and self._gradients.choice.prefetch
+        Raises:
+          ValueError: before it is resolved.
+        """
+        if self._cache.spec is None:
+            raise ValueError("step.spec: depends on the loss and the batch; call step.resolve(batch), shapes will do")
+        return self._cache.spec
 
-    @property
-    def reason(self) -> str:
-        """Why it is that program, in words."""
-        return self._gradients.choice.reason if self._gradients.choice else "depends on the loss"
+    def resolve(self, batch: Any) -> StepSpec:
+        """Decide what the step is, once, by what its loss does on a *global* batch; shapes will do.
+
+        `lower` and the first step do so by themselves.
+
+        Raises, Warns: as `resolve_step`; ValueError for a batch that cannot be split.
+        """
+        if self._cache.spec is None:
+            batch = as_arrays(batch)
+            self._check_batch(batch, self.config.accumulate)
+            with model_mesh(self.mesh):
+                self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
+        return self._cache.spec
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What the step is compiled with, once its program is known: jfsdp's own and those of its configuration."""
-        own = compiler_options(self.mesh, self.layout, is_scheduled=self.prefetch is not None)
+        own = compiler_options(self.mesh, self.layout, is_scheduled=bool(self._cache.spec and self.spec.prefetch))
         options = own | dict(self.config.compiler_options or {})
         return {name: value for name, value in options.items() if value is not None}
 
     @property
-    def movement(self) -> dict[str, Any]:
-        """What decides what it moves, by the names that theory takes; with its trace, once there is one."""
-        own = {"program": self.program or MANUAL, "passes": self._passes(), "trace": self.traced}
-        return {**self.config.movement, **own}
-
-    def decide(self, state: TrainState, batch: Any) -> str:
-        """Choose the step's program, for good, by what its loss does on a *global* batch; return the reason.
-
-        Shapes will do; `lower` and the first step do so by themselves.
-
-        Raises:
-          ValueError: for a loss or a model that cannot run in the program that was asked for, and for a batch that
-            cannot be split.
-        """
-        if self._gradients.choice:
-            return self.reason
-        batch = as_arrays(batch)
-        self._check_batch(batch, self.config.accumulate)
-        with model_mesh(self.mesh):
-            return self._gradients.decide(state.source, state.model_state, batch).reason
+    def _gradients(self) -> Gradients:
+        return Gradients(self.apply, self._loss_fn, self.config, self.loss_scale is not None, self.spec)
 
     def prepare(self, state: Any, batch: Any) -> tuple[TrainState, Any]:
         """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self._shard(batch, self.config.accumulate)
-        check_same_batch(batch, self._batch_shape)
-        self.decide(state, batch)
-        if self.config.check_loss and not self._is_checked:
+        check_same_batch(batch, self._cache.batch_shape)
+        self.resolve(batch)
+        if self.config.check_loss and not self._cache.is_checked:
             with model_mesh(self.mesh):
                 compare_loss(self._gradients, (state.source, state.model_state, batch), self.compiler_options)
-            self._is_checked = True
+            self._cache.is_checked = True
         return state, batch
 
     def finished(self, batch: Any, metrics: Metrics) -> None:
         """Say that a step over this batch was taken: later ones are of the same structure."""
-        self._batch_shape = batch_shape(batch)
+        self._cache.batch_shape = batch_shape(batch)
         keep_pace(metrics["loss"])
 
     def own_rows(self, num_rows: int) -> range:
@@ -220,14 +210,14 @@ class BatchStep:
     def _shard(self, batch: Any, accumulate: int) -> Any:
         batch = as_arrays(batch)
         num, is_alone = len(set(self._shares.values())), len(self._shares) == 1
-        while self._first_checks:
-            self._first_checks.pop()(batch)
+        while self._cache.first_checks:
+            self._cache.first_checks.pop()(batch)
         rows = [x for x in jax.tree.leaves(batch) if np.ndim(x)]
         is_whole = all(isinstance(x, jax.Array) and x.committed and (is_alone or is_global(x)) for x in rows)
         self._check_batch(batch, accumulate, 1 if is_whole else num)
         if not is_alone and not is_whole:
             form = str(batch_shape(batch))
-            self._num_own_rows[form] = check_own_rows(len(rows[0]), self._num_own_rows.get(form))
+            self._cache.num_own_rows[form] = check_own_rows(len(rows[0]), self._cache.num_own_rows.get(form))
 
         def put(x: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, x)
@@ -281,7 +271,6 @@ class TrainStep(BatchStep):
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
         self._optimizer.check()
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
-        self._jitted: Any = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step.
@@ -322,41 +311,49 @@ class TrainStep(BatchStep):
         return self.trace(abstract_state, abstract_batch).lower()
 
     def trace(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
-        """Trace the step for shapes, those of a *global* batch, and remember the trace in `traced`; a mesh of sizes
-        alone will do.
+        """Trace the step for shapes, those of a *global* batch; a mesh of sizes alone will do.
 
         Raises:
           ValueError: if the batch cannot be split.
         """
-        self._check_batch(abstract_batch, self.config.accumulate)
-
-        def place(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=batch_sharding(self.mesh, x))
-
-        batch = jax.tree.map(place, abstract_batch)
+        batch = self._placed(abstract_batch)
         # Lets models choose kernels for devices that are not there.
         device = None if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
         is_there = device is None or device.platform == jax.default_backend()
         with contextlib.nullcontext() if is_there else jax.default_device(device):
-            self.decide(abstract_state, batch)
-            given = (*lend_host_params(abstract_state), batch)
-            traced = self._compile_for(abstract_state).trace(*given)
-            specs = (getattr(x.sharding, "spec", PartitionSpec()) for x in jax.tree.leaves(given))
-            self.traced = Trace(traced.jaxpr.jaxpr, tuple(specs))
-            return traced
+            self.resolve(batch)
+            return self._compile_for(abstract_state).trace(*lend_host_params(abstract_state), batch)
+
+    def read_trace(self, abstract_state: TrainState, abstract_batch: Any, traced: Any = None) -> Trace:
+        """Return what `trace` traced, with the PartitionSpec of each input.
+
+        Args:
+          traced: what `trace` returned for the same shapes; None: trace.
+        """
+        traced = traced or self.trace(abstract_state, abstract_batch)
+        given = jax.tree.leaves((*lend_host_params(abstract_state), self._placed(abstract_batch)))
+        return Trace(traced.jaxpr.jaxpr, tuple(getattr(x.sharding, "spec", PartitionSpec()) for x in given))
+
+    def _placed(self, batch: Any) -> Any:
+        self._check_batch(batch, self.config.accumulate)
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=batch_sharding(self.mesh, x))
+
+        return jax.tree.map(place, batch)
 
     def _compile_for(self, state: TrainState) -> Any:
-        if self._jitted is None:
+        if self._cache.jitted is None:
             shardings = state_shardings(self.layout, self.mesh, state)
             whole = NamedSharding(self.mesh, PartitionSpec())
-            self._jitted = jax.jit(
+            self._cache.jitted = jax.jit(
                 self._step,
                 in_shardings=(*lend_host_params(shardings), None),
                 out_shardings=(shardings, whole),
                 donate_argnums=0,
                 compiler_options=self.compiler_options,
             )
-        return self._jitted
+        return self._cache.jitted
 
     def _step(self, state: TrainState, lent: dict[str, Arrays], batch: Any) -> tuple[TrainState, Metrics]:
         state = with_lent(state, lent)

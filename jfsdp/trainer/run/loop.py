@@ -180,8 +180,8 @@ class Loop:
             return self.step(state, batch)
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
-        reason = self.step.decide(state, batch)
-        self.display.say(f"program {self.step.program}: {as_options(reason)}")
+        spec = self.step.resolve(batch)
+        self.display.say(f"program {spec.program}: {as_options(spec.reason)}")
         if jax.process_count() > 1:
             check_alike({"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)

@@ -1,4 +1,4 @@
-"""Which of the two programs a step is: the one place that asks.
+"""From a model, a loss and the shapes of a batch to a step's spec: the one place that decides its program.
 
 [Note: two programs]
 `xla`: the rows of all devices stand in one array, layouts are stated, and XLA inserts the collectives. The loss may be
@@ -18,17 +18,27 @@ leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's at
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jfsdp.compat import warn
-from jfsdp.engine.driver.schedule import Prefetch, as_prefetch
-from jfsdp.engine.movements import CALL, MANUAL, REDUCE, XLA, Move, deferred_axes, group_axes, movements
+from jfsdp.engine.apply import ShardedApply
+from jfsdp.engine.driver.schedule import as_prefetch
+from jfsdp.engine.movements import CALL, REDUCE, Move, deferred_axes, group_axes, movements
+from jfsdp.engine.pipeline.schedule import StageCalls, schedule_of, turns_stay
+from jfsdp.engine.spec import MANUAL, XLA, StepSpec
+from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.mesh import DATA_AXES, PIPE, model_axes
 from jfsdp.layout.table import Layout
 from jfsdp.train.step.config import StepConfig
-from jfsdp.train.step.survey import Survey
+from jfsdp.train.step.gradients import Gradients, naming_axes
+from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
 
 _EXCESS = 1.05  # of bytes: more is warned of
 _ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
@@ -41,37 +51,76 @@ _GATHERS = (
 _RETURN_LOSS = "return jfsdp.Loss(total, weight), a sum over the rows at hand and how much it counts"
 
 
-class Choice(NamedTuple):
-    """A step's program.
+def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch: Any) -> StepSpec:
+    """Decide all of a step that is decided before it is compiled, from shapes; see [Note: two programs].
 
-    Attributes:
-      program: XLA or MANUAL.
-      reason: in words.
-      prefetch: how far its gathers run ahead; None: XLA orders them.
-    """
-
-    program: str
-    reason: str
-    prefetch: Prefetch | None
-
-
-def choose(layout: Layout, config: StepConfig, found: Survey) -> Choice:
-    """Choose the program of a step; see [Note: two programs].
+    Cost: one trace of the loss (see `survey`); with a pipeline one more, of the step.
 
     Args:
-      found: what the loss and the model do.
+      batch: of all rows: arrays or shapes.
 
     Raises:
-      ValueError: for what the program cannot do, naming it and what to do instead.
+      ValueError: for a loss, a model or options that the step's program cannot have, with what to do instead.
 
     Warns:
-      UserWarning: where program `xla` sends more bytes than necessary.
+      UserWarning: where program `xla` sends more bytes than necessary, and of axes that the model leaves unused.
     """
+    layout, mesh = apply.layout, apply.engine.mesh
+    source = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.stored
+    }
+    shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
+    held, found = config.held_units(layout), cast(Survey, None)
+
+    def look(source: Arrays, model_state: Arrays, batch: Any) -> None:
+        nonlocal found
+        with naming_axes(mesh):
+            found = survey(apply, loss_fn, source, model_state, first_rows(batch, config.accumulate), held)
+
+    jax.eval_shape(look, *shapes)
+    schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
     program, reason = _program(layout, config, found)
-    if program == XLA:
-        return Choice(XLA, reason, None)
+    _warn_of_axes(layout, mesh, found)
+    once = config.syncs_last(layout)
+    later = deferred_axes(layout, accumulate=config.accumulate, once=once, repeats=found.repeats)
     masks = "; dropout masks differ from one device's" if found.draws and layout.data_axes else ""
-    return Choice(MANUAL, reason + masks, as_prefetch(config.prefetch))
+    spec = StepSpec(
+        program=program,
+        reason=reason + masks * (program == MANUAL),
+        prefetch=as_prefetch(config.prefetch) if program == MANUAL else None,
+        accumulate=config.accumulate,
+        deferred=later if program == MANUAL else (),
+        held=held,
+        schedule=schedule,
+        auto_axes=tuple(dict.fromkeys((*model_axes(mesh), *found.model_axes))),
+        adds_up=found.is_sum and not found.has_statistics,
+    )
+    return spec if schedule is None else _with_passes(apply, loss_fn, config, spec, shapes)
+
+
+def _with_passes(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, spec: StepSpec, shapes: Any) -> StepSpec:
+    """Add how often the stages of a pipeline go through their layers: their ends depend on the order of the calls."""
+    seen: list[StageCalls | None] = []
+    gradients = Gradients(apply, loss_fn, config, False, spec, seen.append)
+    jax.eval_shape(lambda source, model_state, batch: gradients(source, model_state, batch, 1.0), *shapes)
+    assert spec.schedule and spec.prefetch
+    turns = turns_stay(spec.prefetch, config.pipe_repeats)
+    return dataclasses.replace(spec, passes=spec.schedule.passes(config.pipe_repeats, turns, seen[-1]))
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", not np.ndim(x)))
+
+
+def _warn_of_axes(layout: Layout, mesh: Any, found: Survey) -> None:
+    cut = {cut.axis for leaf in layout.leaves for cut in leaf.cuts}
+    unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes and axis not in cut]
+    if unused:
+        warn(
+            f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
+            "devices repeat each other's work; cut weights over it (placements=, axis_rules=), state one in the model "
+            f"(jax.lax.with_sharding_constraint), or give its devices to {' or '.join(map(repr, DATA_AXES))}"
+        )
 
 
 def check_needs(layout: Layout, config: StepConfig) -> list[str]:
@@ -149,10 +198,10 @@ def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) 
 
 def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
     """Say by how much XLA sends more than `manual` would, and why; "": by less than is worth a word."""
-    once = config.syncs_last(layout)
-    how = {"accumulate": config.accumulate, "once": once, "held": config.held_units(layout)}
-    least, sent = (movements(layout, program=program, **how) for program in (MANUAL, XLA))
-    later = deferred_axes(layout, accumulate=config.accumulate, once=once) if config.accumulate > 1 else ()
+    later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout))
+    manual = StepSpec(MANUAL, accumulate=config.accumulate, deferred=later, held=config.held_units(layout))
+    least = movements(layout, manual)
+    sent = movements(layout, dataclasses.replace(manual, program=XLA, deferred=()))
     leaves = [leaf for leaf in layout.leaves if leaf.trainable]
     whole = {leaf.path: why for leaf in leaves if (why := _why_whole(layout, leaf, found))}
     num_bytes = sum(move.wire_bytes for move in sent if move.when != CALL or move.leaf.path not in whole)
@@ -163,7 +212,11 @@ def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
             num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
     ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in least))
     largest = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
-    why = f"it sums over {', '.join(later)} in every microbatch" if later else whole.get(largest)
+    why = (
+        f"it sums over {', '.join(later)} in every microbatch"
+        if later and config.accumulate > 1
+        else whole.get(largest)
+    )
     return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', since {why}" if ratio > _EXCESS else ""
 
 
