@@ -38,12 +38,11 @@ class AuditProgram(StepOptions):
 
     def run(self) -> int:
         from jfsdp.layout.mesh import MODEL_AXES
-        from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+        from jfsdp.plan.search.jobs import shard_planned
         from jfsdp.plan.wire.audit import audit, read_module
 
         module = read_module(Path(self.hlo).expanduser())
-        planned = shard_planned(self, find_planned_job(self), num_devices=module.num_partitions or 1)
-        state = planned.model.abstract_state(planned.tx)
+        planned = shard_planned(self, num_devices=module.num_partitions or 1)
         spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(MODEL_AXES) > 1
         reason = as_options(spec.reason)
         report = audit(
@@ -53,7 +52,7 @@ class AuditProgram(StepOptions):
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
             spec=spec,
-            trace=planned.step.read_trace(state, planned.batch) if has_axes else None,
+            trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch) if has_axes else None,
         )
         program = {"program": spec.program, "reason": reason}
         if self.json:

@@ -167,11 +167,13 @@ class PlanJob(StepOptions):
         return int(self.reserve * GIB)
 
     def _estimate(self, cluster: Cluster) -> int:
-        from jfsdp.plan.search.bounds import estimate_job
+        from jfsdp.plan.memory.peak import limit_bytes
+        from jfsdp.plan.search.jobs import bound_job
 
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             tell("sharding")
-            estimate = estimate_job(self, cluster, reserve_bytes=self._reserve_bytes())
+            bound = bound_job(self, cluster)
+        estimate = bound.to_dict(limit_bytes(cluster.gpu.memory_bytes, self._reserve_bytes()))
         return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
 
 

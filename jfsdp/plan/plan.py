@@ -13,9 +13,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
@@ -26,7 +28,6 @@ from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.wire.ledger import Ledger, make_ledger
 from jfsdp.train.account import StateBytes, account
-from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
 
 # What JAX (0.10.2, 0.12) says of a computation on devices that are not there.
@@ -52,6 +53,7 @@ class Work:
       dtype: in which it computes, for the peak of the hardware.
       documents_per_row: how many documents of equal length a packed row is taken to hold; 1 is the most work.
       attention: what the model says of its kernel, in words.
+      vocab_size: of a language model; None: no buffer is known to be of logits, and no embedding to be the head too.
     """
 
     items: Count
@@ -62,6 +64,19 @@ class Work:
     documents_per_row: Count = 1
     attention: str = ""
     causal_flops: float | None = None
+    vocab_size: Count | None = None
+
+
+def rows_of(step: TrainStep, batch: Any) -> Work:
+    """Return the work of a step whose items are the rows of its batch, of unknown FLOPs."""
+    rows = max(x.shape[0] for x in jax.tree.leaves(batch) if x.shape) // num_data_shards(dict(step.layout.mesh_sizes))
+    return Work(rows, rows, "row", None, matmul_dtype(step.layout))
+
+
+def matmul_dtype(layout: Layout) -> str:
+    """Return the dtype that matmuls compute in; on these GPUs JAX multiplies float32 as tf32 by default."""
+    dtype = layout.mp_policy.param_dtype or "float32"
+    return "tf32" if dtype == "float32" else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,13 +250,11 @@ def _timed(timed: Any) -> dict[str, Any]:
 @checked
 def make_plan(
     step: TrainStep,
-    state: TrainState,
     batch: Any,
     cluster: Cluster,
-    work: Work,
+    work: Work | None = None,
     *,
     reserve_bytes: Size = RESERVE_BYTES,
-    vocab_size: Count | None = None,
     calls: Mapping[str, Size] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -249,7 +262,8 @@ def make_plan(
 
     Args:
       step: of a model sharded over `topology_devices(cluster)`.
-      state, batch: shapes: `model.abstract_state(tx)`, and those of one global batch.
+      batch: shapes, those of one global batch.
+      work: what throughput is counted in; None: the rows of the batch.
       reserve_bytes: memory that the step must leave to others (CUDA, NCCL, the allocator).
       calls: how often a unit is called per microbatch, where that is not once.
       on_progress: is told what happens next.
@@ -258,6 +272,7 @@ def make_plan(
       ValueError: for options that XLA does not know, and batches that cannot be split.
       EagerComputation: if the model or its loss computes something while it is traced.
     """
+    state, work = step.abstract_state(), work or rows_of(step, batch)
     on_progress("lowering")
     with without_cache():
         with _explaining_eager_computation():
@@ -281,7 +296,7 @@ def make_plan(
             module,
             step.layout,
             compiled.memory_stats,
-            vocab_size=vocab_size,
+            vocab_size=work.vocab_size,
         ),
         ledger=make_ledger(
             step.layout,

@@ -7,7 +7,7 @@ import pytest
 from jfsdp.plan.cluster.compile import compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
-from jfsdp.plan.search.jobs import find_planned_job, plan_job, shard_planned
+from jfsdp.plan.search.jobs import plan_job, shard_planned
 from jfsdp.trainer.options import StepOptions
 
 pytestmark = pytest.mark.proof
@@ -68,9 +68,9 @@ def program_size(num_devices, num_layers, storage):
     """Return the lines of a step's StableHLO, and the instructions of its compiled HLO."""
     config = (f"num_layers={num_layers}",)
     options = StepOptions(model="llama-8b", program="manual", seq_len=8192, storage=storage, model_config=config)
-    planned = shard_planned(options, find_planned_job(options), topology_devices(cluster_of(num_devices)))
+    planned = shard_planned(options, topology_devices(cluster_of(num_devices)))
     with without_cache():
-        lowered = planned.step.lower(planned.model.abstract_state(planned.tx), planned.batch)
+        lowered = planned.step.lower(planned.step.abstract_state(), planned.batch)
         text = compile_step(lowered, planned.step.compiler_options).text
     return lowered.as_text().count("\n"), len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE))
 

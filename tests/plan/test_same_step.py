@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jfsdp.plan.search.jobs import find_planned_job, shard_planned
+from jfsdp.plan.search.jobs import shard_planned
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
@@ -37,8 +37,8 @@ def data(tmp_path_factory):
     return path
 
 
-def lowered(step, model, tx, batch):
-    text = step.lower(model.abstract_state(tx), batch).as_text()
+def lowered(step, batch):
+    text = step.lower(step.abstract_state(), batch).as_text()
     return re.sub(r'"\d{12,}"', '"address"', text)  # of the function by which JAX partitions cuDNN's plain attention
 
 
@@ -57,9 +57,7 @@ def test_a_plan_lowers_what_the_script_runs(case, target, data):
     if isinstance(source, PairSource):
         source.reference = np.zeros((source.num_documents, 2), np.float32)  # pyright: ignore
     batch = source.prepare(next(source.train_batches(batch_size=parts.global_batch)))
-    run = lowered(
-        parts.step, parts.model, parts.tx, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    )
-    planned = shard_planned(options, find_planned_job(options), devices)
-    assert run == lowered(planned.step, planned.model, planned.tx, planned.batch)
+    run = lowered(parts.step, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
+    planned = shard_planned(options, devices)
+    assert run == lowered(planned.step, planned.batch)
     assert ("segment_ids" in planned.batch) is (not options.cross_documents and options.preference is None)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jfsdp.plan.bound import matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search import space as spaces
-from jfsdp.plan.search.bounds import bound_job, estimate_job
 from jfsdp.plan.search.candidates import Outcome, pareto_front
-from jfsdp.plan.search.jobs import find_planned_job, matmul_elements, mesh_sizes, shard_planned
+from jfsdp.plan.search.jobs import bound_job, mesh_sizes, shard_planned
 from jfsdp.plan.search.search import SearchSpace, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.job import find_job
@@ -322,7 +322,7 @@ def test_a_bound_gives_every_group_its_own_link():
     bound = bound_job(given, TWO_NODES)
     assert bound.wire_s == pytest.approx(inside + between, rel=1e-3)
     assert bound.compute_s == pytest.approx(0.4795, rel=1e-3) and bound.items == 8192
-    estimate = estimate_job(given, TWO_NODES)
+    estimate = bound.to_dict(2**36)
     assert (estimate["wire_s"], estimate["compute_s"]) == (bound.wire_s, bound.compute_s)
     assert estimate["step_s_at_least"] == bound.compute_s and estimate["state_bytes"] == bound.state_bytes
 
@@ -334,7 +334,7 @@ def test_frozen_weights_need_no_gradient_and_no_reduction():
 
     def look(*frozen):
         options = dataclasses.replace(given, frozen=frozen)
-        planned = shard_planned(options, find_planned_job(options), num_devices=8)
+        planned = shard_planned(options, num_devices=8)
         return planned.work.item_flops or 0.0, bound_job(options, NODE)
 
     flops, whole = look()
@@ -348,10 +348,10 @@ def test_frozen_weights_need_no_gradient_and_no_reduction():
     reduced = 7 / 8 * 2 * (layers + 64 * 4096)
     assert whole.wire_bytes - part.wire_bytes == pytest.approx(reduced, rel=norms / layers)
     tied = StepOptions(model="gpt2", frozen=("wte",))
-    planned = shard_planned(tied, find_planned_job(tied), num_devices=8)
-    assert matmul_elements(planned.job, planned.model.layout, trainable=False) == 50257 * 768
+    planned = shard_planned(tied, num_devices=8)
+    assert matmul_elements(planned.model.layout, 50257, trainable=False) == 50257 * 768
     rows = StepOptions(factory="examples.vit:job", frozen=("blocks",))
-    planned = shard_planned(rows, find_planned_job(rows), num_devices=8)
+    planned = shard_planned(rows, num_devices=8)
     assert planned.work.item_flops is None and bound_job(rows, NODE).compute_s == 0
 
 

@@ -10,7 +10,7 @@ from jfsdp.layout.mesh import num_data_shards, parse_mesh
 from jfsdp.layout.table import num_parameters
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.hardware import Cluster, matmul_rate
-from jfsdp.plan.search.jobs import find_planned_job, plan_job, shard_planned
+from jfsdp.plan.search.jobs import plan_job, shard_planned
 from jfsdp.plan.time.rates import Rates
 from jfsdp.plan.time.work import Kind, Matmul, Work
 from scripts.published import EAGER, predict, program_of, published_runs
@@ -45,7 +45,7 @@ def test_the_command_of_a_run_is_what_is_planned(run):
 )
 def test_models_have_the_published_number_of_parameters(name, published):
     (run,) = (run for run in RUNS if run.id == name)
-    planned = shard_planned(run.step_options, find_planned_job(run.step_options), num_devices=run.cluster.num_devices)
+    planned = shard_planned(run.step_options, num_devices=run.cluster.num_devices)
     assert num_parameters(planned.model.layout.leaves) == published
 
 

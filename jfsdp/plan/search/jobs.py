@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
-from jfsdp.layout.table import Layout, num_parameters
+from jfsdp.layout.table import Layout
+from jfsdp.plan.bound import Bound, make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.plan.plan import Plan, Work, make_plan
+from jfsdp.plan.plan import Plan, Work, make_plan, matmul_dtype
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job, parse_config
@@ -26,25 +26,19 @@ from jfsdp.trainer.spelling import MOST
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A job on a mesh, ready to be lowered."""
+class Planned(NamedTuple):
+    """A job on a mesh, ready to be lowered; `make_plan` and `make_bound` take the step, the batch and the work.
+
+    Attributes:
+      batch: shapes of one global batch.
+    """
 
     job: Job
     model: ShardedModel
-    tx: optax.GradientTransformation
     step: TrainStep
+    batch: Any
     work: Work
     seq_len: int
-    cross_documents: bool
-
-    @property
-    def batch(self) -> Any:
-        """The shapes of one global batch."""
-        rows = self.work.rows * num_data_shards(dict(self.model.layout.mesh_sizes))
-        if rows > MOST:
-            raise ValueError(f"--batch-per-device {self.work.rows} makes {rows:,} rows, over {MOST:,}; lower it")
-        return make_batch(self.job, rows, self.seq_len, cross_documents=self.cross_documents)
 
 
 def find_planned_job(options: ShardingOptions) -> Job:
@@ -53,20 +47,24 @@ def find_planned_job(options: ShardingOptions) -> Job:
     return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
 
 
-def shard_planned(options: StepOptions, job: Job, devices: Any = None, *, num_devices: int = 0) -> Planned:
-    """Shard a job over devices of a topology, or over a number of devices without any.
+def shard_planned(options: StepOptions, devices: Any = None, *, num_devices: int = 0) -> Planned:
+    """Shard the job of options over devices of a topology, or over a number of devices without any.
 
     Raises:
       ValueError: for a mesh that the devices do not fill, and all that training would refuse.
     """
+    job = find_planned_job(options)
     sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
     mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
     run = TrainConfig()  # its schedule: a constant of the program
     schedule = make_schedule(run.learning_rate, run.steps // 20, run.steps, run.min_learning_rate)
-    model, tx, step = make_step(options, job, mesh, schedule)
+    model, _, step = make_step(options, job, mesh, schedule)
     seq_len = job.seq_len if options.seq_len is None else options.seq_len
-    work = make_work(options, job, model, seq_len)
-    return Planned(job, model, tx, step, work, seq_len, options.cross_documents)
+    rows = options.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
+    if rows > MOST:
+        raise ValueError(f"--batch-per-device {options.batch_per_device} makes {rows:,} rows, over {MOST:,}; lower it")
+    batch = make_batch(job, rows, seq_len, cross_documents=options.cross_documents)
+    return Planned(job, model, step, batch, _make_work(options, job, model.layout, seq_len), seq_len)
 
 
 def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
@@ -86,48 +84,36 @@ def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
         ) from error
 
 
-def make_work(options: StepOptions, job: Job, model: ShardedModel, seq_len: int) -> Work:
-    """Return what a step of a job is for; an item is a token, or a row."""
+def _make_work(options: StepOptions, job: Job, layout: Layout, seq_len: int) -> Work:
     per_row = 1 if job.item == "row" else 2 * seq_len if job.data == "pairs" else seq_len
-    dtype = model.layout.mp_policy.param_dtype or "float32"
-    dtype = "tf32" if dtype == "float32" else dtype  # JAX's default precision of float32 matmuls on these GPUs
-    rows = options.batch_per_device
-    return Work(rows * per_row, rows, job.item, _item_flops(job, model.layout, seq_len), dtype)
+    rows, flops = options.batch_per_device, _item_flops(job, layout, seq_len)
+    return Work(rows * per_row, rows, job.item, flops, matmul_dtype(layout), vocab_size=job.vocab_size)
 
 
 def _item_flops(job: Job, layout: Layout, *keys: float) -> float | None:
     """Return the mean FLOPs of items that attend to so many keys; frozen weights need two less per token."""
-    frozen = matmul_elements(job, layout, trainable=False)
+    frozen = matmul_elements(layout, job.vocab_size, trainable=False)
     # How often a row meets each weight is the model's own affair.
     if job.flops_per_token is None or (frozen and job.item == "row"):
         return None
     return causal_flops(job.flops_per_token, keys) - 2 * frozen
 
 
-def matmul_elements(job: Job, layout: Layout, *, trainable: bool) -> int:
-    """Count the elements of the trainable, or of the frozen, weights that are multiplied.
-
-    Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
-    is the head too, which is so if it is the only leaf with the vocabulary as a dim.
-    """
-    heads = [leaf.path for leaf in layout.leaves if job.vocab_size in leaf.shape]
-    return sum(
-        num_parameters([leaf])
-        for leaf in layout.leaves
-        if leaf.trainable is trainable and len(leaf.shape) - leaf.stacked > 1
-        if leaf.path.rpartition(".")[2] != "embedding" or heads == [leaf.path]
-    )
-
-
-def _check_documents(num: int, planned: Planned) -> None:
+def _check_documents(num: int, planned: Planned, options: StepOptions) -> None:
     most = min(planned.seq_len, planned.job.documents_per_row or planned.seq_len)
-    if planned.cross_documents and num > 1:
+    if options.cross_documents and num > 1:
         raise ValueError(f"--documents-per-row {num}: with --cross-documents a row is one document; leave one out")
     if num > most:
         raise ValueError(
             f"--documents-per-row {num}: rows of {planned.seq_len} tokens hold at most {most} documents here; lower "
             "it, or raise the model's own documents_per_row (--model-config) where that is less than the tokens"
         )
+
+
+def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
+    """Say of the step of a training script's options what needs no compiler; see `make_bound`."""
+    _, _, step, batch, work, _ = shard_planned(options, num_devices=cluster.num_devices)
+    return make_bound(step, batch, cluster, work)
 
 
 def plan_job(
@@ -152,22 +138,11 @@ def plan_job(
     """
     on_progress("sharding")
     devices = topology_devices(cluster, target_config)
-    planned = shard_planned(options, find_planned_job(options), devices)
-    _check_documents(documents_per_row, planned)
+    planned = shard_planned(options, devices)
+    _check_documents(documents_per_row, planned, options)
+    job, model, step, batch, work, seq_len = planned
     with jax.default_device(devices[0]):
-        attention = describe_attention(
-            planned.job, planned.model, planned.seq_len, cross_documents=planned.cross_documents
-        )
-        causal = _item_flops(planned.job, planned.model.layout, *causal_keys(planned.seq_len / documents_per_row))
-    return make_plan(
-        planned.step,
-        planned.model.abstract_state(planned.tx),
-        planned.batch,
-        cluster,
-        dataclasses.replace(
-            planned.work, documents_per_row=documents_per_row, attention=attention, causal_flops=causal
-        ),
-        reserve_bytes=reserve_bytes,
-        vocab_size=planned.job.vocab_size,
-        on_progress=on_progress,
-    )
+        attention = describe_attention(job, model, seq_len, cross_documents=options.cross_documents)
+    causal = _item_flops(job, model.layout, *causal_keys(seq_len / documents_per_row))
+    work = dataclasses.replace(work, documents_per_row=documents_per_row, attention=attention, causal_flops=causal)
+    return make_plan(step, batch, cluster, work, reserve_bytes=reserve_bytes, on_progress=on_progress)

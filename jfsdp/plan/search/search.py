@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import PlanUnavailable
 from jfsdp.plan.memory.peak import RESERVE_BYTES, limit_bytes
-from jfsdp.plan.search.bounds import Bound, bound_job
 from jfsdp.plan.search.candidates import Candidate, Outcome, Search, pareto_front, rank
-from jfsdp.plan.search.jobs import plan_job
+from jfsdp.plan.search.jobs import bound_job, plan_job
 from jfsdp.plan.search.space import (
     SearchSpace,
     batches,

@@ -205,7 +205,7 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
 
     Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined.
     """
-    layout = shard_planned(options, find_planned_job(options), num_devices=cluster.num_devices).model.layout
+    layout = shard_planned(options, num_devices=cluster.num_devices).model.layout
     unit, shard = unit_bytes(layout)
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     twice = {"all_gather": 2 * unit, "reduce_scatter": 2 * shard, "all_reduce": 2 * unit}
@@ -229,7 +229,7 @@ def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:
     Cost: one trace of the forward.
     """
     plain = dataclasses.replace(options, remat="none")
-    planned = shard_planned(plain, find_planned_job(plain), num_devices=cluster.num_devices)
+    planned = shard_planned(plain, num_devices=cluster.num_devices)
     trace = jax.make_jaxpr(planned.model.forward(planned.job.loss))
-    closed = trace(planned.model.abstract_state(planned.tx), planned.batch)
+    closed = trace(planned.step.abstract_state(), planned.batch)
     return tuple(sorted(dataflow.value_names(closed.jaxpr)))

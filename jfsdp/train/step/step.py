@@ -33,7 +33,7 @@ from jfsdp.train.checks import (
     check_state,
 )
 from jfsdp.train.process_checks import compare_batches, is_global
-from jfsdp.train.state import TrainState, state_shardings
+from jfsdp.train.state import TrainState, abstract_state, state_shardings
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, nonzero
 from jfsdp.train.step.loss import divide, metrics_of
@@ -271,6 +271,10 @@ class TrainStep(BatchStep):
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
         self._optimizer.check()
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
+
+    def abstract_state(self) -> TrainState:
+        """Return shapes, dtypes and shardings of the state that it takes, as `ShardedModel.abstract_state` does."""
+        return abstract_state(self._optimizer, self.apply.model.state, self.loss_scale)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step.

@@ -1,0 +1,161 @@
+"""What can be said of a step without a compiler: its state, its bytes on the wire by formula, and a roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jfsdp.arguments import checked
+from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
+from jfsdp.layout.precision import item_bytes
+from jfsdp.layout.table import Layout, num_parameters
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.plan import Work, rows_of
+from jfsdp.plan.wire.theory import expected_wire
+from jfsdp.train.account import StateBytes, account
+from jfsdp.train.step.step import TrainStep
+
+_LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A step needs more than this, and takes longer.
+
+    Attributes:
+      state: bytes of the state per device.
+      unit_bytes: of one layer of the largest unit, whole and in use.
+      compute_s: the model's FLOPs, with frozen leaves the fewest that may be left, at the datasheet's peak; with those
+        that the stages of a pipeline compute for nothing; 0: unknown.
+      wire_bytes: what the strategy must send per device.
+      wire_s: these, each at the best bandwidth of its group, one after the other.
+      items: per device and step.
+    """
+
+    layout: Layout
+    state: StateBytes
+    unit_bytes: int
+    compute_s: float
+    wire_bytes: float
+    wire_s: float
+    items: float
+    item: str
+
+    @property
+    def state_bytes(self) -> int:
+        """Per device, what is offloaded left out."""
+        return self.state.total
+
+    @property
+    def step_s(self) -> float:
+        """The fewest seconds of a step: all communication hidden, or all computing."""
+        return max(self.compute_s, self.wire_s)
+
+    @property
+    def item_s(self) -> float:
+        """The fewest seconds per item."""
+        return self.step_s / self.items
+
+    def to_dict(self, limit_bytes: int) -> dict[str, Any]:
+        """Return the bound as plain data: bytes per device, seconds per step; `limit_bytes` is what a step may take."""
+        return {
+            "analytic": True,
+            "state_bytes": self.state_bytes,
+            "host_state_bytes": self.state.host_total,
+            "limit_bytes": limit_bytes,
+            "state_fits": self.state_bytes <= limit_bytes,
+            "unit_bytes": self.unit_bytes,
+            "wire_bytes_theory": self.wire_bytes,
+            "wire_s": self.wire_s,
+            "compute_s": self.compute_s or None,
+            "step_s_at_least": self.step_s,
+            "strategy": self.layout.strategy.name,
+            "mesh": dict(self.layout.mesh_sizes),
+        }
+
+
+@checked
+def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None = None) -> Bound:
+    """Say what needs no compiler: what the step needs and takes at least.
+
+    Activations, gathered units and logits are not in it: the compiler decides them.
+
+    Args:
+      step: of a model sharded over as many devices as the cluster has; a mesh of `make_abstract_mesh` will do.
+      batch, work: as for `make_plan`.
+
+    Raises:
+      ValueError: for options and batches that training would refuse.
+    """
+    layout, work = step.layout, work or rows_of(step, batch)
+    rows = [row for row in expected_wire(layout, step.resolve(batch)) if row.wire_bytes]
+    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
+    wire_s = sum(
+        row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
+        for row in rows
+    )
+    items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
+    flops = _least_flops(layout, work) * _passes_per_microbatch(step, work)
+    return Bound(
+        layout=layout,
+        state=account(step.abstract_state()),
+        unit_bytes=max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
+        compute_s=flops * items / cluster.gpu.peak_flops(work.dtype),
+        wire_bytes=sum(row.wire_bytes for row in rows),
+        wire_s=wire_s,
+        items=items,
+        item=work.item,
+    )
+
+
+def matmul_elements(layout: Layout, vocab_size: int | None, *, trainable: bool) -> int:
+    """Count the elements of the trainable, or of the frozen, weights that are multiplied.
+
+    Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
+    is the head too, which is so if it is the only leaf with the vocabulary as a dim.
+    """
+    heads = [leaf.path for leaf in layout.leaves if vocab_size in leaf.shape]
+    return sum(
+        num_parameters([leaf])
+        for leaf in layout.leaves
+        if leaf.trainable is trainable and len(leaf.shape) - leaf.stacked > 1
+        if leaf.path.rpartition(".")[2] != "embedding" or heads == [leaf.path]
+    )
+
+
+def _least_flops(layout: Layout, work: Work) -> float:
+    """Return the fewest FLOPs of an item: before the first trainable leaf, nothing is differentiated at all."""
+    flops, frozen = work.item_flops or 0.0, matmul_elements(layout, work.vocab_size, trainable=False)
+    if not frozen or not flops:
+        return flops
+    forward = (flops + 2 * frozen) / 3
+    return min(flops, forward + 2 * matmul_elements(layout, work.vocab_size, trainable=True))
+
+
+def _passes_per_microbatch(step: TrainStep, work: Work) -> float:
+    """Return how often a stage of a pipeline computes for each microbatch, and counts it once; 1 without."""
+    passes, layout = step.spec.passes, step.layout
+    frozen = matmul_elements(layout, work.vocab_size, trainable=False)
+    if passes is None or frozen:  # of frozen weights it is not known what they compute
+        return 1.0
+    leaves = [leaf for leaf in layout.leaves if len(leaf.shape) - leaf.stacked > 1]
+    share = num_parameters([leaf for leaf in leaves if leaf.is_staged]) / num_parameters(leaves)
+    return 1 + share * (min(passes.forward, passes.backward) / (passes.repeats * step.spec.accumulate) - 1)
+
+
+def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
+    """Return the devices that share every index but those of `axes` with device 0, minor axes first."""
+    group, stride = [0], 1
+    for axis in reversed(OUTER_FIRST):
+        if axis in axes:
+            group = [device + index * stride for index in range(sizes[axis]) for device in group]
+        stride *= sizes[axis]
+    return group
+
+
+def _unit_bytes(layout: Layout, paths: Iterable[str]) -> int:
+    """Return the bytes of one layer of a unit, whole and in use."""
+    leaves = [layout.by_path[path] for path in paths]
+    return sum(item_bytes(leaf.stage("use").dtype) * math.prod(leaf.cut_shape[leaf.stacked :]) for leaf in leaves)
