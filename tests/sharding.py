@@ -49,8 +49,8 @@ def fully_shard(
     quantized: Mapping[Any, str] | None = None,
     **options: Any,
 ) -> jfsdp.ShardedModel:
-    """Shard a model; `WORDS` are those of `place`, `lora` and `quantized` wrap the model."""
+    """Shard a model, by default with remat full; `WORDS` are those of `place`, `lora` and `quantized` wrap it."""
     model = model if lora is None else jfsdp.lora(model, lora)
     model = model if quantized is None else jfsdp.quantize(model, quantized)
     words = {name: options.pop(name) for name in WORDS if name in options}
-    return jfsdp.fully_shard(model, placements=place(placements, **words), **options)
+    return jfsdp.fully_shard(model, placements=place(placements, **words), **{"remat": "full", **options})

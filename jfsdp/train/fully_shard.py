@@ -53,7 +53,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | str | None = None,
-    remat: Remat = "full",
+    remat: Remat = "none",
     storage: str = "per_parameter",
     placements: Placements | None = None,
     axis_rules: AxisRules | None = None,
@@ -78,7 +78,8 @@ def fully_shard(
       offload_policy: what waits in host memory.
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
         True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
-      remat: what a unit saves between forward and backward; see `UnitPolicy`.
+      remat: what the backward of a unit recomputes; "none": only what depends on weights alone, so that no gathered
+        weight is saved. See `UnitPolicy`.
       storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
         each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
         states are leaf by leaf.

@@ -118,7 +118,7 @@ class ShardingOptions:
     )
     """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
-    offload:C: all but these, which wait in host memory. Both are joined by +."""
+    offload:C: all but these, which wait in host memory. Both are joined by +. The library's own default is none."""
     offload: Stages = option((), "sharding and memory", "rounding", python="`shard(offload_policy=)`")
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
     program: Annotated[str | None, optional(str, "xla|manual")] = option(

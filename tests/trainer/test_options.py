@@ -40,6 +40,11 @@ def test_defaults_are_those_of_the_library_but_for_bfloat16():
     assert arguments()["offload_policy"] == jfsdp.OffloadPolicy()
 
 
+def test_the_script_recomputes_by_default_and_the_library_does_not():
+    assert arguments()["remat"] == "full"
+    assert inspect.signature(jfsdp.fully_shard).parameters["remat"].default == "none"
+
+
 def test_both_commands_take_all_options():
     names = {field.name for field in dataclasses.fields(ShardingOptions)}
     for config in (TrainConfig, Explain):
