@@ -47,8 +47,9 @@ def checked(public: Public) -> Public:
     are checked item by item. What is annotated by Any or a protocol, and `**extra`, is left to the function.
 
     Raises:
-      ValueError: naming the argument, what was given, and what it must be.
-      TypeError: for an argument that is unknown, missing, or one too many: naming it, and those there are.
+      TypeError: for a value of a wrong type, naming the argument, what was given, and what it must be; for an argument
+        that is unknown, missing, or one too many, naming it, and those there are.
+      ValueError: for a number out of range, likewise.
     """
     if isinstance(public, type):
         for name, member in list(vars(public).items()):
@@ -72,41 +73,46 @@ def checked(public: Public) -> Public:
             raise TypeError(f"{who}: {error}{meant}; its arguments are {', '.join(known)}") from None
         for name in known:
             if name in given and (problem := _problem(name, given[name], hints().get(name, Any))):
-                raise ValueError(f"{who}: {problem}")
+                raise type(problem)(f"{who}: {problem}")
         return public(*args, **kwargs)
 
     return typing.cast(Public, call)
 
 
-def _problem(name: str, value: Any, hint: Any) -> str:
-    """Say what is wrong with a value, or with the first wrong one in it; "": nothing."""
+def _problem(name: str, value: Any, hint: Any) -> Exception | None:
+    """Return the error of a value, or of the first wrong one in it: ValueError where only its range is wrong."""
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = functools.partial(_wrong, name, value, hint)
     if kind in _UNIONS:
         found = [_problem(name, value, one) for one in inner]
-        within = [text for text in found if text.startswith(f"{name}[")]
-        return "" if "" in found else (within or [wrong()])[0]
+        errors = [error for error in found if error is not None]
+        if len(errors) < len(found):
+            return None
+        within = [error for error in errors if str(error).startswith(f"{name}[")]
+        return within[0] if within else wrong(next((e for e in map(type, errors) if e is ValueError), TypeError))
     if kind is Annotated:
         least, most = (*hint.__metadata__, math.inf)[:2]
-        if _problem(name, value, inner[0]):
-            return wrong()
-        return "" if is_traced(value) or least <= value <= most else wrong()
+        if problem := _problem(name, value, inner[0]):
+            return wrong(type(problem))
+        return None if is_traced(value) or least <= value <= most else wrong(ValueError)
     if not (inner and issubclass(kind, Collection)):
-        return "" if _is(value, kind) else wrong()
+        is_nan = isinstance(value, numbers.Real) and value != value
+        return None if _is(value, kind) else wrong(ValueError if kind is float and is_nan else TypeError)
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
-        keys = [f"{name}[{key!r}]: a key must be {_in_words(inner[0])}" for key in value if _problem("", key, inner[0])]
+        words = f"a key must be {_in_words(inner[0])}"
+        keys = [TypeError(f"{name}[{key!r}]: {words}") for key in value if _problem("", key, inner[0])]
         values = (_problem(f"{name}[{key!r}]", x, inner[1]) for key, x in value.items())
-        return next(filter(None, (*keys, *values)), "")
+        return next(filter(None, (*keys, *values)), None)
     if issubclass(kind, Mapping) or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
-        return wrong()
-    return next(filter(None, (_problem(f"{name}[{at}]", x, inner[0]) for at, x in enumerate(value))), "")
+        return wrong(TypeError)
+    return next(filter(None, (_problem(f"{name}[{at}]", x, inner[0]) for at, x in enumerate(value))), None)
 
 
-def _wrong(name: str, value: Any, hint: Any) -> str:
+def _wrong(name: str, value: Any, hint: Any, error: type[Exception]) -> Exception:
     given = f"={value!r:.80}" if isinstance(value, _PLAIN) else f" (a {type(value).__name__})"
     if isinstance(value, type):
         given = f" (class {value.__name__})"
-    return f"{name}{given} must be {_in_words(hint)}"
+    return error(f"{name}{given} must be {_in_words(hint)}")
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -169,10 +175,11 @@ def ask(what: str, predicate: Callable[..., Any], **given: Any) -> bool:
     """Return what a predicate of the user's says.
 
     Raises:
-      ValueError: if it takes something else, or says neither True nor False.
+      ValueError: if it takes something else.
+      TypeError: if it says neither True nor False.
     """
     check_call(what, predicate, *given)
     answer = predicate(*given.values())
     if not _is(answer, bool):
-        raise ValueError(f"{what} returned {answer!r:.80} for {next(iter(given.values()))!r}; return True or False")
+        raise TypeError(f"{what} returned {answer!r:.80} for {next(iter(given.values()))!r}; return True or False")
     return bool(answer)

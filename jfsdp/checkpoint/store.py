@@ -119,7 +119,7 @@ def start_save(
 
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
         kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"
-        raise ValueError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
+        raise TypeError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
     if state.step.is_deleted():
         raise ValueError(
             f"checkpoint {path}: the arrays of `state` are gone, a train step took their memory for its result; save "

@@ -273,8 +273,8 @@ def _own_strategy(
     if placed.spec is None:
         try:
             own = STRATEGIES["ddp"] if isinstance(value, Replicate) else get_strategy(value, sizes)
-        except ValueError as error:
-            raise ValueError(
+        except (TypeError, ValueError) as error:
+            raise type(error)(
                 f"{path}: placements: {error}; or Shard(dim), Replicate(), Ignore(), a PartitionSpec or None"
             ) from error
         _check_axes(path, own, sizes)

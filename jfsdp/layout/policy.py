@@ -144,7 +144,7 @@ def resolve_policies(
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
     """
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ValueError(
+        raise TypeError(
             f"mp_policy {mp_policy!r} is not a jfsdp.MixedPrecisionPolicy, such as one of param_dtype='bfloat16'"
         )
     names = list(units)
@@ -220,5 +220,5 @@ def _resolve(
         reshard = False
     try:
         return UnitPolicy(mp_policy, reshard, remat)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise ValueError(f"unit {shown}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"unit {shown}: {error}") from error

@@ -54,9 +54,7 @@ def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, typ
         return issubclass(types.get(path, object), selector)
     if callable(selector):
         return ask(f"{what} {describe(selector)}", selector, path=path, shape=leaf)
-    raise ValueError(
-        f"{what} {selector!r} is neither a path glob, a class of variables, nor a predicate f(path, shape)"
-    )
+    raise TypeError(f"{what} {selector!r} is neither a path glob, a class of variables, nor a predicate f(path, shape)")
 
 
 def _chooses_nothing(what: str, selector: Any, leaves: Mapping[str, Any], types: Mapping[str, type]) -> str:

@@ -137,13 +137,13 @@ def resolve_units(
       Units by name, the root first; every leaf is in exactly one.
 
     Raises:
-      ValueError: if a choice matches no module, or is itself a module; if two choices match one module; for more layer
-        dims than a leaf has.
+      TypeError: for a choice that is itself a module, or none of these.
+      ValueError: if a choice matches no module; if two choices match one module; for more layer dims than a leaf has.
     """
     if isinstance(units, (str, Unit, Mapping)) or callable(units):
         units = [units]
     if not isinstance(units, (list, tuple, set, frozenset)):
-        raise ValueError(f"units={units!r} is neither a list of module classes, globs, predicates and Units, nor one")
+        raise TypeError(f"units={units!r} is neither a list of module classes, globs, predicates and Units, nor one")
     chosen = _match_all([_as_unit(unit) for unit in units], modules, shapes)
     by_path = {module.path: module for module in modules}
     owners = {leaf: _owner(leaf, [by_path[path] for path in chosen]) for leaf in shapes}
@@ -196,13 +196,13 @@ def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple
     if isinstance(match, str):
         return [module.path for module in modules if matches_glob(match, module.path)]
     if _is_module(match, modules):  # which can be called too, and is no predicate
-        raise ValueError(
+        raise TypeError(
             f"unit {type(match).__name__}(...) is a module; pass its class: units=[{type(match).__name__}], or a path "
             "glob for some modules of that class"
         )
     if callable(match):
         return _match_predicate(match, modules, shapes)  # type: ignore[arg-type]
-    raise ValueError(f"unit {match!r} is neither a module class, a path glob, nor a predicate f(path, cls, size)")
+    raise TypeError(f"unit {match!r} is neither a module class, a path glob, nor a predicate f(path, cls, size)")
 
 
 def _is_module(value: Any, modules: Sequence[ModuleInfo]) -> bool:

@@ -19,12 +19,13 @@ def as_model(source: Any) -> PlainModel:
         `(module, example_inputs)` or `(module, example_inputs, variables)`: see `jfsdp.modules.linen.LinenModel`.
 
     Raises:
-      ValueError: for anything else.
+      TypeError: for anything else.
+      ValueError: for a tuple that is not one of these.
     """
     is_class = isinstance(source, type) and issubclass(source, linen.Module)
     if isinstance(source, linen.Module) or is_class:
         name, kind = (source.__name__, "class") if is_class else (type(source).__name__, "module")
-        raise ValueError(
+        raise TypeError(
             f"model {name} is a flax.linen {kind}, which does not know its shapes; pass (module, example_inputs): an "
             "instance, and what it is called with, arrays or jax.ShapeDtypeStruct"
         )

@@ -137,7 +137,7 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
     bare in a dict or a list is static to flax (0.12.8).
     """
     if not callable(factory):
-        raise ValueError(
+        raise TypeError(
             f"model {factory!r} is neither an nnx.Module, a factory f(rngs) -> nnx.Module, nor (linen_module, "
             "example_inputs)"
         )
@@ -182,7 +182,7 @@ def _make(factory: Any, seed: Any) -> nnx.Module:
     with nnx.use_eager_sharding(False):
         model = factory(nnx.Rngs(seed))
     if not isinstance(model, nnx.Module):
-        raise ValueError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
+        raise TypeError(f"the model factory returned {type(model).__name__}; it must return an nnx.Module")
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())

@@ -52,7 +52,7 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
       ValueError: naming what was given, the first leaf that differs, or the loss scale.
     """
     if not isinstance(state, TrainState):
-        raise ValueError(
+        raise TypeError(
             f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
             "model.init, jfsdp.restore or the step before returned"
         )

@@ -97,6 +97,7 @@ def fully_shard(
         root); globs that match one unit must not contradict each other.
 
     Raises:
+      TypeError: for arguments of a wrong type.
       ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
 
     Warns:
@@ -105,7 +106,7 @@ def fully_shard(
     """
     wrapped = as_wrapped(model)
     if isinstance(wrapped.model, ShardedModel):
-        raise ValueError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
+        raise TypeError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
     mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with model_mesh(mesh):

@@ -288,7 +288,7 @@ class ShardedModel:
 
         def run(state: TrainState, *inputs: Any) -> Any:
             if not isinstance(state, TrainState):
-                raise ValueError(
+                raise TypeError(
                     f"the state given is a {type(state).__name__}; an evaluation is called f(state, *inputs)"
                 )
             check_stands(state, self.layout)

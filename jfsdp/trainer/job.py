@@ -171,7 +171,10 @@ def as_job(value: Any, name: str) -> Job:
         raise ValueError(
             f"job {name!r}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(known)}"
         )
-    return Job(**{"name": name, **value})
+    try:
+        return Job(**{"name": name, **value})
+    except TypeError as error:
+        raise ValueError(f"job {name!r}: {error}") from error
 
 
 def job_names() -> list[str]:

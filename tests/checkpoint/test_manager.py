@@ -196,7 +196,7 @@ def test_a_step_older_than_the_newest_is_refused_and_nothing_is_deleted(checkpoi
 @pytest.mark.parametrize("step", [1.5, "7", None, jnp.ones(2, jnp.int32)])
 def test_a_step_that_is_no_number_is_refused_and_not_written_where_nobody_looks(checkpoints, step):
     run = checkpoints()
-    with pytest.raises(ValueError, match=r"save: step.* must be a whole number"):
+    with pytest.raises(TypeError, match=r"save: step.* must be a whole number"):
         run.save(step, state_of(1))
     assert not list(run.directory.iterdir())
 

@@ -303,7 +303,7 @@ def test_units_to_be_held_are_checked():
         ValueError, match=r"reshard_after_backward\['layer'\] matches no unit; these are '', 'layers.0'"
     ):
         model.train_step(square, TX, reshard_after_backward={"layer": False})
-    with pytest.raises(ValueError, match=r"reshard_after_backward\[''\]=2 must be True or False"):
+    with pytest.raises(TypeError, match=r"reshard_after_backward\[''\]=2 must be True or False"):
         model.train_step(square, TX, reshard_after_backward={"": 2})  # type: ignore[dict-item]
     with pytest.raises(
         ValueError, match=r"'layers.0': reshard_after_backward is False, and by 'layers.0' True; make one"

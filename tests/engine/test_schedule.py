@@ -3,6 +3,7 @@
 import pytest
 
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch, frontiers, steady
+from tests.refusals import refuses
 
 LIST = ["a", "b", "c", "d"]
 
@@ -50,11 +51,12 @@ def test_what_no_step_can_do_is_refused(ahead, message):
         frontiers(LIST, ahead, "forward")
 
 
-@pytest.mark.parametrize("wrong", [-1, True, "layers", 1.5])
+@pytest.mark.parametrize("wrong", [True, "layers", 1.5])
 def test_a_prefetch_that_is_neither_a_depth_nor_lists_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"Prefetch: forward.* must be a whole number, at least 0 or a dict"):
+    with pytest.raises(TypeError, match=r"Prefetch: forward.* must be a whole number, at least 0 or a dict"):
         as_prefetch(wrong)
-    with pytest.raises(ValueError, match=r"backward\['a'\]='b' must be a list of text"):
+    refuses(lambda: as_prefetch(-1), "forward=-1", "at least 0")
+    with pytest.raises(TypeError, match=r"backward\['a'\]='b' must be a list of text"):
         Prefetch(backward={"a": "b"})
 
 

@@ -179,7 +179,7 @@ def test_a_model_is_wrapped_once_by_each_function_in_either_order():
     refuses(lambda: jfsdp.quantize(both, codes), "jfsdp.quantize already", "all codecs in one call")
     refuses(lambda: jfsdp.lora(Tower, []), "loras is empty")
     refuses(lambda: jfsdp.quantize(Tower, {}), "codecs is empty")
-    refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is sharded already")
+    refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is sharded already", error=TypeError)
 
 
 def test_a_leaf_with_an_adapter_is_not_trained_as_it_is_too():

@@ -110,7 +110,7 @@ def test_shardings_name_the_memory_and_on_device_does_not():
 
 @pytest.mark.parametrize("offload", [True, "opt_state", {"opt_state": True}])
 def test_an_offload_policy_of_another_kind_is_refused(offload):
-    with pytest.raises(ValueError, match=r"offload.* must be an OffloadPolicy or None"):
+    with pytest.raises(TypeError, match=r"offload.* must be an OffloadPolicy or None"):
         make_table({"w": (64, 64)}, offload=offload)
 
 

@@ -167,7 +167,7 @@ def test_names_to_save_are_kept_as_a_tuple(field):
 @pytest.mark.parametrize("field", ["save", "offload"])
 @pytest.mark.parametrize("names", ["attention", None, 3, ("a", 1)])
 def test_names_that_are_no_names_are_refused(field, names):
-    with pytest.raises(ValueError, match=rf"SaveNames: {field}(=.* must be a list of text|\[1\]=1 must be text)"):
+    with pytest.raises(TypeError, match=rf"SaveNames: {field}(=.* must be a list of text|\[1\]=1 must be text)"):
         SaveNames(**{field: names})
 
 

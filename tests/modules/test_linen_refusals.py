@@ -164,5 +164,5 @@ def test_a_number_may_be_an_input():
 
 
 def test_a_unit_given_as_a_module_is_refused_with_the_class_to_pass():
-    with pytest.raises(ValueError, match=r"unit Block\(\.\.\.\) is a module; pass its class: units=\[Block\]"):
+    with pytest.raises(TypeError, match=r"unit Block\(\.\.\.\) is a module; pass its class: units=\[Block\]"):
         shard(Net(), (X,), [Block()])

@@ -145,7 +145,7 @@ def test_what_two_optimizers_train_is_said_and_found():
     for selectors in ("", [], None):
         with pytest.raises(ValueError, match=r"separate: one= takes .*'one\.\*\*'"):
             jfsdp.separate(one=(selectors, optax.adam(1e-2)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^separate: one= 3 is neither a path glob"):
+    with pytest.raises(TypeError, match=r"^separate: one= 3 is neither a path glob"):
         shard("auto", Gan, 4).init(jfsdp.separate(one=(3, optax.adam(1e-2))))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^separate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"):
         shard("auto", Gan, 4).init(jfsdp.separate(one=("generatr.**", optax.adam(1e-2))))

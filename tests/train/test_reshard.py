@@ -167,9 +167,9 @@ def test_layouts_of_other_models_are_refused_with_what_differs():
 
 
 def test_what_is_no_state_and_no_layout_is_refused():
-    with pytest.raises(ValueError, match=r"reshard: layout='full_shard' must be a Layout or a ShardedModel"):
+    with pytest.raises(TypeError, match=r"reshard: layout='full_shard' must be a Layout or a ShardedModel"):
         jfsdp.reshard(lived_in("full8"), "full_shard")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"reshard: state \(a dict\) must be a TrainState"):
+    with pytest.raises(TypeError, match=r"reshard: state \(a dict\) must be a TrainState"):
         jfsdp.reshard({}, make("full8").layout)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.step.loss import as_loss
 from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+from tests.refusals import refuses
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -214,9 +215,9 @@ def test_jax_dtype_objects_are_taken_as_names():
 
 
 def test_what_is_no_state_and_no_function_is_refused_by_an_evaluation(model):
-    with pytest.raises(ValueError, match=r"the state given is a NoneType; .* f\(state, \*inputs\)"):
+    with pytest.raises(TypeError, match=r"the state given is a NoneType; .* f\(state, \*inputs\)"):
         model.forward(lambda model, x: model(x))(None, np.zeros((8, 4), np.int32))
-    with pytest.raises(ValueError, match=r"forward: fn \(a TrainState\) must be a function"):
+    with pytest.raises(TypeError, match=r"forward: fn \(a TrainState\) must be a function"):
         model.forward(model.abstract_state(TX))
 
 
@@ -393,7 +394,6 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
         (lambda: step(None, batch), r"state given is a NoneType; a step takes \(state, batch\)"),
         (lambda: step(state.params, batch), "state given is a dict"),
         (lambda: jfsdp.full(state.params, "embed"), r"state \(a dict\) must be a TrainState"),
-        (lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel"),
         (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
         (lambda: jfsdp.fully_shard(Tower, placements=["embed"]), r"placements \(a list\) must be a dict or None"),  # type: ignore[arg-type]
         (lambda: fully_shard(Tower, units=3), "units=3 is neither"),
@@ -403,10 +403,11 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
             r"train_step: loss_fn \(a GradientTransformationExtraArgs\) must be a function",
         ),
         (lambda: model.init(TX, seed=jax.random.key(0)), "must be a whole number"),
-        (lambda: make(remat="ful"), "remat 'ful' is unknown"),
     ]:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(TypeError, match=match):
             call()
+    refuses(lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel")
+    refuses(lambda: make(remat="ful"), "remat 'ful' is unknown")
 
 
 @pytest.mark.parametrize(
@@ -606,7 +607,7 @@ def test_a_loss_of_more_arguments_is_told_how_to_bind_them(model, make):
 @pytest.mark.parametrize("where", ["mp_policy", "per_unit"])
 def test_a_text_in_place_of_a_policy_is_told_the_policy(where):
     options = {"mp_policy": "bf16"} if where == "mp_policy" else {"per_unit": {"blocks": {"mp_policy": "bf16"}}}
-    with pytest.raises(ValueError, match=r"mp_policy='bf16' must be .*jfsdp\.MixedPrecisionPolicy\('bfloat16'\)"):
+    with pytest.raises(TypeError, match=r"mp_policy='bf16' must be .*jfsdp\.MixedPrecisionPolicy\('bfloat16'\)"):
         make(**options)
 
 

@@ -141,7 +141,7 @@ def load_pretrained(
       ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
     """
     if not hasattr(model, "leaf_shapes"):
-        raise ValueError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
+        raise TypeError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
     adapters, added = model.model.adapters, model.adapter_shapes()
     every = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
     codecs = model.model.codecs

@@ -138,7 +138,7 @@ def read_module(compiled: Any) -> Module:
     if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
         return _read_file(Path(text))
     if not isinstance(text, str):
-        raise ValueError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
+        raise TypeError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
     return parse_module(text)
 
 
