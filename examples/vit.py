@@ -57,9 +57,9 @@ def batch_shapes(rows: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def job() -> jfsdp.Job:
+def job() -> jfsdp.trainer.Job:
     """Describe the same for scripts/train.py, jfsdp plan and jfsdp explain."""
-    return jfsdp.Job(
+    return jfsdp.trainer.Job(
         model=functools.partial(ViT, CONFIG),
         loss=classification_loss,
         eval_loss=evaluation_loss,

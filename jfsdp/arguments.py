@@ -36,7 +36,7 @@ _IN_WORDS: dict[Any, str] = {
     "GradientTransformation": "an optax transformation, such as optax.adamw(3e-4)",
     "MixedPrecisionPolicy": "a MixedPrecisionPolicy, such as jfsdp.MixedPrecisionPolicy('bfloat16')",
     "Mesh": "a mesh of jfsdp.make_mesh",
-    "TrainState": "a TrainState, as model.init, jfsdp.restore and a step return it",
+    "TrainState": "a TrainState, as model.init, jfsdp.checkpoint.restore and a step return it",
 }
 
 
@@ -47,7 +47,7 @@ def checked(public: Public) -> Public:
     are checked item by item. What is annotated by Any or a protocol, and `**extra`, is left to the function.
 
     Raises:
-      TypeError: for a value of a wrong type, naming the argument, what was given, and what it must be; for an argument
+      TypeError: for a value of a wrong type, naming the argument, the value, and what it must be; for an argument
         that is unknown, missing, or one too many, naming it, and those there are.
       ValueError: for a number out of range, likewise.
     """

@@ -195,12 +195,12 @@ def time_saves(root: Path, options: CheckpointBenchOptions) -> tuple[int, list[f
     job = load_job(options.model, None).with_config(**parse_config(options.state_config))
     state = jax.block_until_ready(shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3)))
     blocked, whole = [], []
-    run = jfsdp.Checkpointer(root / "run", keep=1)
+    run = jfsdp.checkpoint.Checkpointer(root / "run", keep=1)
     for place in range(options.rounds):
         blocked.append(run.save(place, state))
         run.wait()
         start = time.perf_counter()
-        jfsdp.save(root / "state", state)
+        jfsdp.checkpoint.save(root / "state", state)
         whole.append(time.perf_counter() - start)
         shutil.rmtree(root / "state")
     run.close()

@@ -1,4 +1,4 @@
-"""The arrays of a training state, read without `jfsdp.full`."""
+"""The arrays of a training state, read without `jfsdp.checkpoint.gather_leaf`."""
 
 from collections.abc import Callable
 from typing import Any

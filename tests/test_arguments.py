@@ -105,8 +105,10 @@ def test_unknown_missing_and_surplus_arguments_are_told_with_those_there_are():
     )
     with pytest.raises(TypeError, match=f"^{re.escape(told)} min_parameters$"):
         jfsdp.by_size(1, min_parameter=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^full: missing a required argument: 'path'; its arguments are state, path$"):
-        jfsdp.full(MODEL)  # type: ignore[call-arg,arg-type]
+    with pytest.raises(
+        TypeError, match=r"^gather_leaf: missing a required argument: 'path'; its arguments are state, path$"
+    ):
+        jfsdp.checkpoint.gather_leaf(MODEL)  # type: ignore[call-arg,arg-type]
     with pytest.raises(TypeError, match=r"^by_size: too many positional arguments; its arguments are min_parameters$"):
         jfsdp.by_size(1, 2)  # type: ignore[call-arg]
 
@@ -119,7 +121,8 @@ def test_a_checked_class_has_a_checked_constructor_and_public_methods():
         MODEL.init(ADAM, seed=-1)
 
 
-PUBLIC = [getattr(module, name) for module in (jfsdp, jfsdp.plan) for name in module.__all__]
+SPACES = (jfsdp, jfsdp.checkpoint, jfsdp.optim, jfsdp.peft, jfsdp.plan, jfsdp.trainer)
+PUBLIC = [getattr(module, name) for module in SPACES for name in module.__all__]
 FUNCTIONS = {
     f"{value.__name__}.{name}": member
     for value in PUBLIC
@@ -136,11 +139,9 @@ def test_annotations_of_public_functions_can_be_read_at_run_time(name):
 
 
 def test_public_functions_are_checked():
-    own = (
-        {"Split", "STRATEGIES"} | {"Loss", "Max", "Mean"} | {"Strategy", "separate"} | {"Layout", "TrainState", "Plan"}
-    )
+    own = {"Split", "Loss", "Max", "Mean", "Strategy", "alternate", "TrainState", "Plan", "Bound"}
     names = {name.partition(".")[0] for name in FUNCTIONS}
-    assert names == {*jfsdp.__all__, *jfsdp.plan.__all__} - own
+    assert names == {name for module in SPACES for name in module.__all__} - own
 
 
 def shard(**options: Any) -> Any:
@@ -156,7 +157,7 @@ class RngsByName(nnx.Module):
         self.inner = nnx.Linear(8, 16, rngs=rngs)
 
 
-SCALED = jfsdp.MixedPrecisionPolicy("float16", loss_scale=jfsdp.LossScale())
+SCALED = jfsdp.MixedPrecisionPolicy("float16", loss_scale=jfsdp.optim.LossScale())
 WRONG_TYPES = {
     "make_mesh: fsdp='8' must be a whole number": lambda: jfsdp.make_mesh(fsdp="8"),  # type: ignore[arg-type]
     "make_mesh: fsdp=2.0 must be a whole number": lambda: jfsdp.make_mesh(fsdp=2.0),  # type: ignore[arg-type]
@@ -175,16 +176,19 @@ WRONG_TYPES = {
         cast_forward_inputs="no"  # type: ignore[arg-type]
     ),
     "Prefetch: forward['a']=3 must be a list of text": lambda: jfsdp.Prefetch({"a": 3}),  # type: ignore[dict-item]
-    "LossScale: interval=1.5 must be": lambda: jfsdp.LossScale(interval=1.5),  # type: ignore[arg-type]
-    "track_ema: decay='0.9' must be a number": lambda: jfsdp.track_ema("0.9"),  # type: ignore[arg-type]
-    "with_ema: state=3 must be a TrainState, as": lambda: jfsdp.with_ema(3),  # type: ignore[arg-type]
+    "LossScale: interval=1.5 must be": lambda: jfsdp.optim.LossScale(interval=1.5),  # type: ignore[arg-type]
+    "track_ema: decay='0.9' must be a number": lambda: jfsdp.optim.track_ema("0.9"),  # type: ignore[arg-type]
+    "with_ema: state=3 must be a TrainState, as": lambda: jfsdp.optim.with_ema(3),  # type: ignore[arg-type]
     "train_step: accumulate=True must be a whole number": lambda: MODEL.train_step(max, ADAM, accumulate=True),
     "init_from: params['bias']=3 must be an Array": lambda: MODEL.init_from(ADAM, {"bias": 3}),  # type: ignore
-    "Snapshots: directory=3 must be text or a path": lambda: jfsdp.Snapshots(3, "run"),  # type: ignore[arg-type]
-    "full: path=3 must be text": lambda: jfsdp.full(MODEL.abstract_state(ADAM), 3),  # type: ignore[arg-type]
-    "save: path=3 must be text or a path": lambda: jfsdp.save(3, MODEL.abstract_state(ADAM)),  # type: ignore[arg-type]
-    "Checkpointer: keep_best=3 must be a KeepBest or text or None": lambda: jfsdp.Checkpointer("a", keep_best=3),  # type: ignore[arg-type]
-    "Job: loss=3 must be a function": lambda: jfsdp.Job(**{**SHARED, "loss": 3}),
+    "Snapshots: directory=3 must be text or a path": lambda: jfsdp.checkpoint.Snapshots(3, "run"),  # type: ignore[arg-type]
+    "gather_leaf: path=3 must be text": lambda: jfsdp.checkpoint.gather_leaf(MODEL.abstract_state(ADAM), 3),  # type: ignore[arg-type]
+    "save: path=3 must be text or a path": lambda: jfsdp.checkpoint.save(3, MODEL.abstract_state(ADAM)),  # type: ignore[arg-type]
+    "Checkpointer: keep_best=3 must be a KeepBest or text or None": lambda: jfsdp.checkpoint.Checkpointer(
+        "a",
+        keep_best=3,  # type: ignore[arg-type]
+    ),
+    "Job: loss=3 must be a function": lambda: jfsdp.trainer.Job(**{**SHARED, "loss": 3}),
     "Cluster: gpu='h100' must be a Gpu": lambda: jfsdp.plan.Cluster("h100"),  # type: ignore[arg-type]
     "configure_xla: simulate_devices='8' must be": lambda: runtime.configure_xla(simulate_devices="8"),  # type: ignore
 }
@@ -200,23 +204,23 @@ WRONG_VALUES = {
     "lambda rngs: RngsByName(rngs=rngs)": lambda: fully_shard(RngsByName),
     "by_size: min_parameters=-1 must be a whole number, at least 1": lambda: jfsdp.by_size(-1),
     "Unit: stacked=-1 must be a whole number, at least 0 or None": lambda: jfsdp.Unit("a", -1),
-    "interval >= 1, as float32 and int32": lambda: jfsdp.LossScale(initial=1e300),
-    "with_ema: the state holds shapes only": lambda: jfsdp.with_ema(MODEL.abstract_state(ADAM)),
-    "low_precision_state: dtype 'nope' is not one of": lambda: jfsdp.low_precision_state(ADAM, "nope"),
+    "interval >= 1, as float32 and int32": lambda: jfsdp.optim.LossScale(initial=1e300),
+    "with_ema: the state holds shapes only": lambda: jfsdp.optim.with_ema(MODEL.abstract_state(ADAM)),
+    "low_precision_state: dtype 'nope' is not one of": lambda: jfsdp.optim.low_precision_state(ADAM, "nope"),
     "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
     "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
     "forward: donate[0]=-1 must be a whole number, at least 0": lambda: MODEL.forward(max, donate=[-1]),
     "donate=[0, 5]: [5] is no input": lambda: evaluated(donate=[0, 5]),
     "donate=[0, 0]: [0] is no input or is named twice": lambda: evaluated(donate=[0, 0]),
     "init_from: params are not the leaves of this model:\n  missing: bias": lambda: MODEL.init_from(ADAM, {}),
-    "Snapshots: directory='' is no path; name one": lambda: jfsdp.Snapshots("", "run"),
-    "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.Snapshots("a", "run").take(
+    "Snapshots: directory='' is no path; name one": lambda: jfsdp.checkpoint.Snapshots("", "run"),
+    "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.checkpoint.Snapshots("a", "run").take(
         -1, MODEL.abstract_state(ADAM)
     ),
-    "checkpoint '': is no path; name a directory": lambda: jfsdp.Checkpointer(""),
-    "Job: seq_len=0 must be a whole number, at least 1": lambda: jfsdp.Job(**SHARED, seq_len=0),
+    "checkpoint '': is no path; name a directory": lambda: jfsdp.checkpoint.Checkpointer(""),
+    "Job: seq_len=0 must be a whole number, at least 1": lambda: jfsdp.trainer.Job(**SHARED, seq_len=0),
     "Work: items=0 must be a whole number, at least 1": lambda: jfsdp.plan.Work(0, 1, "token", None, "float32"),
-    "audit: tolerance=-1 must be a number, at least 0": lambda: jfsdp.audit("", MODEL.layout, tolerance=-1),
+    "audit: tolerance=-1 must be a number, at least 0": lambda: jfsdp.plan.audit("", MODEL.layout, tolerance=-1),
 }
 
 

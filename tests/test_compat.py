@@ -94,7 +94,7 @@ def test_an_operation_with_an_unknown_body_is_not_taken_for_harmless():
         return jfsdp.Loss(out.sum(), 1.0 * len(out))
 
     make = lambda rngs: nnx.Linear(4, 12, rngs=rngs)  # noqa: E731
-    tx, batch = jfsdp.track_ema(0.5), {"x": np.ones((16, 4), np.float32)}
+    tx, batch = jfsdp.optim.track_ema(0.5), {"x": np.ones((16, 4), np.float32)}
     mesh = jfsdp.make_abstract_mesh({"fsdp": 8})
     model = fully_shard(make, mesh=mesh, min_size=0, shard_dim=lambda path, shape: len(shape) - 1)
     assert model.train_step(loss, tx, program="xla").resolve(batch)

@@ -55,7 +55,7 @@ def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
     if not isinstance(like.step, jax.Array):
         raise ValueError(
             f"checkpoint {path}: holds what was trained alone, without the {len(base)} frozen leaves; restore with "
-            "like=a live state that has them, as jfsdp.load_pretrained or model.init returns it"
+            "like=a live state that has them, as jfsdp.checkpoint.load_pretrained or model.init returns it"
         )
     there = frozen_digests(like)
     differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))

@@ -78,7 +78,7 @@ class _ModelOptions:
     model: Name = None
     """A model's name (`jfsdp models` lists them); not needed where a checkpoint of ours says it."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
-    """Instead of --model: a function that returns a jfsdp.Job, from the working directory."""
+    """Instead of --model: a function that returns a jfsdp.trainer.Job, from the working directory."""
     model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
     """Fields of the model's configuration to change."""
 

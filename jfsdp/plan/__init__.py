@@ -3,32 +3,19 @@
 `make_plan(step, batch, cluster)` plans a step of any model, `make_bound` says what needs no compiler; see docs/plan.md.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jfsdp.lazy import attach
 
 if TYPE_CHECKING:
-    from jfsdp.plan.bound import Bound, make_bound
-    from jfsdp.plan.cluster.gpus import find_gpu
-    from jfsdp.plan.cluster.hardware import Cluster
-    from jfsdp.plan.cluster.target import topology_devices
-    from jfsdp.plan.plan import Plan, Work, make_plan
-    from jfsdp.plan.wire.audit import audit
+    from jfsdp.plan.bound import Bound as Bound
+    from jfsdp.plan.bound import make_bound as make_bound
+    from jfsdp.plan.cluster.gpus import find_gpu as find_gpu
+    from jfsdp.plan.cluster.hardware import Cluster as Cluster
+    from jfsdp.plan.cluster.target import topology_devices as topology_devices
+    from jfsdp.plan.plan import Plan as Plan
+    from jfsdp.plan.plan import Work as Work
+    from jfsdp.plan.plan import make_plan as make_plan
+    from jfsdp.plan.wire.audit import audit as audit
 
-_HOMES = {
-    "Bound": "bound",
-    "Cluster": "cluster.hardware",
-    "Plan": "plan",
-    "Work": "plan",
-    "audit": "wire.audit",
-    "find_gpu": "cluster.gpus",
-    "make_bound": "bound",
-    "make_plan": "plan",
-    "topology_devices": "cluster.target",
-}
-__all__ = ["Bound", "Cluster", "Plan", "Work", "audit", "find_gpu", "make_bound", "make_plan", "topology_devices"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jfsdp.plan' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jfsdp.plan.{_HOMES[name]}"), name)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -23,7 +23,10 @@ from jfsdp.layout.report import differing_frozen, summary
 from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live
 
-_REMEDY = "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: jfsdp.reshard"
+_REMEDY = (
+    "make it with this model's init, restore it with like=model.abstract_state(tx), or move it: "
+    "jfsdp.checkpoint.reshard"
+)
 
 
 def check_offloads(policies: Mapping[str, UnitPolicy], mesh: Any) -> None:
@@ -54,7 +57,7 @@ def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None)
     if not isinstance(state, TrainState):
         raise TypeError(
             f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
-            "model.init, jfsdp.restore or the step before returned"
+            "model.init, jfsdp.checkpoint.restore or the step before returned"
         )
     check_live("the step", state)
     if is_traced(state.step):

@@ -78,8 +78,8 @@ def fully_shard(
       offload_policy: what waits in host memory.
       reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
         True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
-      remat: what the backward of a unit recomputes; "none": only what depends on weights alone, so that no gathered
-        weight is saved. See `UnitPolicy`.
+      remat: what the backward of a unit recomputes; "none": nothing but what depends only on weights, so that no
+        gathered weight is saved. See `UnitPolicy`.
       storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
         each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
         states are leaf by leaf.

@@ -147,7 +147,7 @@ class ShardedModel:
         if lines := _differences(leaves, wanted, ("the state stores", "this model")):
             raise ValueError(
                 f"adopt takes a state of the same model on the same mesh, and adds adapters; of this state leaves are\n"
-                f"{lines}\n  first move it, by jfsdp.reshard, to one that stores as this model does"
+                f"{lines}\n  first move it, by jfsdp.checkpoint.reshard, to one that stores as this model does"
             )
         fresh = self.init_from(tx, {path: jax.device_put(leaves[path], x.sharding) for path, x in wanted.items()})
         kept = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state)))

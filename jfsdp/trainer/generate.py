@@ -102,7 +102,7 @@ class Generator:
         if job.cache is None:
             raise ValueError(
                 f"job {job.name!r} has no cache of keys and values; give its field `cache`, and its model the "
-                "arguments that jfsdp.Job says"
+                "arguments that jfsdp.trainer.Job says"
             )
         self.model, self.job, self.stop = model, job, tuple(stop)
         self._sampling = sampling or Sampling()

@@ -158,7 +158,7 @@ def as_job(value: Any, name: str) -> Job:
     if isinstance(value, Job):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: a job is a jfsdp.Job or a dict of its fields, not {type(value).__name__}")
+        raise ValueError(f"{name}: a job is a jfsdp.trainer.Job or a dict of its fields, not {type(value).__name__}")
     known = {field.name: field for field in dataclasses.fields(Job)}
     if "cuts" in value:
         raise ValueError(

@@ -82,10 +82,10 @@ class ShardingOptions:
     model: Name = option(None, "most used", "refused", python="`shard(model)`")
     """A model by name, such as llama-8b; `jfsdp models` lists them."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(
-        None, "model", "refused", python="`jfsdp.Job`"
+        None, "model", "refused", python="`jfsdp.trainer.Job`"
     )
-    """Instead of --model: a function that returns a jfsdp.Job or a dict of its fields. It is imported from the working
-    directory or from what is installed."""
+    """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
+    working directory or from what is installed."""
     model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = option(
         (), "model", "refused", python="the model's configuration"
     )
@@ -178,11 +178,11 @@ class ShardingOptions:
     pipe_repeats: Count = option(1, "gradient accumulation", "rounding", least=1, python="`step(pipe_repeats=)`")
     """Of a pipeline: into how many parts the layers of a stage fall. N parts make the bubble N times smaller."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(
-        None, "precision", "refused", python="`jfsdp.low_precision_state`"
+        None, "precision", "refused", python="`jfsdp.optim.low_precision_state`"
     )
     """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
     ema: Annotated[float | None, optional(float, "DECAY")] = option(
-        None, "optimizer", "refused", python="`jfsdp.track_ema`"
+        None, "optimizer", "refused", python="`jfsdp.optim.track_ema`"
     )
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
@@ -204,11 +204,11 @@ class StepOptions(ShardingOptions):
     cross_documents: bool = option(False, "data", "refused", python="your loader")
     """Let attention and positions cross documents in a row."""
     preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = option(
-        None, "preferences", "refused", python="`jfsdp.preference_loss(kind=)`"
+        None, "preferences", "refused", python="`jfsdp.trainer.preference_loss(kind=)`"
     )
     """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
     answer, so that its length does not count. Rows are pairs then. none: on tokens."""
-    beta: Real = option(0.1, "preferences", "refused", python="`jfsdp.preference_loss(beta=)`")
+    beta: Real = option(0.1, "preferences", "refused", python="`jfsdp.trainer.preference_loss(beta=)`")
     """With --preference: larger stays closer to the reference."""
     max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept", python="`step(max_grad_norm=)`")
     """Clip gradients to this global norm. none: do not clip."""

@@ -11,7 +11,7 @@ MOST = 2**31 - 1  # of what is counted: JAX's indices
 REMOVED: dict[str, tuple[Any, str]] = {
     "allow_nonfinite": (False, "jfsdp checkpoint import --allow-nonfinite, and --init-from its directory"),
     "checkpoint_minutes": (0.0, "--checkpoint-every STEPS"),
-    "compare_replicas": (0, "jfsdp.compare_replicas(state) in your own program"),
+    "compare_replicas": (0, "jfsdp.checkpoint.compare_replicas(state) in your own program"),
     "coordinator": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
     "deterministic": (False, "--xla xla_gpu_deterministic_ops=true"),
     "engine": ("auto", "--program"),

@@ -175,7 +175,7 @@ def begin(fields, path):
     """Train and save; return the state's bits and the losses of the steps that follow."""
     setting = Setting(*fields)
     state, _ = train(setting, model(setting).init(TX, seed=SETTINGS.index(setting)), 0, BEFORE)
-    jfsdp.save(path, state)
+    jfsdp.checkpoint.save(path, state)
     found = bits(state)
     return found, train(setting, state, BEFORE, AFTER)[1]
 
@@ -183,6 +183,6 @@ def begin(fields, path):
 def go_on(fields, path):
     """Restore what `begin` saved, maybe under another setting; return what it does."""
     setting = Setting(*fields)
-    state = jfsdp.restore(path, like=model(setting).abstract_state(TX))
+    state = jfsdp.checkpoint.restore(path, like=model(setting).abstract_state(TX))
     found = bits(state)
     return found, train(setting, state, BEFORE, AFTER)[1]

@@ -61,7 +61,7 @@ def save(strategy, storage, path):
         mock.patch.object(pieces, "copy_pieces", lambda state: copied.append(copy(state)) or copied[-1]),
         mock.patch.object(commit, "hash_files", lambda path, names: hashed.extend(names) or hash_files(path, names)),
     ):
-        jfsdp.save(path, state, extra={"process": jax.process_index()})
+        jfsdp.checkpoint.save(path, state, extra={"process": jax.process_index()})
     (written,) = copied
     return {
         "shapes": {name: array.shape for name, array in logical_arrays(state).items()},
@@ -89,7 +89,7 @@ def restore(strategy, storage, path, one_replica):
     """Restore; return what this process read, and what came of it."""
     like = model(strategy, storage).abstract_state(TX)
     with counted_reads() as reads:
-        state = jfsdp.restore(path, like=like, one_replica=one_replica)
+        state = jfsdp.checkpoint.restore(path, like=like, one_replica=one_replica)
     return {"reads": reads, "bits": bits(state)}
 
 
@@ -109,7 +109,7 @@ def save_step(directory, step, failing=None):
 
 def save_unwritable_extra(path):
     """Save; what one of the processes gives beside the state is no JSON."""
-    jfsdp.save(path, state_of("full_shard"), extra={jax.process_index()} if jax.process_index() else 0)
+    jfsdp.checkpoint.save(path, state_of("full_shard"), extra={jax.process_index()} if jax.process_index() else 0)
 
 
 def failure(where):

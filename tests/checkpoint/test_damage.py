@@ -42,7 +42,7 @@ def state_of(step: int) -> jfsdp.TrainState:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Any:
     """A run of the steps 1, 2 and 3, with everything that may stand beside the arrays."""
-    with_steps = jfsdp.Checkpointer(tmp_path_factory.mktemp("damage") / "run")
+    with_steps = jfsdp.checkpoint.Checkpointer(tmp_path_factory.mktemp("damage") / "run")
     for step in (1, 2, 3):
         with_steps.save(step, state_of(step), {"data": step}, config={"lr": 1e-3}, metrics={"loss": 0.5})
     with_steps.wait()
@@ -82,7 +82,7 @@ def check_refused(run: Any, name: str, *how: Any) -> None:
         (problem,) = problems_of(path)
         assert name in problem
         with pytest.raises(DamagedError) as error:
-            jfsdp.restore(path, like=state_of(1))
+            jfsdp.checkpoint.restore(path, like=state_of(1))
         assert str(error.value).startswith(f"checkpoint {path}: is damaged: ") and name in str(error.value)
         with pytest.raises(DamagedError) as error:
             run.restore(state_of(1))
@@ -126,7 +126,7 @@ def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run, old):
     assert file.read_text() != whole
     try:
         with pytest.raises(DamagedError, match=r"manifest\.json is not as it was written"):
-            jfsdp.restore(file.parent, like=state_of(1))
+            jfsdp.checkpoint.restore(file.parent, like=state_of(1))
         with pytest.warns(UserWarning, match="Falling back to step 2"):
             assert int(run.restore(state_of(1), fall_back=True)[0].step) == 2
     finally:
@@ -138,7 +138,7 @@ def test_a_digest_of_a_file_outside_is_refused(run, tmp_path):
     digests = read_digests(tmp_path / "c")
     write_digests(tmp_path / "c", digests | {"../secret": "0" * 64})
     with pytest.raises(ValueError, match=r"'\.\./secret' leads out"):
-        jfsdp.restore(tmp_path / "c", like=state_of(1))
+        jfsdp.checkpoint.restore(tmp_path / "c", like=state_of(1))
 
 
 def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):
@@ -146,7 +146,7 @@ def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):
     shutil.copytree(run.directory, directory, ignore=shutil.ignore_patterns("lock"))
     (directory / "3" / SUMS).unlink()
     (directory / "2" / "layout.json").write_text("{}")
-    other = jfsdp.Checkpointer(directory)
+    other = jfsdp.checkpoint.Checkpointer(directory)
     with pytest.warns(UserWarning, match="Falling back to step") as told:
         state, extra = other.restore(state_of(1), fall_back=True)
     assert (int(state.step), extra, len(told)) == (1, {"data": 1}, 2)
@@ -165,7 +165,7 @@ def test_a_step_that_lost_all_its_files_is_damaged(run, tmp_path):
     shutil.rmtree(directory / "3")
     (directory / "3").mkdir()
     assert problems_of(directory / "3") and not problems_of(directory / "2")
-    other = jfsdp.Checkpointer(directory)
+    other = jfsdp.checkpoint.Checkpointer(directory)
     with pytest.raises(DamagedError, match="/3: is damaged: it is empty"):
         other.restore(state_of(1))
     with pytest.warns(UserWarning, match="Falling back to step 2"):
@@ -185,24 +185,24 @@ def test_who_reads_parameters_alone_is_not_stopped_by_damage_elsewhere(run):
     whole = moments.read_bytes()
     damage(moments, "flip", 0.5, 3)
     try:
-        state = jfsdp.restore(path, like=state_of(1), only="params")
+        state = jfsdp.checkpoint.restore(path, like=state_of(1), only="params")
         np.testing.assert_array_equal(state.params["weight"], state_of(3).params["weight"])
         with pytest.raises(DamagedError, match="arrays/opt_state/"):
-            jfsdp.restore(path, like=state_of(1), only="opt_state")
+            jfsdp.checkpoint.restore(path, like=state_of(1), only="opt_state")
     finally:
         moments.write_bytes(whole)
 
 
 def test_a_copy_of_a_step_under_another_number_is_not_that_step(run, tmp_path):
-    other = jfsdp.Checkpointer(tmp_path / "copied")
+    other = jfsdp.checkpoint.Checkpointer(tmp_path / "copied")
     for name in ("2", "3", "best"):
         shutil.copytree(run.directory / "2", tmp_path / "copied" / name)
     with pytest.raises(DamagedError, match=r"copied/3.*step 2.*not step 3"):
         other.restore(state_of(0))
     with pytest.raises(DamagedError, match="step 2"):
-        jfsdp.restore(tmp_path / "copied" / "3", state_of(0))
+        jfsdp.checkpoint.restore(tmp_path / "copied" / "3", state_of(0))
     (problem,) = verify(tmp_path / "copied" / "3").problems
     assert "step 2" in problem and verify(tmp_path / "copied" / "best").is_ok
     with pytest.warns(UserWarning, match="Falling back to step 2"):
         assert int(other.restore(state_of(0), fall_back=True)[0].step) == 2
-    assert int(jfsdp.restore(tmp_path / "copied" / "best", state_of(0)).step) == 2
+    assert int(jfsdp.checkpoint.restore(tmp_path / "copied" / "best", state_of(0)).step) == 2

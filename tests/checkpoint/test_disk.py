@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(tmp_path) -> Any:
-    with_step = jfsdp.Checkpointer(tmp_path / "run")
+    with_step = jfsdp.checkpoint.Checkpointer(tmp_path / "run")
     with_step.save(1, state_of(1))
     with_step.wait()
     yield with_step
@@ -88,7 +88,7 @@ class Net(nnx.Module):
 
 model = jfsdp.fully_shard(Net)
 state = model.init(optax.sgd(1.0))
-run = jfsdp.Checkpointer(disk / "run")
+run = jfsdp.checkpoint.Checkpointer(disk / "run")
 run.save(1, state); run.wait()
 
 def refused(action, code, *words):
@@ -107,7 +107,7 @@ ballast.write_bytes(bytes(2_700_000))
 refused(lambda: save(2), errno.ENOSPC, "needs about 2,118,", "are free")  # with what stands beside the arrays
 before, shutil.disk_usage = shutil.disk_usage, lambda path: SimpleNamespace(free=10**12)  # it fills up just after
 refused(lambda: save(2), errno.ENOSPC, "No space left on device", "needs about 1,048,5", "earlier checkpoints")
-refused(lambda: jfsdp.save(disk / "c", state), errno.ENOSPC, "No space left on device")
+refused(lambda: jfsdp.checkpoint.save(disk / "c", state), errno.ENOSPC, "No space left on device")
 assert run.steps() == [1] and not (disk / "c").exists()
 jax.tree.map(lambda a, b: (a == b).all() or 1 / 0, run.restore(state)[0].params, state.params)
 ballast.unlink()
@@ -116,11 +116,11 @@ assert run.steps() == [1, 3]
 run.close()
 
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-run = jfsdp.Checkpointer(disk / "run")
+run = jfsdp.checkpoint.Checkpointer(disk / "run")
 assert run.steps() == [1, 3]
 assert run.restore(state)[0].params["weight"].shape == (512, 512), "reading needs no writing"
 refused(lambda: save(4), errno.EROFS, "Read-only file system", str(disk / "run"))
-refused(lambda: jfsdp.save(disk / "c", state), errno.EROFS, "Read-only file system", str(disk / "c"))
+refused(lambda: jfsdp.checkpoint.save(disk / "c", state), errno.EROFS, "Read-only file system", str(disk / "c"))
 print("proved")
 """
 
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_and_then_read_only_for_real(tmp_path):
 
 def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, monkeypatch):
     """Simulated, since permissions do not stop root."""
-    other = jfsdp.Checkpointer(tmp_path / "other")
+    other = jfsdp.checkpoint.Checkpointer(tmp_path / "other")
 
     def refuse(path: Path, *_: Any, **options: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -154,7 +154,7 @@ def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, mon
 
 
 def test_a_second_writer_of_a_run_is_told_who_the_first_is(run, tmp_path):
-    second = jfsdp.Checkpointer(tmp_path / "run")
+    second = jfsdp.checkpoint.Checkpointer(tmp_path / "run")
     assert int(second.restore(state_of(3))[0].step) == 1, "reading is free"
     with pytest.raises(ValueError, match=r"checkpoints .*/run: are written by process \d+ on .*; wait for it, or save"):
         second.save(2, state_of(2))
@@ -179,13 +179,13 @@ class Net(nnx.Module):
 
 state = jfsdp.fully_shard(Net).init(optax.sgd(1.0))
 if sys.argv[1] == "run":
-    run = jfsdp.Checkpointer(sys.argv[2])
+    run = jfsdp.checkpoint.Checkpointer(sys.argv[2])
     run.save(7, state)
     run.wait()
     print("holds", flush=True)
 else:
     commit.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
-    jfsdp.save(sys.argv[2], state)
+    jfsdp.checkpoint.save(sys.argv[2], state)
 time.sleep(600)
 """
 
@@ -212,7 +212,7 @@ def other_process(tmp_path) -> Any:
 
 def test_a_writer_in_another_process_is_named_and_its_end_frees_the_run(other_process, tmp_path):
     first = other_process("run", tmp_path / "run")
-    second = jfsdp.Checkpointer(tmp_path / "run")
+    second = jfsdp.checkpoint.Checkpointer(tmp_path / "run")
     with pytest.raises(ValueError, match=f"are written by process {first.pid} on "):
         second.save(8, state_of(1))
     assert second.steps() == [7]
@@ -227,11 +227,11 @@ def test_one_checkpoint_is_not_written_by_two_at_once(other_process, tmp_path):
     """The second would take the first one's files away, and both would end up in one directory."""
     first = other_process("save", tmp_path / "c")
     with pytest.raises(ValueError, match=f"checkpoint .*/c: is being written by process {first.pid} on "):
-        jfsdp.save(tmp_path / "c", state_of(1))
+        jfsdp.checkpoint.save(tmp_path / "c", state_of(1))
     first.kill()
     first.wait()
-    jfsdp.save(tmp_path / "c", state_of(1))
-    assert int(jfsdp.restore(tmp_path / "c", like=state_of(2)).step) == 1
+    jfsdp.checkpoint.save(tmp_path / "c", state_of(1))
+    assert int(jfsdp.checkpoint.restore(tmp_path / "c", like=state_of(2)).step) == 1
     assert not list(tmp_path.glob("c.*")), "what the killed one left is cleaned up"
 
 
@@ -240,7 +240,7 @@ def test_of_many_that_save_one_checkpoint_exactly_one_does(tmp_path):
 
     def save(state: Any) -> None:
         try:
-            jfsdp.save(tmp_path / "c", state)
+            jfsdp.checkpoint.save(tmp_path / "c", state)
             found.append(int(state.step))
         except ValueError as error:
             told.append(str(error))
@@ -252,7 +252,7 @@ def test_of_many_that_save_one_checkpoint_exactly_one_does(tmp_path):
         thread.join()
     assert len(found) == 1 == len(list(tmp_path.iterdir()))
     assert all("is being written by" in message or "exists already" in message for message in told), told
-    assert int(jfsdp.restore(tmp_path / "c", like=states[0]).step) == found[0]
+    assert int(jfsdp.checkpoint.restore(tmp_path / "c", like=states[0]).step) == found[0]
 
 
 def test_a_save_that_would_run_out_of_open_files_is_refused_before_it_begins(tmp_path, monkeypatch):
@@ -284,13 +284,13 @@ def small_disk(tmp_path, monkeypatch):
 def test_what_a_full_disk_left_is_removed_before_the_next_save_needs_its_room(small_disk, run):
     (small_disk / "run" / "9.jfsdp-tmp").mkdir()
     run.close()
-    again = jfsdp.Checkpointer(small_disk / "run")
+    again = jfsdp.checkpoint.Checkpointer(small_disk / "run")
     again.save(2, state_of(2))
     again.close()
     assert again.steps() == [1, 2]
     (small_disk / "one.jfsdp-tmp").mkdir()
     (small_disk / "one.jfsdp-tmp" / "half").write_bytes(bytes(2_000_000))
-    jfsdp.save(small_disk / "one", state_of(1))
+    jfsdp.checkpoint.save(small_disk / "one", state_of(1))
 
 
 def test_a_run_removes_what_a_full_disk_left_before_it_writes_anything(small_disk):

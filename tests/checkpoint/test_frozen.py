@@ -36,7 +36,7 @@ def trained(model, num=2):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path, state = tmp_path_factory.mktemp("frozen") / "c", trained(shard())
-    jfsdp.save(path, state, frozen=False)
+    jfsdp.checkpoint.save(path, state, frozen=False)
     return path, state
 
 
@@ -54,7 +54,7 @@ def test_it_holds_what_is_trained_and_goes_onto_its_base_on_any_mesh(saved):
     params = {name for name in arrays if name.startswith("params.")}
     assert params == {f"params.{leaf.path}" for leaf in state.layout.leaves if leaf.trainable}
     for fsdp, strategy in ((8, "full_shard"), (3, "full_shard"), (2, "zero2")):
-        same(jfsdp.restore(path, shard(fsdp, strategy=strategy).init(TX)), state)
+        same(jfsdp.checkpoint.restore(path, shard(fsdp, strategy=strategy).init(TX)), state)
 
 
 def test_digests_are_those_of_every_mesh_and_change_with_any_value():
@@ -70,19 +70,19 @@ def test_digests_are_those_of_every_mesh_and_change_with_any_value():
 def test_another_base_and_no_base_are_refused(saved):
     path, _ = saved
     with pytest.raises(ValueError, match=r"trained on another base: .* frozen leaves"):
-        jfsdp.restore(path, shard().init(TX, seed=1))
+        jfsdp.checkpoint.restore(path, shard().init(TX, seed=1))
     with pytest.raises(ValueError, match="another base"):
-        jfsdp.restore(path, shard(mp_policy=jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")).init(TX))
+        jfsdp.checkpoint.restore(path, shard(mp_policy=jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")).init(TX))
     with pytest.raises(ValueError, match="like=a live state that has them"):
-        jfsdp.restore(path, shard().abstract_state(TX))
+        jfsdp.checkpoint.restore(path, shard().abstract_state(TX))
 
 
 def test_another_adapter_is_refused_by_the_names_of_its_leaves(saved):
     path, _ = saved
     with pytest.raises(ValueError, match=r"up\.kernel\.lora_a"):
-        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=2)).init(TX))
+        jfsdp.checkpoint.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=2)).init(TX))
     with pytest.raises(ValueError, match=r"head\.kernel\.lora_a"):
-        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel", "head.kernel"], rank=4)).init(TX))
+        jfsdp.checkpoint.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel", "head.kernel"], rank=4)).init(TX))
 
 
 def test_it_says_what_its_adapters_compute_and_refuses_another_scale(saved, capsys):
@@ -96,13 +96,13 @@ def test_it_says_what_its_adapters_compute_and_refuses_another_scale(saved, caps
     with pytest.raises(
         ValueError, match=r"kernel: rank 4, alpha 32\], scale 8, and the model .*alpha 16\], scale 4; give"
     ):
-        jfsdp.restore(path, other)
-    jfsdp.restore(path, other, only="step")
+        jfsdp.checkpoint.restore(path, other)
+    jfsdp.checkpoint.restore(path, other, only="step")
 
 
 def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):
     model, state = shard(), trained(shard())
-    with jfsdp.Checkpointer(tmp_path, frozen=False) as checkpoints:
+    with jfsdp.checkpoint.Checkpointer(tmp_path, frozen=False) as checkpoints:
         checkpoints.save(2, state)
         back, _ = checkpoints.restore(like=model.init(TX))
     same(back, state)
@@ -110,11 +110,11 @@ def test_a_run_of_checkpoints_leaves_the_base_out_too(tmp_path):
 
 def test_flat_storage_leaves_the_base_out_too(saved, tmp_path):
     model = shard(3, program="manual", storage="flat", min_size=0)
-    jfsdp.save(tmp_path / "c", jfsdp.restore(saved[0], model.init(TX)), frozen=False)
+    jfsdp.checkpoint.save(tmp_path / "c", jfsdp.checkpoint.restore(saved[0], model.init(TX)), frozen=False)
     assert CheckpointSource(tmp_path / "c").arrays == CheckpointSource(saved[0]).arrays
-    same(jfsdp.restore(tmp_path / "c", shard().init(TX)), saved[1])
+    same(jfsdp.checkpoint.restore(tmp_path / "c", shard().init(TX)), saved[1])
     with pytest.raises(ValueError, match="another base"):
-        jfsdp.restore(tmp_path / "c", model.init(TX, seed=1))
+        jfsdp.checkpoint.restore(tmp_path / "c", model.init(TX, seed=1))
 
 
 @pytest.mark.parametrize("options", [{}, {"quantized": {"**.up.kernel": "nf4"}}])
@@ -131,12 +131,12 @@ def test_first_weights_with_dora_are_those_of_every_mesh_and_its_adapters_change
 def test_a_model_that_lacks_an_adapter_of_the_checkpoint_is_refused(saved):
     path, _ = saved
     with pytest.raises(ValueError, match=r"in the checkpoint but not in the model"):
-        jfsdp.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=4)).init(TX))
+        jfsdp.checkpoint.restore(path, shard(lora=jfsdp.LoRA(["**.up.kernel"], rank=4)).init(TX))
     with pytest.raises(ValueError, match=r"choose no others"):
-        jfsdp.restore(path, shard().init(TX), only="params.head")
+        jfsdp.checkpoint.restore(path, shard().init(TX), only="params.head")
 
 
 def test_a_converted_checkpoint_goes_onto_its_base(saved, tmp_path):
     path, state = saved
     convert(path, tmp_path / "c")
-    same(jfsdp.restore(tmp_path / "c", shard(3).init(TX)), state)
+    same(jfsdp.checkpoint.restore(tmp_path / "c", shard(3).init(TX)), state)

@@ -80,8 +80,8 @@ CASES = [
 def test_every_layer_is_found_in_the_other_form(api, optimizer, stacked, storage, tmp_path):
     tx, mark = OPTIMIZERS[optimizer], "." if api == "nnx" else "_"
     state = lived_in(model(api, stacked, "by leaf").init(tx, seed=1))
-    jfsdp.save(tmp_path / "c", state)
-    found = logical(jfsdp.restore(tmp_path / "c", like=model(api, not stacked, storage).abstract_state(tx)))
+    jfsdp.checkpoint.save(tmp_path / "c", state)
+    found = logical(jfsdp.checkpoint.restore(tmp_path / "c", like=model(api, not stacked, storage).abstract_state(tx)))
     given = logical(state)
     stacks, lists = (given, found) if stacked else (found, given)
     layers = "blocks" if api == "nnx" else "h"
@@ -103,10 +103,10 @@ def test_a_list_that_is_not_whole_is_no_stack(tmp_path):
     tx = OPTIMIZERS["adam"]
     for stacked, num, words in [(False, 4, "missing"), (True, 4, "another shape"), (True, 2, "another shape")]:
         path = tmp_path / f"{stacked}{num}"
-        jfsdp.save(path, model("nnx", not stacked, "by leaf").init(tx))
+        jfsdp.checkpoint.save(path, model("nnx", not stacked, "by leaf").init(tx))
         other = fully_shard(functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num), min_size=8)
         with pytest.raises(ValueError, match=words):
-            jfsdp.restore(path, like=other.abstract_state(tx))
+            jfsdp.checkpoint.restore(path, like=other.abstract_state(tx))
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -116,15 +116,15 @@ def test_a_model_with_fewer_layers_than_the_checkpoint_is_refused_in_either_form
         return fully_shard(source, min_size=8)
 
     tx = OPTIMIZERS["adam"]
-    jfsdp.save(tmp_path / "c", abstract(stacked, 3).init(tx))
+    jfsdp.checkpoint.save(tmp_path / "c", abstract(stacked, 3).init(tx))
     fewer = abstract(not stacked, 2)
     with pytest.raises(ValueError, match=r"params\.blocks\.(scale|up\.bias)"):
-        jfsdp.restore(tmp_path / "c", like=fewer.abstract_state(tx))
+        jfsdp.checkpoint.restore(tmp_path / "c", like=fewer.abstract_state(tx))
     if not stacked:
         return
     with pytest.raises(ValueError, match=r"in the checkpoint but not in the model: blocks\.scale"):
-        jfsdp.load_pretrained(tmp_path / "c", fewer, tx)
-    chosen = jfsdp.restore(tmp_path / "c", like=fewer.init(tx), only="params")
+        jfsdp.checkpoint.load_pretrained(tmp_path / "c", fewer, tx)
+    chosen = jfsdp.checkpoint.restore(tmp_path / "c", like=fewer.init(tx), only="params")
     assert chosen.params.keys() == fewer.init(tx).params.keys()
 
 
@@ -145,6 +145,6 @@ def test_lists_of_lists_are_not_guessed(stacks_are_saved, only, tmp_path):
     tx = optax.sgd(1.0)
     nets = (Stacks, Lists) if stacks_are_saved else (Lists, Stacks)
     saved, wanted = (fully_shard(net, min_size=4) for net in nets)
-    jfsdp.save(tmp_path / "c", saved.init(tx))
+    jfsdp.checkpoint.save(tmp_path / "c", saved.init(tx))
     with pytest.raises(ValueError, match="missing from the checkpoint: params"):
-        jfsdp.restore(tmp_path / "c", like=wanted.init(tx), only=only)
+        jfsdp.checkpoint.restore(tmp_path / "c", like=wanted.init(tx), only=only)

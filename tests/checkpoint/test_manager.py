@@ -58,10 +58,10 @@ def step_of(state: jfsdp.TrainState) -> int:
 
 @pytest.fixture
 def checkpoints(tmp_path) -> Any:
-    made: list[jfsdp.Checkpointer] = []
+    made: list[jfsdp.checkpoint.Checkpointer] = []
 
-    def make(keep: int | None = 3, directory: Any = tmp_path / "run") -> jfsdp.Checkpointer:
-        made.append(jfsdp.Checkpointer(directory, keep=keep))
+    def make(keep: int | None = 3, directory: Any = tmp_path / "run") -> jfsdp.checkpoint.Checkpointer:
+        made.append(jfsdp.checkpoint.Checkpointer(directory, keep=keep))
         return made[-1]
 
     yield make
@@ -69,7 +69,7 @@ def checkpoints(tmp_path) -> Any:
         one.close()
 
 
-def save_steps(checkpointer: jfsdp.Checkpointer, *steps: int) -> None:
+def save_steps(checkpointer: jfsdp.checkpoint.Checkpointer, *steps: int) -> None:
     for step in steps:
         checkpointer.save(step, state_of(step), extra={"position": step})
     checkpointer.wait()
@@ -139,7 +139,7 @@ def test_a_run_is_found_again_by_another_checkpointer(checkpoints):
 
 def test_a_step_of_a_run_is_a_checkpoint_like_any_other(checkpoints, tmp_path):
     save_steps(checkpoints(), 7)
-    assert step_of(jfsdp.restore(tmp_path / "run" / "7", like=first_state())) == 7
+    assert step_of(jfsdp.checkpoint.restore(tmp_path / "run" / "7", like=first_state())) == 7
 
 
 def test_a_step_is_written_from_the_values_at_the_time_of_the_call(checkpoints):
@@ -223,8 +223,8 @@ def test_a_metric_that_is_no_number_is_named(checkpoints, value):
 )
 def test_what_is_no_state_is_refused_by_its_kind(checkpoints, what, told, tmp_path):
     what = what or model().abstract_state(TX)
-    for save in (functools.partial(checkpoints().save, 1), functools.partial(jfsdp.save, tmp_path / "one")):
-        with pytest.raises(ValueError, match=told):
+    for save in (functools.partial(checkpoints().save, 1), functools.partial(jfsdp.checkpoint.save, tmp_path / "one")):
+        with pytest.raises(TypeError, match=told):
             save(what)
 
 
@@ -322,7 +322,7 @@ class Net(nnx.Module):
 model = jfsdp.fully_shard(Net, mesh=jfsdp.make_mesh(), placements=jfsdp.placements(min_size=8))
 state = model.init(optax.sgd(1e-3))
 increment = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))
-run = jfsdp.Checkpointer(sys.argv[1], keep=3)
+run = jfsdp.checkpoint.Checkpointer(sys.argv[1], keep=3)
 for step in itertools.count(1):
     state = increment(state)
     run.save(step, state, extra={"position": step})

@@ -61,10 +61,10 @@ if what == "save":
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = memory("VmRSS")
 if what == "save":
-    jfsdp.save(path, state)
+    jfsdp.checkpoint.save(path, state)
     arrays = 0
 else:
-    state = jfsdp.restore(path, like=like)
+    state = jfsdp.checkpoint.restore(path, like=like)
     arrays = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
 bound = place.peak_bytes(contents(like)) + cache
 print(json.dumps({"peak": memory("VmHWM") - before, "arrays": arrays, "bound": bound, "state": bytes_of(like)}))

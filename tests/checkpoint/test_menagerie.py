@@ -65,7 +65,9 @@ OPTIMIZERS = {
         real_or_complex,
     ),
     "partition": optax.partition({"matrices": optax.adam(1e-2), "other": optax.sgd(1e-2, 0.9)}, parts_of),
-    "averages, bfloat16 moments": optax.chain(jfsdp.low_precision_state(optax.adam(1e-2)), jfsdp.track_ema(0.9)),
+    "averages, bfloat16 moments": optax.chain(
+        jfsdp.optim.low_precision_state(optax.adam(1e-2)), jfsdp.optim.track_ema(0.9)
+    ),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "by leaf, 8": {"devices": 8, "program": "xla"},
@@ -87,7 +89,7 @@ def trained(form: str, optimizer: str) -> jfsdp.TrainState:
     """A state after two steps, with moments, statistics and counts that are not those of the first."""
     first, tx = next(iter(FORMS)), OPTIMIZERS[optimizer]
     if form != first:  # program `manual` refuses batch statistics
-        return jfsdp.reshard(trained(first, optimizer), model(form))
+        return jfsdp.checkpoint.reshard(trained(first, optimizer), model(form))
     state, step = model(form).init(tx), model(form).train_step(loss, tx)
     for seed in range(2):
         state, _ = step(state, np.random.default_rng(seed).normal(size=(24, 16)).astype(np.float32))
@@ -99,7 +101,7 @@ def saved(tmp_path_factory) -> Any:
     @functools.cache
     def save(form: str, optimizer: str) -> Path:
         path = tmp_path_factory.mktemp("zoo") / "c"
-        jfsdp.save(path, trained(form, optimizer))
+        jfsdp.checkpoint.save(path, trained(form, optimizer))
         return path
 
     return save
@@ -119,7 +121,7 @@ CASES = [
 @pytest.mark.parametrize(("source", "target", "optimizer"), CASES)
 def test_every_bit_comes_back_in_every_form(source, target, optimizer, saved):
     like = model(target).abstract_state(OPTIMIZERS[optimizer])
-    state = jfsdp.restore(saved(source, optimizer), like=like)
+    state = jfsdp.checkpoint.restore(saved(source, optimizer), like=like)
     assert bits(state) == bits(trained(source, optimizer))
     assert jax.tree.structure(state) == jax.tree.structure(like)
     assert set(state.work) == set(like.work)
@@ -138,7 +140,7 @@ def test_the_zoo_is_stored_as_it_is_called(saved):
     assert kinds["model_state.empty_statistics"] == ((4, 0), "float32")
     assert arrays["model_state.keys"]["key_impl"] == "rbg"
     assert any(name.startswith("opt_state") and "v_row" in name and len(shape) for name, (shape, _) in kinds.items())
-    begun = jfsdp.reshard(model("by leaf, 8").init(OPTIMIZERS["adam"]), model("flat, 3"))
+    begun = jfsdp.checkpoint.reshard(model("by leaf, 8").init(OPTIMIZERS["adam"]), model("flat, 3"))
     first, state = by_leaf(begun), by_leaf(trained("flat, 3", "adam"))
     changed = {name for name, x in state.params.items() if (np.asarray(x) != np.asarray(first.params[name])).any()}
     assert changed == set(state.params) - {"empty", "flags", "integers", "frozen"}
@@ -173,7 +175,7 @@ def test_what_is_chosen_is_read_and_the_rest_stays(target, choice, saved):
     how, is_read = CHOICES[choice]
     like = model(target).init(OPTIMIZERS["adam"], seed=5)
     ours, theirs = bits(like), bits(trained("by leaf, 8", "adam"))
-    state = jfsdp.restore(saved("by leaf, 8", "adam"), like=like, **how)
+    state = jfsdp.checkpoint.restore(saved("by leaf, 8", "adam"), like=like, **how)
     found = bits(state)
     assert found == {name: theirs[name] if is_read(name) else ours[name] for name in ours}
     assert {name for name in ours if ours[name] != theirs[name] and is_read(name)}, "something was read"
@@ -185,8 +187,8 @@ def test_what_is_chosen_is_read_and_the_rest_stays(target, choice, saved):
 def test_a_pattern_that_chooses_nothing_and_shapes_alone_are_refused(saved):
     path, live = saved("by leaf, 8", "adam"), model("flat, 3").init(OPTIMIZERS["adam"])
     with pytest.raises(ValueError, match=r"only='params.matrx' matches no array"):
-        jfsdp.restore(path, like=live, only="params.matrx")
+        jfsdp.checkpoint.restore(path, like=live, only="params.matrx")
     with pytest.raises(ValueError, match="leave nothing to read"):
-        jfsdp.restore(path, like=live, only="params.matrix", skip="params")
+        jfsdp.checkpoint.restore(path, like=live, only="params.matrix", skip="params")
     with pytest.raises(ValueError, match="pass a live state as `like`"):
-        jfsdp.restore(path, like=model("flat, 3").abstract_state(OPTIMIZERS["adam"]), only="params")
+        jfsdp.checkpoint.restore(path, like=model("flat, 3").abstract_state(OPTIMIZERS["adam"]), only="params")

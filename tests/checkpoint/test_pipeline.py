@@ -51,9 +51,9 @@ def test_a_state_of_any_mesh_is_that_of_any_other(pairs, tmp_path):
     first, _ = step(model.init(TX), CASE.batch(np.random.default_rng(0), 8))  # moments that are not zeros
     wanted, models = bits(first), {sizes: make(*sizes) for pair in pairs for sizes in pair}
     for sizes in dict.fromkeys(sizes for sizes, _ in pairs):
-        state = jfsdp.reshard(first, models[sizes])
+        state = jfsdp.checkpoint.reshard(first, models[sizes])
         same(state, wanted)
         path = tmp_path / "-".join(map(str, sizes))
-        jfsdp.save(path, state)
+        jfsdp.checkpoint.save(path, state)
         for other in [b for a, b in pairs if a == sizes]:
-            same(jfsdp.restore(path, like=models[other].abstract_state(TX)), wanted)
+            same(jfsdp.checkpoint.restore(path, like=models[other].abstract_state(TX)), wanted)

@@ -108,7 +108,7 @@ def test_a_policy_that_cannot_be_is_refused(make, words):
 
 @pytest.mark.parametrize(("steps", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (7, [])])
 def test_steps_are_due_by_their_number(steps, due, tmp_path):
-    with jfsdp.Checkpointer(tmp_path, every_steps=steps) as run:
+    with jfsdp.checkpoint.Checkpointer(tmp_path, every_steps=steps) as run:
         assert [step for step in range(1, 7) if run.is_due(step)] == due
 
 
@@ -116,7 +116,7 @@ def test_a_run_keeps_what_its_policies_name_and_a_best_step_outlives_newer_ones(
     """The same with files: a policy that nobody asks would keep the wrong steps."""
     from tests.checkpoint.test_damage import state_of
 
-    run = jfsdp.Checkpointer(tmp_path / "run", keep=1, keep_every=4, keep_best="loss")
+    run = jfsdp.checkpoint.Checkpointer(tmp_path / "run", keep=1, keep_every=4, keep_best="loss")
     for step, loss in enumerate([3.0, 1.0, 2.0, 5.0, 4.0, 6.0], start=1):
         run.save(step, state_of(step), metrics={"loss": loss})
     run.wait()

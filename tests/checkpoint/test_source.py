@@ -44,14 +44,14 @@ class Net(nnx.Module):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     path = tmp_path_factory.mktemp("large") / "c"
-    jfsdp.save(path, fully_shard(Net, min_size=4).init(optax.sgd(1.0)))
+    jfsdp.checkpoint.save(path, fully_shard(Net, min_size=4).init(optax.sgd(1.0)))
     return path
 
 
 def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
     half = fully_shard(lambda rngs: Net(rngs, "float16", 1), min_size=4)
     with pytest.raises(ValueError, match=r"w: has values up to 1e\+30, beyond the range of float16"):
-        jfsdp.load_pretrained(large, half, optax.sgd(1.0))
+        jfsdp.checkpoint.load_pretrained(large, half, optax.sgd(1.0))
     with pytest.raises(ValueError, match=r"params\.w: has values up to 1e\+30, beyond the range of float16"):
         convert(large, tmp_path / "half", casts=["float16"])
     assert list(tmp_path.iterdir()) == []
@@ -60,7 +60,7 @@ def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
 def test_fractions_are_not_made_integers(large):
     whole = fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
     with pytest.raises(ValueError, match=r"another shape or kind: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
-        jfsdp.load_pretrained(large, whole, optax.sgd(1.0))
+        jfsdp.checkpoint.load_pretrained(large, whole, optax.sgd(1.0))
 
 
 def test_a_target_that_another_one_writes_is_left_alone(large, tmp_path):

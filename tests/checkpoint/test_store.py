@@ -109,7 +109,7 @@ def saved(tmp_path_factory) -> Any:
     @functools.cache
     def save(name: str) -> Path:
         path = tmp_path_factory.mktemp("saved") / name
-        jfsdp.save(path, saved_state(name), extra={"from": name})
+        jfsdp.checkpoint.save(path, saved_state(name), extra={"from": name})
         return path
 
     return save
@@ -125,7 +125,7 @@ def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source}-to-{target}" for source, target in PAIRS])
 def test_restore_is_bitwise_into_any_mesh_and_strategy(source, target, saved):
     like = make_model(target).abstract_state(TX)
-    state = jfsdp.restore(saved(source), like=like)
+    state = jfsdp.checkpoint.restore(saved(source), like=like)
     assert_same_bits(logical(state), logical(saved_state(source)))
     assert jax.tree.structure(state) == jax.tree.structure(like)
     for value, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
@@ -145,7 +145,7 @@ def test_the_layouts_of_these_tests_cover_padding_and_low_precision_copies():
 
 
 def test_keys_are_restored_as_keys_that_draw_the_same(saved):
-    state = jfsdp.restore(saved("full8"), like=make_model("one").abstract_state(TX))
+    state = jfsdp.checkpoint.restore(saved("full8"), like=make_model("one").abstract_state(TX))
     before = saved_state("full8").model_state
     keys = [name for name, value in before.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)]
     assert keys
@@ -162,8 +162,8 @@ def test_keys_of_another_implementation_are_restored_as_such(tmp_path):
 
     model = fully_shard(Noisy)
     state = model.init(TX)
-    jfsdp.save(tmp_path / "c", state)
-    restored = jfsdp.restore(tmp_path / "c", like=model.abstract_state(TX))
+    jfsdp.checkpoint.save(tmp_path / "c", state)
+    restored = jfsdp.checkpoint.restore(tmp_path / "c", like=model.abstract_state(TX))
     assert str(jax.random.key_impl(restored.model_state["key"])) == "rbg"
     assert_same_bits(logical(restored), logical(state))
 
@@ -171,7 +171,7 @@ def test_keys_of_another_implementation_are_restored_as_such(tmp_path):
 def test_a_live_state_serves_as_like_and_is_left_as_it_was(saved):
     like = make_model("full8").init(TX, seed=99)
     before = logical(like)
-    state = jfsdp.restore(saved("full3"), like=like)
+    state = jfsdp.checkpoint.restore(saved("full3"), like=like)
     assert_same_bits(logical(state), logical(saved_state("full3")))
     assert_same_bits(logical(like), before)
 
@@ -179,7 +179,7 @@ def test_a_live_state_serves_as_like_and_is_left_as_it_was(saved):
 def test_saving_leaves_the_state_usable(tmp_path):
     state = saved_state("full8")
     before = logical(state)
-    jfsdp.save(tmp_path / "c", state)
+    jfsdp.checkpoint.save(tmp_path / "c", state)
     assert_same_bits(logical(state), before)
 
 
@@ -196,19 +196,20 @@ def test_names_in_the_manifest_carry_no_mesh_and_no_strategy(saved):
 def test_extra_comes_back_from_the_manifest(saved, tmp_path):
     assert read_manifest(saved("one"))["extra"] == [{"from": "one"}]
     extra = {"list": [1, 2.5, None, "ü"], "nested": {"big": 2**60}}
-    jfsdp.save(tmp_path / "c", saved_state("one"), extra=extra)
+    jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"), extra=extra)
     assert read_manifest(tmp_path / "c")["extra"] == [extra]
 
 
 def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint .*/one: exists already; choose another path, or remove it first"):
-        jfsdp.save(saved("one"), saved_state("full8"))
+        jfsdp.checkpoint.save(saved("one"), saved_state("full8"))
     assert_same_bits(
-        logical(jfsdp.restore(saved("one"), like=make_model("one").abstract_state(TX))), logical(saved_state("one"))
+        logical(jfsdp.checkpoint.restore(saved("one"), like=make_model("one").abstract_state(TX))),
+        logical(saved_state("one")),
     )
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="exists already"):
-        jfsdp.save(tmp_path / "file", saved_state("one"))
+        jfsdp.checkpoint.save(tmp_path / "file", saved_state("one"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -224,12 +225,12 @@ def test_what_is_no_checkpoint_is_refused(kind, tmp_path):
     with pytest.raises(
         ValueError, match=r"checkpoint .*/c: there is none .*pass the path given to save, or a step of a run"
     ):
-        jfsdp.restore(path, like=make_model("one").abstract_state(TX))
+        jfsdp.checkpoint.restore(path, like=make_model("one").abstract_state(TX))
 
 
 def refused(path: Any, factory: Any = Net, tx: Any = TX) -> str:
     with pytest.raises(ValueError, match=f"checkpoint {path} is of another model or optimizer:") as error:
-        jfsdp.restore(path, like=make_model("full8", factory).abstract_state(tx))
+        jfsdp.checkpoint.restore(path, like=make_model("full8", factory).abstract_state(tx))
     return str(error.value)
 
 
@@ -242,7 +243,7 @@ def test_a_checkpoint_of_a_smaller_model_names_what_is_missing(saved):
 
 def test_a_checkpoint_of_a_larger_model_names_what_is_extra(tmp_path):
     state = make_model("full3", lambda rngs: Net(rngs, extra=True)).init(TX)
-    jfsdp.save(tmp_path / "c", state)
+    jfsdp.checkpoint.save(tmp_path / "c", state)
     message = refused(tmp_path / "c")
     assert "in the checkpoint but not in the model: opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra" in message
     assert "missing" not in message
@@ -295,7 +296,9 @@ def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
     write_digests(path, hash_files(path, list_files(path)))
     like = make_model("one").abstract_state(TX)
-    refuses(lambda: jfsdp.restore(path, like=like), path, "format 99", "reads format 2", "jfsdp that wrote it")
+    refuses(
+        lambda: jfsdp.checkpoint.restore(path, like=like), path, "format 99", "reads format 2", "jfsdp that wrote it"
+    )
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
@@ -304,7 +307,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
         OSError,
         match=r"checkpoint needs about [\d,]+ bytes, 100 are free; nothing was written",
     ) as e:
-        jfsdp.save(tmp_path / "c", saved_state("full8"))
+        jfsdp.checkpoint.save(tmp_path / "c", saved_state("full8"))
     assert e.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
 
@@ -313,30 +316,30 @@ def test_the_space_asked_for_is_about_what_is_written(tmp_path, monkeypatch):
     asked = []
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(path))
-    jfsdp.save(tmp_path / "deep" / "er" / "c", saved_state("full8"))
+    jfsdp.checkpoint.save(tmp_path / "deep" / "er" / "c", saved_state("full8"))
     assert asked == [tmp_path]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_extra_that_json_cannot_write_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="not JSON serializable; what goes beside a state must be plain JSON"):
-        jfsdp.save(tmp_path / "c", saved_state("one"), extra={1, 2})
+        jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"), extra={1, 2})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a b", "100%", "a%41", "a#b", "a?b", "a*b", "a:b", "äö"])
 def test_a_path_is_no_url_and_no_pattern(name, tmp_path):
     (tmp_path / "aA").mkdir()
-    jfsdp.save(tmp_path / name / "c", saved_state("one"))
-    restored = jfsdp.restore(tmp_path / name / "c", like=make_model("one").abstract_state(TX))
+    jfsdp.checkpoint.save(tmp_path / name / "c", saved_state("one"))
+    restored = jfsdp.checkpoint.restore(tmp_path / name / "c", like=make_model("one").abstract_state(TX))
     assert_same_bits(logical(restored), logical(saved_state("one")))
 
 
 def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has a '\[' in its path"):
-        jfsdp.save(tmp_path / "lr[1]" / "c", saved_state("one"))
+        jfsdp.checkpoint.save(tmp_path / "lr[1]" / "c", saved_state("one"))
     with pytest.raises(ValueError, match=r"has a '\[' in its path"):
-        jfsdp.Checkpointer(tmp_path / "lr[1]")
+        jfsdp.checkpoint.Checkpointer(tmp_path / "lr[1]")
     assert not (tmp_path / "lr[1]").exists()
 
 
@@ -344,9 +347,9 @@ def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     state = saved_state("one")
-    jfsdp.save("~/saved", state)
-    jfsdp.restore("~/saved", like=state)
-    with jfsdp.Checkpointer("~/run") as run:
+    jfsdp.checkpoint.save("~/saved", state)
+    jfsdp.checkpoint.restore("~/saved", like=state)
+    with jfsdp.checkpoint.Checkpointer("~/run") as run:
         assert run.directory == tmp_path / "home" / "run"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
@@ -355,11 +358,11 @@ def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
 def test_the_address_of_an_object_store_is_refused(address, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = saved_state("one")
-    for use in (lambda: jfsdp.save(address, state), lambda: jfsdp.restore(address, state)):
+    for use in (lambda: jfsdp.checkpoint.save(address, state), lambda: jfsdp.checkpoint.restore(address, state)):
         with pytest.raises(ValueError, match=f"checkpoint {address}: is an address, and object stores are not"):
             use()
     with pytest.raises(ValueError, match=f"checkpoint {address}: is an address"):
-        jfsdp.Checkpointer(address)
+        jfsdp.checkpoint.Checkpointer(address)
     assert not list(tmp_path.iterdir())
 
 
@@ -376,7 +379,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
         rename(source, target, *args, **kwargs)
 
     monkeypatch.setattr(os, "rename", watched)
-    jfsdp.save(tmp_path / "c", saved_state("one"))
+    jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"))
     assert found and [path for path, is_synced in found if not is_synced] == []
     assert tmp_path.stat().st_ino in synced
 
@@ -384,14 +387,14 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
 def test_what_orbax_did_not_merge_is_never_committed(tmp_path, monkeypatch):
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", lambda self, directory: None)
     with pytest.raises(OSError, match="did not merge"):
-        jfsdp.save(tmp_path / "c", saved_state("one"))
+        jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"))
     assert not (tmp_path / "c").exists()
 
 
 def test_a_directory_below_a_file_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"):
-        jfsdp.save(tmp_path / "file" / "c", saved_state("one"))
+        jfsdp.checkpoint.save(tmp_path / "file" / "c", saved_state("one"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -414,7 +417,7 @@ def test_errors_of_storage_libraries_become_one_kind_of_error(raised, code, tmp_
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
     with pytest.raises(OSError, match=r"checkpoint was not written .*; earlier checkpoints are untouched") as error:
-        jfsdp.save(tmp_path / "c", saved_state("one"))
+        jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"))
     assert error.value.errno == code
     assert error.value.__cause__ is raised
     assert not (tmp_path / "c").exists()

@@ -43,7 +43,7 @@ RUN = [
 
 
 def check_restored(path, like, expected):
-    found = logical(jfsdp.restore(path, like))
+    found = logical(jfsdp.checkpoint.restore(path, like))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         same = found[name].shape == value.shape and found[name].tobytes() == value.tobytes()
@@ -59,7 +59,7 @@ def test_checkpoints_restore_bitwise(name):
     factory = lambda rngs: Tower(rngs, name != "float16", dim=dim, num_layers=2)  # noqa: E731
     model = fully_shard(factory, mesh=mesh, min_size=8, **options)
     tx = optax.adamw(1e-2)
-    tx = optax.chain(tx, jfsdp.track_ema(0.9)) if name == "ema" else tx
+    tx = optax.chain(tx, jfsdp.optim.track_ema(0.9)) if name == "ema" else tx
     check_restored(HERE / name, model.abstract_state(tx), np.load(HERE / name / "expected.npz"))
 
 
@@ -72,7 +72,7 @@ def test_a_run_resumes_with_its_state_and_the_next_batch(tmp_path, monkeypatch):
     source = open_source(parts.config, parts.job, parts.row_items)
     check_same(tmp_path / "run", parts.decides | source.decides())
 
-    with jfsdp.Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
+    with jfsdp.checkpoint.Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
         like = parts.model.abstract_state(parts.tx)
         state, extra = checkpoints.restore(like=like)
     assert int(state.step) == 2

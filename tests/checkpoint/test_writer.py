@@ -65,7 +65,7 @@ class Net(nnx.Module):
     def __init__(self, rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (512, 512)))
 
-run = jfsdp.Checkpointer(sys.argv[1])
+run = jfsdp.checkpoint.Checkpointer(sys.argv[1])
 run.save(1, jfsdp.fully_shard(Net, units=[Net]).init(optax.adam(1e-3)))
 if len(sys.argv) > 2:
     import jfsdp.checkpoint.disk.commit as commit
@@ -78,7 +78,7 @@ if len(sys.argv) > 2:
 def test_a_program_does_not_end_before_its_save_is_written(tmp_path):
     command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert jfsdp.Checkpointer(tmp_path / "run").steps() == [1]
+    assert jfsdp.checkpoint.Checkpointer(tmp_path / "run").steps() == [1]
     assert "cannot schedule" not in done.stderr
 
 
@@ -87,4 +87,4 @@ def test_a_save_that_fails_while_a_program_ends_is_told(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
     assert "jfsdp: the last checkpoint was not written: no such luck" in done.stderr
-    assert jfsdp.Checkpointer(tmp_path / "run").steps() == []
+    assert jfsdp.checkpoint.Checkpointer(tmp_path / "run").steps() == []

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
     state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3))
     path = tmp_path_factory.mktemp("run")
     config = {"config": {"model": "llama-tiny", "factory": None, "model_config": FIELDS}}
-    with_steps = jfsdp.Checkpointer(path / "checkpoints", keep=None)
+    with_steps = jfsdp.checkpoint.Checkpointer(path / "checkpoints", keep=None)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         with_steps.save(step, state, config=config, metrics={"eval_loss": loss})
     with_steps.close()
@@ -110,7 +110,7 @@ def test_inspect_prints_json_that_says_all(call, step):
 def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, tmp_path):
     job = load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
     state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.sgd(1e-3))
-    with jfsdp.Checkpointer(tmp_path / "run") as steps:
+    with jfsdp.checkpoint.Checkpointer(tmp_path / "run") as steps:
         steps.save(1, state, metrics={"loss": float("nan")})
         steps.save(2, state, extra=[float("inf")], metrics={"loss": float("inf")})
     rows = strict_json(call("inspect", tmp_path / "run", "--json")[1])

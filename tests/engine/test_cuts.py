@@ -85,8 +85,8 @@ def test_every_setting_equals_one_device(case):
 
 OPTIMIZERS = {
     "adafactor": optax.adafactor(LEARNING_RATE, min_dim_size_to_factor=8),
-    "low precision": jfsdp.low_precision_state(optax.adamw(LEARNING_RATE, eps=1e-4)),
-    "ema": optax.chain(optax.sgd(LEARNING_RATE), jfsdp.track_ema(0.9)),
+    "low precision": jfsdp.optim.low_precision_state(optax.adamw(LEARNING_RATE, eps=1e-4)),
+    "ema": optax.chain(optax.sgd(LEARNING_RATE), jfsdp.optim.track_ema(0.9)),
     "masked": optax.adamw(LEARNING_RATE, eps=1e-4, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p)),
 }
 
@@ -295,10 +295,10 @@ def test_checkpoints_go_from_any_degree_to_any_other_bit_by_bit(tmp_path, forms)
         if wanted is None:  # the first has moments too, and hands them on
             state, _ = source.train_step(token_loss, tx, check_loss=False)(state, make_batches(1)[0])
         else:
-            state = jfsdp.restore(tmp_path / str(place - 1), like=source.abstract_state(tx))
-        jfsdp.save(tmp_path / str(place), state)
+            state = jfsdp.checkpoint.restore(tmp_path / str(place - 1), like=source.abstract_state(tx))
+        jfsdp.checkpoint.save(tmp_path / str(place), state)
         for target in models:
-            back = jfsdp.restore(tmp_path / str(place), like=target.abstract_state(tx))
+            back = jfsdp.checkpoint.restore(tmp_path / str(place), like=target.abstract_state(tx))
             found = states.logical(back)
             wanted = wanted or found
             jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -308,7 +308,7 @@ def test_checkpoints_go_from_any_degree_to_any_other_bit_by_bit(tmp_path, forms)
 def test_a_state_is_resharded_to_another_degree(name):
     tx, model, other = OPTIMIZERS[name], shard(SplitTower, "4x2"), shard(SplitTower, "2x4")
     state, _ = model.train_step(token_loss, tx, check_loss=False)(model.init(tx), make_batches(1)[0])
-    moved = jfsdp.reshard(state, other)
+    moved = jfsdp.checkpoint.reshard(state, other)
     assert moved.layout == other.layout
     jax.tree.map(np.testing.assert_array_equal, states.logical(moved), states.logical(state))
 

@@ -51,7 +51,7 @@ class LinenNet(linen.Module):
 
 
 def whole(state):
-    return {leaf.path: np.asarray(jfsdp.full(state, leaf.path)) for leaf in state.layout.leaves}
+    return {leaf.path: np.asarray(jfsdp.checkpoint.gather_leaf(state, leaf.path)) for leaf in state.layout.leaves}
 
 
 def nnx_loss(state):

@@ -257,9 +257,9 @@ def test_a_run_goes_on_with_the_masks_that_it_would_have_drawn(tmp_path):
     state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False, program="xla")
     for batch in batches[:2]:
         state, _ = step(state, batch)
-    jfsdp.save(tmp_path / "two", state, frozen=False)
+    jfsdp.checkpoint.save(tmp_path / "two", state, frozen=False)
     again = shard("linen", MESHES["2x2"])
-    other = jfsdp.restore(tmp_path / "two", like=again.init(TX))
+    other = jfsdp.checkpoint.restore(tmp_path / "two", like=again.init(TX))
     other_step = again.train_step(token_loss, TX, check_loss=False, program="xla")
     for batch in batches[2:]:
         state, metrics = step(state, batch)

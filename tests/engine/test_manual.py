@@ -399,6 +399,6 @@ def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direc
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
     ).layout
     program = compiled(program="manual", num_layers=6, seq_len=1024)
-    assert not jfsdp.audit(program, layout, min_overlap=0.99).findings
+    assert not jfsdp.plan.audit(program, layout, min_overlap=0.99).findings
     sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
     assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"

@@ -79,7 +79,7 @@ DECAYED = optax.chain(
             jax.tree_util.tree_map_with_path, lambda path, _: "kernel" in jax.tree_util.keystr(path)
         ),
     ),
-    jfsdp.track_ema(0.9),
+    jfsdp.optim.track_ema(0.9),
 )
 # By name: model, data axes, options of fully_shard, of both steps, of the pipeline's, the optimizer.
 FSDP, HYBRID = {"fsdp": 2}, {"replica": 2, "fsdp": 2}
@@ -154,7 +154,7 @@ def test_what_a_state_does_besides_steps_does_not_know_stages():
     out = model.forward(lambda model, tokens: model(tokens))(state, batch["tokens"])
     whole = nnx.jit(lambda model, tokens: model(tokens))(model.to_flax(state), batch["tokens"])
     np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
-    assert jfsdp.compare_replicas(state)
+    assert jfsdp.checkpoint.compare_replicas(state)
     state, grads, metrics = model.grads(TOWER.loss, accumulate=ACCUMULATE, check_loss=False)(state, batch)
     losses = [float(metrics["loss"])]
     state = model.apply_gradients(state, grads, ADAM)

@@ -544,12 +544,16 @@ def test_a_layout_that_is_no_pipeline_is_refused_by_name(given, message):
         ({"pipe_repeats": 2, "accumulate": 3}, "accumulate=3 .*take 4, or pipe_repeats=1"),
         ({"pipe_repeats": 0}, "pipe_repeats=0 must be a whole number, at least 1"),
         ({"pipe_schedule": "zb"}, "pipe_schedule='zb' is unknown; the schedules are 1f1b, gpipe"),
-        ({"pipe_schedule": None}, "pipe_schedule=None must be text or a Schedule"),
     ],
 )
 def test_a_step_that_is_no_pipeline_is_refused_by_name(step, message):
     with pytest.raises(ValueError, match=message):
         gradients(make(), **step)
+
+
+def test_a_schedule_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="pipe_schedule=None must be text or a Schedule"):
+        gradients(make(), pipe_schedule=None)
 
 
 @pytest.mark.parametrize("step", [{"pipe_schedule": "gpipe"}, {"pipe_repeats": 2}, {"pipe_schedule": "zb"}])

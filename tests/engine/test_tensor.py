@@ -267,10 +267,10 @@ def test_published_models_drop_the_same_along_the_models_axis(monkeypatch, model
 
 def test_a_checkpoint_goes_from_one_mesh_to_another(tmp_path):
     state, _ = train("stacked", MESHES["4x2"], program="manual")
-    jfsdp.save(tmp_path / "c", state)
+    jfsdp.checkpoint.save(tmp_path / "c", state)
     for sizes in ({"fsdp": 8}, MESHES["2x2x2"]):
         like = fully_shard(SplitTower, mesh=make_mesh(sizes), units=[SplitBlock], min_size=20)
-        back = jfsdp.restore(tmp_path / "c", like=like.abstract_state(TX))
+        back = jfsdp.checkpoint.restore(tmp_path / "c", like=like.abstract_state(TX))
         for name, value in state.params.items():
             np.testing.assert_array_equal(
                 reference.logical(state, name, value), reference.logical(back, name, back.params[name])

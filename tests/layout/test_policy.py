@@ -189,7 +189,7 @@ def test_names_both_saved_and_offloaded_are_refused():
     ],
 )
 def test_a_remat_of_another_kind_is_refused(remat, told):
-    with pytest.raises(ValueError, match=f"unit 'embed': .*{told}"):
+    with pytest.raises(TypeError if "must be" in told else ValueError, match=f"unit 'embed': .*{told}"):
         resolve(remat=remat)
 
 
@@ -212,7 +212,7 @@ def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
 
 
 def test_a_precision_that_is_no_policy_is_refused():
-    with pytest.raises(ValueError, match="mp_policy"):
+    with pytest.raises(TypeError, match="mp_policy"):
         resolve(per_unit={"head": {"mp_policy": "bfloat16"}})
 
 

@@ -298,7 +298,7 @@ def padding_share(layout: Layout) -> float:
 
 
 def llama_8b(num_devices: int) -> Layout:
-    job = jfsdp.find_job("llama-8b")
+    job = jfsdp.trainer.find_job("llama-8b")
     mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
     return fully_shard(job.model, mesh=mesh, units=job.units).layout
 

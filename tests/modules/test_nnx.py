@@ -274,7 +274,7 @@ def test_two_parameters_of_one_name_are_refused():
 
 
 def test_a_factory_that_makes_no_module_is_refused():
-    with pytest.raises(ValueError, match="must return an nnx"):
+    with pytest.raises(TypeError, match="must return an nnx"):
         NNXModel(lambda rngs: {})
 
 

@@ -28,7 +28,7 @@ def build(strategy: Any = "full_shard", hosts=1, mesh=(), devices=None, config=(
         strategy=WAYS.get(strategy, strategy),  # pyright: ignore[reportArgumentType]
         units=task.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(dtype),
-        **options,
+        **{"remat": "full", **options},
     )
 
 

@@ -278,9 +278,10 @@ def test_a_layout_of_another_mesh_is_refused():
         ("nothing\nlike it", "no line begins with 'HloModule'"),
         ("HloModule jit_step, num_partitions=8\n\nENTRY %main {\n}\n", "is not scheduled"),
         ("no/such/file.hlo.txt", "no/such/file.hlo.txt: no such file"),
-        (3, "int is neither a compiled program"),
     ],
 )
 def test_what_is_no_scheduled_program_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         audit(text, clean()[1])
+    with pytest.raises(TypeError, match="int is neither a compiled program"):
+        audit(3, clean()[1])

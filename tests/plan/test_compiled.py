@@ -32,6 +32,7 @@ def two_layers(strategy, **mesh):
         strategy=strategy,
         units=job.units,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
+        remat="full",
     )
     tx = job.optimizer(3e-4)
     step = model.train_step(next_token_loss, tx, max_grad_norm=1.0, program="xla")

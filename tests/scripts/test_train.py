@@ -242,7 +242,7 @@ def steep():
     \"\"\"A parabola, down which small steps lead, and large ones up and up to infinity.\"\"\"
     ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
     loss = lambda model, batch: (model.w[...] ** 2).sum().astype("float32")
-    return jfsdp.Job(model=Steep, loss=loss, batch=ids, units=[], optimizer=optax.sgd, vocab_size=264)
+    return jfsdp.trainer.Job(model=Steep, loss=loss, batch=ids, units=[], optimizer=optax.sgd, vocab_size=264)
 """
 
 
@@ -310,7 +310,7 @@ def loss(model, batch):
 
 def bigram():
     ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
-    return jfsdp.Job(model=Bigram, loss=loss, batch=ids, units=["table"], optimizer=optax.sgd, vocab_size=264)
+    return jfsdp.trainer.Job(model=Bigram, loss=loss, batch=ids, units=["table"], optimizer=optax.sgd, vocab_size=264)
 """
 
 

@@ -184,7 +184,7 @@ def test_explain_rows_count_parameters_copies_and_optimizer():
 
 
 def llama_8b(num_devices: int, tx: Any = None) -> tuple[StateBytes, int]:
-    job = jfsdp.find_job("llama-8b")
+    job = jfsdp.trainer.find_job("llama-8b")
     mesh = jfsdp.make_abstract_mesh({"fsdp": num_devices})
     model = fully_shard(job.model, mesh=mesh, units=job.units)
     return account(model.abstract_state(tx or optax.adamw(1e-3))), sum(map(padding_elements, model.layout.leaves))

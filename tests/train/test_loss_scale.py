@@ -109,8 +109,8 @@ def test_without_a_scale_the_gradients_of_float16_underflow():
 def test_the_scale_is_saved_and_restored(tmp_path):
     model = make()
     state, _ = train(model, num=2)
-    jfsdp.save(tmp_path / "one", state)
-    again = jfsdp.restore(tmp_path / "one", like=model.abstract_state(TX))
+    jfsdp.checkpoint.save(tmp_path / "one", state)
+    again = jfsdp.checkpoint.restore(tmp_path / "one", like=model.abstract_state(TX))
     assert jax.tree.map(float, again.loss_scale) == {"scale": 2.0**16, "num_finite": 2.0}
 
 

@@ -61,7 +61,7 @@ def test_a_nan_whose_payload_is_in_the_lower_half_stays_one():
 def test_to_the_nearest_a_second_moment_never_decays_and_stochastically_it_does():
     params, steps = {"w": jnp.zeros(4096)}, 1000
     grads = {"w": jnp.zeros(4096)}
-    tx = jfsdp.low_precision_state(optax.scale_by_adam(b2=0.999))
+    tx = jfsdp.optim.low_precision_state(optax.scale_by_adam(b2=0.999))
 
     def decay(_: Any, nu: jax.Array) -> jax.Array:
         return (0.999 * nu.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -77,13 +77,13 @@ def test_to_the_nearest_a_second_moment_never_decays_and_stochastically_it_does(
 @pytest.mark.parametrize("num_devices", thin([3, 8]))
 def test_moments_in_bfloat16_are_those_of_one_device(num_devices):
     """The same bits are drawn, padding or not; a rounding may still turn over where the gradient's last bit differs."""
-    tx = jfsdp.low_precision_state(optax.adam(RATE), seed=5)
+    tx = jfsdp.optim.low_precision_state(optax.adam(RATE), seed=5)
     state = train(make(num_devices), tx)
     params, arrays = oracle(tx)
     for name, wanted in params.items():
-        assert np.abs(jfsdp.full(state, name) - wanted).max() < 0.01 * RATE * 3, name
+        assert np.abs(jfsdp.checkpoint.gather_leaf(state, name) - wanted).max() < 0.01 * RATE * 3, name
     for name, wanted in arrays.items():
-        found = np.asarray(jfsdp.full(state, f"opt_state.{name}"), np.float32)
+        found = np.asarray(jfsdp.checkpoint.gather_leaf(state, f"opt_state.{name}"), np.float32)
         wanted = np.asarray(wanted, np.float32)
         assert (found == wanted).mean() > 0.98, name
         assert np.abs(found - wanted).max() <= 2**-7 * np.abs(wanted).max(), name
@@ -94,7 +94,7 @@ def test_the_same_step_rounds_alike_and_another_seed_or_step_does_not():
     grads = jax.tree.map(lambda x: x * 0.3, params)
 
     def mu(seed: int, steps: int = 1) -> bytes:
-        tx = jfsdp.low_precision_state(optax.trace(0.0), seed=seed)
+        tx = jfsdp.optim.low_precision_state(optax.trace(0.0), seed=seed)
         state: Any = tx.init(params)
         for _ in range(steps):
             state = tx.update(grads, state, params)[1]
@@ -105,7 +105,7 @@ def test_the_same_step_rounds_alike_and_another_seed_or_step_does_not():
 
 
 def test_only_parameter_shaped_float32_arrays_are_stored_low():
-    tx = jfsdp.low_precision_state(
+    tx = jfsdp.optim.low_precision_state(
         optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8), optax.adam(RATE, mu_dtype="float16"))
     )
     state = make().abstract_state(tx)
@@ -117,7 +117,9 @@ def test_only_parameter_shaped_float32_arrays_are_stored_low():
 
 
 def test_states_in_bfloat16_take_half_the_bytes():
-    full, low = (make().abstract_state(tx) for tx in (optax.adam(RATE), jfsdp.low_precision_state(optax.adam(RATE))))
+    full, low = (
+        make().abstract_state(tx) for tx in (optax.adam(RATE), jfsdp.optim.low_precision_state(optax.adam(RATE)))
+    )
     sizes = [
         sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(s.opt_state))
         for s in (full, low)
@@ -127,13 +129,13 @@ def test_states_in_bfloat16_take_half_the_bytes():
 
 def test_low_precision_is_refused_for_other_dtypes_and_without_parameters():
     with pytest.raises(ValueError, match="'float16' is not supported; use 'bfloat16'"):
-        jfsdp.low_precision_state(optax.adam(RATE), "float16")
-    tx = jfsdp.low_precision_state(optax.adam(RATE))
+        jfsdp.optim.low_precision_state(optax.adam(RATE), "float16")
+    tx = jfsdp.optim.low_precision_state(optax.adam(RATE))
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update({}, tx.init({}))
 
 
-EMA = optax.chain(optax.adam(RATE), jfsdp.track_ema(0.8))
+EMA = optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.8))
 PLACES = [("full_shard", None), ("zero1", None), ("zero1", "bfloat16"), ("all", None)]
 
 
@@ -142,13 +144,17 @@ def test_a_state_with_averages_computes_with_them_and_training_goes_on(strategy,
     model = make(strategy=strategy, mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype))
     step = model.train_step(mean_loss, EMA)
     state = model.init(EMA)
-    averages = {name: np.asarray(jfsdp.full(state, name)) for name in state.params}
+    averages = {name: np.asarray(jfsdp.checkpoint.gather_leaf(state, name)) for name in state.params}
     for batch in make_batches(3, rows=24):
         state, _ = step(state, batch)
-        averages = {n: 0.8 * ema + 0.2 * np.asarray(jfsdp.full(state, n)) for n, ema in averages.items()}
-    averaged = jfsdp.with_ema(state)
+        averages = {
+            n: 0.8 * ema + 0.2 * np.asarray(jfsdp.checkpoint.gather_leaf(state, n)) for n, ema in averages.items()
+        }
+    averaged = jfsdp.optim.with_ema(state)
     for name, wanted in averages.items():
-        np.testing.assert_allclose(jfsdp.full(averaged, name), wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            jfsdp.checkpoint.gather_leaf(averaged, name), wanted, rtol=1e-5, atol=1e-6, err_msg=name
+        )
     for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(state), strict=True):
         assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
     for name, copy in averaged.work.items():
@@ -166,17 +172,17 @@ def mean_loss(model: Any, batch: Any) -> jax.Array:
 
 
 def test_averages_of_low_precision_parameters_are_kept_in_float32():
-    ema = jfsdp.track_ema(0.999).init({"w": jnp.ones(3, jnp.bfloat16)}).ema["w"]  # type: ignore[union-attr]
+    ema = jfsdp.optim.track_ema(0.999).init({"w": jnp.ones(3, jnp.bfloat16)}).ema["w"]  # type: ignore[union-attr]
     assert ema.dtype == jnp.float32
 
 
 AFTER = {
-    "scaled after": optax.chain(optax.adam(RATE), jfsdp.track_ema(0.8), optax.scale(0.5)),
-    "first": optax.chain(jfsdp.track_ema(0.8), optax.adam(RATE)),
-    "twice": optax.chain(jfsdp.track_ema(0.8), optax.adam(RATE), jfsdp.track_ema(0.8)),
-    "inside": optax.chain(jfsdp.low_precision_state(EMA), optax.add_decayed_weights(0.1)),
+    "scaled after": optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.8), optax.scale(0.5)),
+    "first": optax.chain(jfsdp.optim.track_ema(0.8), optax.adam(RATE)),
+    "twice": optax.chain(jfsdp.optim.track_ema(0.8), optax.adam(RATE), jfsdp.optim.track_ema(0.8)),
+    "inside": optax.chain(jfsdp.optim.low_precision_state(EMA), optax.add_decayed_weights(0.1)),
     "behind a mask": optax.chain(
-        optax.masked(jfsdp.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p)), optax.sgd(RATE)
+        optax.masked(jfsdp.optim.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p)), optax.sgd(RATE)
     ),
     "in a condition": optax.apply_if_finite(EMA, 3),
 }
@@ -186,7 +192,7 @@ AFTER = {
 def test_averages_of_updates_that_are_changed_afterwards_are_refused(place):
     model, tx = make(), AFTER[place]
     with pytest.raises(
-        ValueError, match=r"^track_ema is not last: .* say optax\.chain\(\.\.\., jfsdp\.track_ema\(decay\)\)"
+        ValueError, match=r"^track_ema is not last: .* say optax\.chain\(\.\.\., jfsdp\.optim\.track_ema\(decay\)\)"
     ):
         model.train_step(mean_loss, tx)
     state, grads, _ = model.grads(mean_loss)(model.init(tx), make_batches(1, rows=24)[0])
@@ -195,7 +201,7 @@ def test_averages_of_updates_that_are_changed_afterwards_are_refused(place):
 
 
 def test_averages_may_be_followed_by_what_changes_no_update():
-    some = optax.masked(jfsdp.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p))
+    some = optax.masked(jfsdp.optim.track_ema(0.8), lambda p: jax.tree.map(lambda _: True, p))
     of_part = optax.partition({"a": EMA}, lambda p: jax.tree.map(lambda _: "a", p))
     for tx in (optax.chain(EMA, optax.identity()), optax.chain(optax.adam(RATE), some), of_part):
         make().train_step(mean_loss, tx)
@@ -203,9 +209,9 @@ def test_averages_may_be_followed_by_what_changes_no_update():
 
 def test_averages_are_refused_where_they_cannot_be():
     with pytest.raises(ValueError, match="decay=1 must be in"):
-        jfsdp.track_ema(1)
+        jfsdp.optim.track_ema(1)
     with pytest.raises(ValueError, match="needs the parameters"):
-        jfsdp.track_ema(0.9).update({}, jfsdp.track_ema(0.9).init({}))
-    for tx in (optax.sgd(RATE), optax.chain(jfsdp.track_ema(0.9), jfsdp.track_ema(0.99))):
-        with pytest.raises(ValueError, match=r"keeps [02] sets of averages; put one jfsdp\.track_ema"):
-            jfsdp.with_ema(make().init(tx))
+        jfsdp.optim.track_ema(0.9).update({}, jfsdp.optim.track_ema(0.9).init({}))
+    for tx in (optax.sgd(RATE), optax.chain(jfsdp.optim.track_ema(0.9), jfsdp.optim.track_ema(0.99))):
+        with pytest.raises(ValueError, match=r"keeps [02] sets of averages; put one jfsdp\.optim\.track_ema"):
+            jfsdp.optim.with_ema(make().init(tx))

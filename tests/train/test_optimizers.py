@@ -153,7 +153,7 @@ CASES = {
         lambda: optax.flatten(optax.adam(RATE)), {"opt_state.0.mu": P(None)}, 2 * 4 * (SPLIT - 3 + WHOLE) + COUNT
     ),
     "ema": Case(
-        lambda: optax.chain(optax.adam(RATE), jfsdp.track_ema(0.9)),
+        lambda: optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.9)),
         {"opt_state.1.ema.embed.embedding": EMBED, "opt_state.1.ema.head.bias": BIAS},
         3 * MOMENT + COUNT,
     ),
@@ -203,11 +203,16 @@ def check_parity(case: str, mesh: str, strategy: str, form: str) -> None:
     state = run(case, mesh, strategy, form)
     params, arrays = oracle(case, form, rows(mesh))
     share, limit = CASES[case].share, CASES[case].limit
-    errors = {name: error(jfsdp.full(state, name), params[name], RATE * STEPS, share) for name in params}
+    errors = {
+        name: error(jfsdp.checkpoint.gather_leaf(state, name), params[name], RATE * STEPS, share) for name in params
+    }
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < limit, f"{worst}: {errors[worst]:.1e}"
     assert {role.name for role in state.roles.arrays} == {f"opt_state.{name}" for name in arrays}
-    errors = {name: error(jfsdp.full(state, f"opt_state.{name}"), x, 1e-6, share) for name, x in arrays.items()}
+    errors = {
+        name: error(jfsdp.checkpoint.gather_leaf(state, f"opt_state.{name}"), x, 1e-6, share)
+        for name, x in arrays.items()
+    }
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < limit, f"{worst}: {errors[worst]:.1e}"
     for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state), strict=True):

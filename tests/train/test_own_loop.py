@@ -108,7 +108,7 @@ def of(part: str) -> Any:
 def test_a_gan_with_two_optimizers_equals_one_device(form):
     optimizers = {"generator": of("generator"), "discriminator": of("discriminator")}
     losses = {"discriminator": discriminator_loss, "generator": generator_loss}
-    tx = jfsdp.separate(**{name: (f"{name}.**", optax.adam(1e-2)) for name in optimizers})
+    tx = jfsdp.optim.alternate(**{name: (f"{name}.**", optax.adam(1e-2)) for name in optimizers})
     model = shard(form, Gan, 4)
     state = model.init(tx)
     steps = {name: model.grads(loss) for name, loss in losses.items()}
@@ -134,21 +134,23 @@ def test_a_gan_with_two_optimizers_equals_one_device(form):
             params, states[name] = plain_step(name, params, states[name], batch)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
     for name, x in zip(names, jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(jfsdp.full(state, name), x, rtol=1e-3, atol=3e-5, err_msg=name)
-    with pytest.raises(ValueError, match="separate"):
+        np.testing.assert_allclose(jfsdp.checkpoint.gather_leaf(state, name), x, rtol=1e-3, atol=3e-5, err_msg=name)
+    with pytest.raises(ValueError, match="alternate"):
         model.train_step(generator_loss, tx)
 
 
 def test_what_two_optimizers_train_is_said_and_found():
-    with pytest.raises(ValueError, match=r"separate: generator= takes .*'generator\.\*\*'"):
-        jfsdp.separate(generator=optax.adam(1e-2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"alternate: generator= takes .*'generator\.\*\*'"):
+        jfsdp.optim.alternate(generator=optax.adam(1e-2))  # type: ignore[arg-type]
     for selectors in ("", [], None):
-        with pytest.raises(ValueError, match=r"separate: one= takes .*'one\.\*\*'"):
-            jfsdp.separate(one=(selectors, optax.adam(1e-2)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^separate: one= 3 is neither a path glob"):
-        shard("auto", Gan, 4).init(jfsdp.separate(one=(3, optax.adam(1e-2))))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^separate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"):
-        shard("auto", Gan, 4).init(jfsdp.separate(one=("generatr.**", optax.adam(1e-2))))
+        with pytest.raises(ValueError, match=r"alternate: one= takes .*'one\.\*\*'"):
+            jfsdp.optim.alternate(one=(selectors, optax.adam(1e-2)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^alternate: one= 3 is neither a path glob"):
+        shard("auto", Gan, 4).init(jfsdp.optim.alternate(one=(3, optax.adam(1e-2))))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^alternate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"
+    ):
+        shard("auto", Gan, 4).init(jfsdp.optim.alternate(one=("generatr.**", optax.adam(1e-2))))
 
 
 def test_an_optimizer_is_given_what_apply_gradients_is():
@@ -226,7 +228,7 @@ def test_a_state_goes_on_with_leaves_that_were_frozen():
     trained = logical(free.train_step(token_loss, tx, check_loss=False)(state, batches[2])[0])
     assert int(trained["step"]) == 3 and int(trained["opt_state.0.count"]) == 3
     assert (trained["params.embed.embedding"] != after["params.embed.embedding"]).any()
-    with pytest.raises(ValueError, match=r"(?s)the state stores float32\[.*by jfsdp.reshard"):
+    with pytest.raises(ValueError, match=r"(?s)the state stores float32\[.*by jfsdp.checkpoint.reshard"):
         shard(num_devices=4).adopt(frozen.init(tx), tx)
 
 

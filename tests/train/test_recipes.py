@@ -122,7 +122,9 @@ RECIPES = {
         lambda api, form: optax.chain(optax.adam(RATE), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
     ),
     "step size from the loss": Recipe(lambda api, form: optax.polyak_sgd(RATE)),
-    "step size from the loss, in bfloat16": Recipe(lambda api, form: jfsdp.low_precision_state(optax.polyak_sgd(RATE))),
+    "step size from the loss, in bfloat16": Recipe(
+        lambda api, form: jfsdp.optim.low_precision_state(optax.polyak_sgd(RATE))
+    ),
     "sharpness": Recipe(lambda api, form: optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.05), sync_period=2)),
 }
 

@@ -7,6 +7,7 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.strategy import STRATEGIES
+from jfsdp.layout.table import Layout
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.resolve import check_needs
 from tests.sharding import fully_shard
@@ -15,7 +16,7 @@ BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
 F32_SUMS = jfsdp.MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
 
 
-def layout(**settings: Any) -> jfsdp.Layout:
+def layout(**settings: Any) -> Layout:
     model = lambda rngs: nnx.List([nnx.Linear(8, 8, rngs=rngs)])  # noqa: E731
     mesh = jfsdp.make_mesh(replica=2, fsdp=4)
     return fully_shard(model, mesh=mesh, units=[nnx.Linear], **settings).layout

@@ -18,7 +18,7 @@ from tests.states import logical
 from tests.steps import fully_shard
 from tests.thin import thin
 
-TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.track_ema(0.9))
+TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.optim.track_ema(0.9))
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "full8": {"sizes": {"fsdp": 8}},
@@ -102,7 +102,7 @@ PAIRS += [
 def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
     model = make(target)
     before = logical(lived_in(source))
-    state = jfsdp.reshard(lived_in(source), model)
+    state = jfsdp.checkpoint.reshard(lived_in(source), model)
     assert_same_bits(logical(state), before)
     assert_stands_like(state, model.abstract_state(TX))
     for name, copy in state.work.items():
@@ -111,7 +111,7 @@ def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
 
 
 def test_there_and_back_again_changes_no_bit_and_no_padding():
-    state = jfsdp.reshard(jfsdp.reshard(lived_in("full8"), make("full3")), make("full8"))
+    state = jfsdp.checkpoint.reshard(jfsdp.checkpoint.reshard(lived_in("full8"), make("full3")), make("full8"))
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(lived_in("full8")), strict=True)
     for value, wanted in pairs:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -121,8 +121,8 @@ def test_there_and_back_again_changes_no_bit_and_no_padding():
 
 def test_training_goes_on_after_resharding_as_if_nothing_had_been():
     model = make("zero1replica")
-    there = train(model, jfsdp.reshard(lived_in("full8"), model))
-    stayed = train(make("full8"), jfsdp.reshard(lived_in("full8"), make("full8")))
+    there = train(model, jfsdp.checkpoint.reshard(lived_in("full8"), model))
+    stayed = train(make("full8"), jfsdp.checkpoint.reshard(lived_in("full8"), make("full8")))
     for name, value in logical(there).items():
         np.testing.assert_allclose(value, logical(stayed)[name], rtol=1e-3, atol=1e-4, err_msg=name)
 
@@ -130,56 +130,56 @@ def test_training_goes_on_after_resharding_as_if_nothing_had_been():
 def test_a_layout_alone_takes_the_devices_of_the_state_in_their_order():
     devices = jax.devices()[::-1]
     mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 8, 1, 1), ("replica", "fsdp", "pipe", "tensor"))
-    state = jfsdp.reshard(lived_in("full8"), make("full8"), mesh=mesh)
-    again = jfsdp.reshard(state, make("hybrid2x4").layout)
+    state = jfsdp.checkpoint.reshard(lived_in("full8"), make("full8"), mesh=mesh)
+    again = jfsdp.checkpoint.reshard(state, make("hybrid2x4").layout)
     assert list(again.step.sharding.mesh.devices.flat) == devices  # type: ignore[attr-defined]
     assert_same_bits(logical(again), logical(lived_in("full8")))
 
 
 def test_donating_frees_the_old_state_as_it_goes():
-    old = jfsdp.reshard(lived_in("zero1bf16"), make("zero1bf16"))
+    old = jfsdp.checkpoint.reshard(lived_in("zero1bf16"), make("zero1bf16"))
     wanted = logical(old)
-    new = jfsdp.reshard(old, make("hfsdp2x3bf16"), donate=True)
+    new = jfsdp.checkpoint.reshard(old, make("hfsdp2x3bf16"), donate=True)
     assert all(x.is_deleted() for x in jax.tree.leaves(old))
     assert_same_bits(logical(new), wanted)
-    same = jfsdp.reshard(new, make("hfsdp2x3bf16"), donate=True)
+    same = jfsdp.checkpoint.reshard(new, make("hfsdp2x3bf16"), donate=True)
     assert_same_bits(logical(same), wanted)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_same_bits(logical(jfsdp.reshard(same, make("full3"), donate=True)), wanted)
+        assert_same_bits(logical(jfsdp.checkpoint.reshard(same, make("full3"), donate=True)), wanted)
 
 
 def test_the_result_shares_no_buffer_with_the_state_given():
-    old = jfsdp.reshard(lived_in("full8"), make("full8"))
-    new = jfsdp.reshard(old, make("full8"))
+    old = jfsdp.checkpoint.reshard(lived_in("full8"), make("full8"))
+    new = jfsdp.checkpoint.reshard(old, make("full8"))
     train(make("full8"), new, 1)
     assert not any(x.is_deleted() for x in jax.tree.leaves(old))
 
 
 def test_layouts_of_other_models_are_refused_with_what_differs():
     with pytest.raises(ValueError, match="another model") as error:
-        jfsdp.reshard(lived_in("full8"), make("full8", lambda rngs: Net(rngs, dim=24)))
+        jfsdp.checkpoint.reshard(lived_in("full8"), make("full8", lambda rngs: Net(rngs, dim=24)))
     assert "tower.embed.embedding: the state has float32[37, 16], the new layout float32[37, 24]" in str(error.value)
     with pytest.raises(ValueError, match="another model") as error:
-        jfsdp.reshard(lived_in("full8"), make("full8", Tower))
+        jfsdp.checkpoint.reshard(lived_in("full8"), make("full8", Tower))
     assert "only in the state: odd, table, tower.blocks.down.kernel" in str(error.value)
     assert "only in the new layout: blocks.down.kernel" in str(error.value)
 
 
 def test_what_is_no_state_and_no_layout_is_refused():
     with pytest.raises(TypeError, match=r"reshard: layout='full_shard' must be a Layout or a ShardedModel"):
-        jfsdp.reshard(lived_in("full8"), "full_shard")  # type: ignore[arg-type]
+        jfsdp.checkpoint.reshard(lived_in("full8"), "full_shard")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"reshard: state \(a dict\) must be a TrainState"):
-        jfsdp.reshard({}, make("full8").layout)  # type: ignore[arg-type]
+        jfsdp.checkpoint.reshard({}, make("full8").layout)  # type: ignore[arg-type]
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"needs 3 devices, and the state stands on 8; pass mesh="):
-        jfsdp.reshard(lived_in("full8"), make("full3").layout)
+        jfsdp.checkpoint.reshard(lived_in("full8"), make("full3").layout)
     with pytest.raises(ValueError, match=r"has axes \{'fsdp': 8\}, the new layout \{'fsdp': 3\}"):
-        jfsdp.reshard(lived_in("full8"), make("full3").layout, mesh=make("full8").mesh)  # type: ignore[arg-type]
+        jfsdp.checkpoint.reshard(lived_in("full8"), make("full3").layout, mesh=make("full8").mesh)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="holds shapes only"):
-        jfsdp.reshard(make("full8").abstract_state(TX), make("full3"))
+        jfsdp.checkpoint.reshard(make("full8").abstract_state(TX), make("full3"))
 
 
 @pytest.mark.parametrize("name", ["full3", "zero1bf16", pytest.param("full8", marks=pytest.mark.proof)])
@@ -187,24 +187,24 @@ def test_full_returns_one_whole_array_of_logical_shape(name):
     state = lived_in(name)
     for path, wanted in logical(state).items():
         if path.startswith(("params.", "opt_state.")):
-            found = jfsdp.full(state, path)
+            found = jfsdp.checkpoint.gather_leaf(state, path)
             assert found.sharding.is_fully_replicated
             assert np.asarray(found).tobytes() == wanted.tobytes(), path
-    assert jfsdp.full(state, "tower.embed.embedding").shape == (37, 16)
+    assert jfsdp.checkpoint.gather_leaf(state, "tower.embed.embedding").shape == (37, 16)
 
 
 def test_full_gathers_only_what_is_asked_for():
     before = {id(x) for x in jax.live_arrays()}
     state = lived_in("full8")
-    value = jfsdp.full(state, "tower.head.kernel")
+    value = jfsdp.checkpoint.gather_leaf(state, "tower.head.kernel")
     new = [x for x in jax.live_arrays() if id(x) not in before and x.is_fully_replicated and x.size > 100]
     assert [x.shape for x in new] == [value.shape] == [(16, 37)]
 
 
 def test_full_names_what_is_close_to_an_unknown_name():
     with pytest.raises(ValueError, match=r"close names are .*tower\.embed\.embedding"):
-        jfsdp.full(lived_in("full8"), "tower.embed.embeding")
+        jfsdp.checkpoint.gather_leaf(lived_in("full8"), "tower.embed.embeding")
     with pytest.raises(ValueError, match=r"close names are .*opt_state\.1\.ema\.odd"):
-        jfsdp.full(lived_in("full8"), "opt_state.1.ema.od")
+        jfsdp.checkpoint.gather_leaf(lived_in("full8"), "opt_state.1.ema.od")
     with pytest.raises(ValueError, match="shapes only"):
-        jfsdp.full(make("full8").abstract_state(TX), "odd")
+        jfsdp.checkpoint.gather_leaf(make("full8").abstract_state(TX), "odd")

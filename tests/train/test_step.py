@@ -177,20 +177,23 @@ def test_an_aux_name_of_the_steps_own_metrics_is_refused(model):
         ({"strategy": "zero9"}, "ddp, zero1"),
         ({"frozen": ["embd"]}, "frozen 'embd' matches no parameter; parameters: blocks.down.kernel"),
         ({"ignored": nnx.BatchStat}, "placements BatchStat matches no parameter.*classes of variables: Param"),
-        ({"mp_policy": "bfloat16"}, "mp_policy='bfloat16' must be a MixedPrecisionPolicy, such as"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"3 layers .* cannot be cut over mesh axis 'pipe' \(size 2\)"),
         ({"mesh": jfsdp.make_mesh(pipe=2)}, r"axis 'pipe' \(size 2\)"),
         ({"remat": "some"}, "none, full, dots"),
         ({"reshard_after_forward": 3}, "=3 does not divide the 8 devices of axes fsdp .*use one of 1, 2, 4, 8"),
         ({"opt_over": ["fsdp"], "strategy": "ddp"}, "opt_over=.fsdp. splits .* and so does strategy 'ddp'"),
         ({"placements": {"**": jfsdp.Shard(9)}}, r"placements '\*\*': dim 9 is not a dim of shape \("),
-        ({"min_size": "1024"}, "min_size='1024' must be a whole number"),
         ({"reshard_after_forward": True, "strategy": "ddp"}, "contradicts strategy 'ddp'"),
     ],
 )
 def test_settings_that_cannot_be_had_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         make(**options)
+
+
+def test_settings_of_a_wrong_type_are_refused():
+    refuses(lambda: make(mp_policy="bfloat16"), "mp_policy='bfloat16'", "MixedPrecisionPolicy", error=TypeError)
+    refuses(lambda: make(min_size="1024"), "min_size='1024'", "a whole number", error=TypeError)
 
 
 def test_an_unknown_dtype_lists_the_valid_ones():
@@ -249,13 +252,13 @@ def test_a_state_of_another_strategy_is_refused(model):
 
 def test_a_state_with_other_frozen_leaves_is_refused_by_their_names(model, tmp_path):
     state = make(frozen=["embed"]).init(TX)
-    jfsdp.save(tmp_path / "c", state)
+    jfsdp.checkpoint.save(tmp_path / "c", state)
     for other, given in ((model, state), (make(frozen=["embed"]), model.init(TX))):
         there, here = ("frozen", "trained") if other is model else ("trained", "frozen")
         with pytest.raises(ValueError, match=rf"{there} there and {here} here: embed\.embedding.*init_from"):
             other.train_step(token_loss, TX)(given, make_batches(1)[0])
     with pytest.raises(ValueError, match=r"frozen there and trained here: embed\.embedding.*load_pretrained"):
-        jfsdp.restore(tmp_path / "c", like=model.abstract_state(TX))
+        jfsdp.checkpoint.restore(tmp_path / "c", like=model.abstract_state(TX))
 
 
 def test_a_batch_that_fails_does_not_spoil_the_step(model):
@@ -325,8 +328,8 @@ def test_masters_of_any_inexact_dtype_are_trained_and_keep_their_dtypes(dtype, t
     state, _ = step(start, np.ones((16, 16), np.float32))
     assert jax.tree.map(lambda x: x.dtype, state) == types
     assert all((np.asarray(state.params[name]) != before[name]).any() for name in before)
-    jfsdp.save(tmp_path / "c", state)
-    jfsdp.restore(tmp_path / "c", model.abstract_state(TX))
+    jfsdp.checkpoint.save(tmp_path / "c", state)
+    jfsdp.checkpoint.restore(tmp_path / "c", model.abstract_state(TX))
 
 
 def test_an_optimizer_whose_state_changes_its_types_is_refused(model):
@@ -393,7 +396,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
     for call, match in [
         (lambda: step(None, batch), r"state given is a NoneType; a step takes \(state, batch\)"),
         (lambda: step(state.params, batch), "state given is a dict"),
-        (lambda: jfsdp.full(state.params, "embed"), r"state \(a dict\) must be a TrainState"),
+        (lambda: jfsdp.checkpoint.gather_leaf(state.params, "embed"), r"state \(a dict\) must be a TrainState"),
         (lambda: make(mesh="fsdp=8"), "mesh='fsdp=8' must be a mesh of jfsdp.make_mesh"),
         (lambda: jfsdp.fully_shard(Tower, placements=["embed"]), r"placements \(a list\) must be a dict or None"),  # type: ignore[arg-type]
         (lambda: fully_shard(Tower, units=3), "units=3 is neither"),
@@ -406,7 +409,7 @@ def test_what_is_no_state_no_mesh_no_optimizer_is_named(model):
     ]:
         with pytest.raises(TypeError, match=match):
             call()
-    refuses(lambda: jfsdp.full(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel")
+    refuses(lambda: jfsdp.checkpoint.gather_leaf(state, "blocks.up"), "below it are blocks.up.bias, blocks.up.kernel")
     refuses(lambda: make(remat="ful"), "remat 'ful' is unknown")
 
 

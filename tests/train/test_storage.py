@@ -96,8 +96,8 @@ def test_the_first_state_is_bitwise_that_of_per_parameter_storage(mesh, stacked)
 def test_a_model_given_with_its_weights_keeps_them():
     plain: Any = Tower(nnx.Rngs(3))
     state = make(plain).init(TX)
-    np.testing.assert_array_equal(jfsdp.full(state, "head.bias"), plain.head.bias[...])
-    np.testing.assert_array_equal(jfsdp.full(state, "blocks.up.kernel"), plain.blocks.up.kernel[...])
+    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "head.bias"), plain.head.bias[...])
+    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "blocks.up.kernel"), plain.blocks.up.kernel[...])
 
 
 def matrices(params: Any) -> Any:
@@ -115,7 +115,9 @@ OPTIMIZERS = {
         {"embed": optax.adam(1e-2), "other": optax.sgd(1e-2, 0.9)},
         embed_or_other,
     ),
-    "bfloat16 moments and averages": optax.chain(jfsdp.low_precision_state(optax.adam(1e-2)), jfsdp.track_ema(0.9)),
+    "bfloat16 moments and averages": optax.chain(
+        jfsdp.optim.low_precision_state(optax.adam(1e-2)), jfsdp.optim.track_ema(0.9)
+    ),
 }
 
 
@@ -181,19 +183,19 @@ def test_live_bytes_are_those_of_the_leaves(strategy):
 
 
 def test_averages_evaluation_and_full_see_the_leaves():
-    tx = optax.chain(TX, jfsdp.track_ema(0.5))
+    tx = optax.chain(TX, jfsdp.optim.track_ema(0.5))
     model, plain = make(), make(storage="per_parameter", min_size=0, program=None)
     state = train(model, tx)[0]
-    moved = jfsdp.reshard(state, plain)
+    moved = jfsdp.checkpoint.reshard(state, plain)
     fn = lambda model, tokens: model(tokens)  # noqa: E731
     tokens = make_batches(1)[0]["tokens"]
-    for change in (lambda s: s, jfsdp.with_ema):
+    for change in (lambda s: s, jfsdp.optim.with_ema):
         found, wanted = model.forward(fn)(change(state), tokens), plain.forward(fn)(change(moved), tokens)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     name = "opt_state.0.0.nu.blocks.down.kernel"
-    np.testing.assert_array_equal(jfsdp.full(state, name), jfsdp.full(moved, name))
+    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, name), jfsdp.checkpoint.gather_leaf(moved, name))
     with pytest.raises(ValueError, match=r"blocks.dwn.kernel: the state has no array of this name; close names are"):
-        jfsdp.full(state, "blocks.dwn.kernel")
+        jfsdp.checkpoint.gather_leaf(state, "blocks.dwn.kernel")
 
 
 def test_a_state_goes_out_of_its_buffers_and_back():
@@ -287,9 +289,9 @@ def test_a_reshard_that_is_refused_leaves_the_state_alive():
     state = make().init(TX)
     mesh = jfsdp.make_mesh(fsdp=2, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="the mesh given has axes"):
-        jfsdp.reshard(state, make(storage="per_parameter").layout, mesh=mesh, donate=True)
+        jfsdp.checkpoint.reshard(state, make(storage="per_parameter").layout, mesh=mesh, donate=True)
     assert not any(x.is_deleted() for x in state.params.values())
-    jfsdp.reshard(state, make(storage="per_parameter"), donate=True)
+    jfsdp.checkpoint.reshard(state, make(storage="per_parameter"), donate=True)
     assert all(x.is_deleted() for x in state.params.values())
 
 
@@ -333,9 +335,9 @@ def test_averages_of_some_leaves_in_another_dtype():
                 leaf[...] = leaf[...].astype(jnp.bfloat16)
 
     mask = lambda params: jax.tree.map(lambda x: x.ndim == 1, params)  # noqa: E731
-    tx = optax.chain(TX, optax.masked(jfsdp.track_ema(0.5), mask))
+    tx = optax.chain(TX, optax.masked(jfsdp.optim.track_ema(0.5), mask))
     model = make(Half)
-    state = jfsdp.with_ema(model.init(tx))
+    state = jfsdp.optim.with_ema(model.init(tx))
     assert jax.tree.structure(state) == jax.tree.structure(model.init(tx))
 
 
@@ -347,8 +349,8 @@ def test_an_optimizers_own_arrays_stay_its_own():
 
     own = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
     state = make().init(optax.chain(own, optax.sgd(0.1)))
-    np.testing.assert_array_equal(jfsdp.full(state, "opt_state.0.own.head.bias"), np.arange(40))
-    np.testing.assert_array_equal(jfsdp.full(state, "opt_state.0.flat_param"), np.ones(5))
+    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "opt_state.0.own.head.bias"), np.arange(40))
+    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "opt_state.0.flat_param"), np.ones(5))
 
 
 def test_theory_shows_the_padding_of_leaves():

@@ -13,7 +13,7 @@ from tests.sharding import fully_shard
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
-    "clipped, averaged": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), jfsdp.track_ema(0.9)),
+    "clipped, averaged": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), jfsdp.optim.track_ema(0.9)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "lamb": optax.lamb(1e-2),
 }

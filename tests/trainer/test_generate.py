@@ -30,7 +30,7 @@ DRAWN = Sampling(0.9, top_k=50, top_p=0.9, seed=1)
 def make_job(name):
     model, fields = JOBS[name]
     small = {"num_layers": 2, "vocab_size": 264}
-    return jfsdp.find_job(model).with_config(**small, **fields)
+    return jfsdp.trainer.find_job(model).with_config(**small, **fields)
 
 
 def generate(job, sizes, sampling, prompts=PROMPTS, **options):

@@ -49,7 +49,9 @@ def test_an_unknown_field_is_named():
 
 @pytest.mark.parametrize("value", [None, 3, "job", [FIELDS]])
 def test_anything_else_is_not_a_job(value):
-    with pytest.raises(ValueError, match=rf"mine: a job is a jfsdp\.Job or a dict .*, not {type(value).__name__}"):
+    with pytest.raises(
+        ValueError, match=rf"mine: a job is a jfsdp\.trainer\.Job or a dict .*, not {type(value).__name__}"
+    ):
         as_job(value, "mine")
 
 

@@ -32,17 +32,13 @@ def test_every_argument_is_one_of_fully_shard_and_of_train_step():
     assert options.step_arguments(ShardingOptions()).keys() <= step.keys()
 
 
-def test_defaults_are_those_of_the_library_but_for_bfloat16():
-    ours = arguments() | {"mp_policy": None, "offload_policy": None}
+def test_defaults_are_those_of_the_library_but_for_bfloat16_and_remat():
+    ours = arguments() | {"mp_policy": None, "offload_policy": None, "remat": "none"}
     defaults = {name: x.default for name, x in inspect.signature(jfsdp.fully_shard).parameters.items()}
     assert ours == {name: defaults[name] for name in ours}
     assert arguments()["mp_policy"] == jfsdp.MixedPrecisionPolicy("bfloat16")
     assert arguments()["offload_policy"] == jfsdp.OffloadPolicy()
-
-
-def test_the_script_recomputes_by_default_and_the_library_does_not():
     assert arguments()["remat"] == "full"
-    assert inspect.signature(jfsdp.fully_shard).parameters["remat"].default == "none"
 
 
 def test_both_commands_take_all_options():
@@ -154,7 +150,7 @@ def test_a_lora_that_cannot_be_read_is_refused_by_key(text, words):
 
 
 def job(learning_rate=optax.adam):
-    return jfsdp.Job(model=None, loss=divmod, batch=lambda b, t: None, units=[], optimizer=learning_rate)
+    return jfsdp.trainer.Job(model=None, loss=divmod, batch=lambda b, t: None, units=[], optimizer=learning_rate)
 
 
 def test_moments_are_rounded_and_averages_are_not():

@@ -54,7 +54,7 @@ def row_loss(model, batch):
 
 def make_job(kind="dpo"):
     own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
-    return with_preference(jfsdp.Job(**own, vocab_size=VOCAB, row_loss=row_loss), kind, BETA)
+    return with_preference(jfsdp.trainer.Job(**own, vocab_size=VOCAB, row_loss=row_loss), kind, BETA)
 
 
 def make_batch():
@@ -128,7 +128,7 @@ def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumula
 def test_models_score_answers_without_logits_of_whole_rows(name, program):
     """Sums by row in chunks, and their gradient, beside whole logits; GPT-2 without its dropout."""
     small = {"num_layers": 2, "vocab_size": 40, "dim": 32, "loss_chunk": 3}
-    job = jfsdp.find_job(name).with_config(**small)
+    job = jfsdp.trainer.find_job(name).with_config(**small)
     model = fully_shard(job.model, mesh=jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4]), units=job.units)
     state, batch = model.init(optax.identity()), {**make_batch()}
     batch["weights"] = batch["weights"].astype(np.float32)
@@ -168,4 +168,4 @@ def test_what_no_preference_is_is_refused_by_name():
         with_preference(vit.job(), "dpo", 0.1)
     own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
     with pytest.raises(ValueError, match=r"job 'mine' sums no losses of single rows.*`row_loss`"):
-        with_preference(jfsdp.Job(**own, name="mine"), "dpo", 0.1)
+        with_preference(jfsdp.trainer.Job(**own, name="mine"), "dpo", 0.1)

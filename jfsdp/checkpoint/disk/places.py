@@ -59,7 +59,7 @@ def find_checkpoints(path: Any) -> list[Path]:
             return steps
     what = "is not there" if not path.exists() else "is no checkpoint and holds none"
     raise ValueError(
-        f"checkpoint {path}: {what}; pass a directory that jfsdp.save wrote, a step of a run, or the directory of a run"
+        f"checkpoint {path}: {what}; pass what jfsdp.checkpoint.save wrote, a step of a run, or the directory of a run"
     )
 
 

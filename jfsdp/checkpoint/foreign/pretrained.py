@@ -134,7 +134,7 @@ def load_pretrained(
       seed: of the rest of the model's state (rng keys).
       one_replica: see `restore`.
       allow_nonfinite: begin from NaN and infinite values too, and warn.
-      adapter: a directory of PEFT's, for a model wrapped by `jfsdp.lora` with what `jfsdp.read_loras` returns for it.
+      adapter: a directory of PEFT's, for a model wrapped by `jfsdp.lora` with its `jfsdp.peft.read_loras`.
         None: a model's adapters begin as `init` makes them.
 
     Raises:
@@ -153,7 +153,7 @@ def load_pretrained(
     read = {name: leaf for name, leaf in every.items() if name not in made}
     if adapter is not None and not adapters:
         raise ValueError(
-            f"{adapter}: is an adapter, and the model has none; wrap it by jfsdp.lora(model, jfsdp.read_loras(...))"
+            f"{adapter}: is an adapter, and the model has none; give jfsdp.lora(model, jfsdp.peft.read_loras(...))"
         )
 
     def open_source() -> tuple[Source, Callable[[], None]]:
@@ -198,7 +198,7 @@ def our_parameters(
     """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
 
     Args:
-      averages: give those of `jfsdp.track_ema` in place of the parameters that have one.
+      averages: give those of `jfsdp.optim.track_ema` in place of the parameters that have one.
       cache_bytes: see `CheckpointSource`.
 
     Raises:
@@ -252,7 +252,7 @@ def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[s
     if len(found) != 1:
         raise ValueError(
             f"checkpoint {source.path}: its optimizer keeps {len(found) or 'no'} averages of the parameters, and one "
-            "set of them is to be read; train with --ema (jfsdp.track_ema), or leave them out"
+            "set of them is to be read; train with --ema (jfsdp.optim.track_ema), or leave them out"
         )
     return next(iter(found.values()))
 

@@ -87,8 +87,8 @@ def with_ema(state: TrainState) -> TrainState:
     names, found = ([x for x in jax.tree.leaves(tree, is_leaf=is_ema) if is_ema(x)] for tree in trees)
     if len(found) != 1:
         raise ValueError(
-            f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.track_ema(decay) last in its "
-            "optax.chain"
+            f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.optim.track_ema(decay) at the "
+            "end of its optax.chain"
         )
     averages = dict(zip(jax.tree.leaves(names[0]), jax.tree.leaves(found[0]), strict=True))
     params, work = _placer(state.layout, state.mesh)(state.params, averages)

@@ -152,7 +152,7 @@ class ShardedOptimizer:
         if {id(x) for x in seen} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(
                 "track_ema is not last: what comes after it changes the updates, and the averages would be of other "
-                "parameters; say optax.chain(..., jfsdp.track_ema(decay))"
+                "parameters; say optax.chain(..., jfsdp.optim.track_ema(decay))"
             )
         return updates, after
 
@@ -221,7 +221,7 @@ def _naming_what_fails() -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        if re.match(r"(track_ema|separate|low_precision_state|rate_scale)\b", str(error)):
+        if re.match(r"(track_ema|alternate|low_precision_state|rate_scale)\b", str(error)):
             raise
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         names = [frame.f_code.co_qualname for frame in frames if not frame.f_globals["__name__"].startswith("jfsdp.")]

@@ -58,17 +58,17 @@ class TrainConfig(StepOptions):
     check_loss: bool = option(True, "XLA and debugging", "free", python="`step(check_loss=)`")
     """For manual: before the first step, compare the loss per device with that over all rows."""
 
-    init_from: Location = option(None, "model", "free", python="`jfsdp.load_pretrained`")
+    init_from: Location = option(None, "model", "free", python="`jfsdp.checkpoint.load_pretrained`")
     """Start from these weights: Hugging Face, PyTorch, or a checkpoint or run of jfsdp."""
     init_key: Name = option(None, "model", "free", python="`load_pretrained(key=)`")
     """Of a PyTorch checkpoint, the dict that holds the model, such as model."""
     init_adapter: Location = option(
-        None, "frozen weights and adapters", "free", python="`jfsdp.load_pretrained(adapter=)`"
+        None, "frozen weights and adapters", "free", python="`jfsdp.checkpoint.load_pretrained(adapter=)`"
     )
     """Start from this adapter of PEFT's, a directory, and train it further; --lora follows from it."""
 
     reference: Annotated[str | None, optional(str, "RUN|HF_DIR")] = option(
-        None, "preferences", "refused", python="`jfsdp.preference_loss(reference=)`"
+        None, "preferences", "refused", python="`jfsdp.trainer.preference_loss(reference=)`"
     )
     """With --preference: the frozen weights that the model is compared with, of a model like it. none: those that the
     run begins with."""

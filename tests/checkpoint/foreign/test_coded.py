@@ -13,7 +13,7 @@ from jfsdp.layout.codec import CODECS
 from tests.sharding import fully_shard
 
 TX = optax.adamw(1e-3)
-JOB = jfsdp.find_job("llama-tiny").with_config(dim=128, ffn_dim=192, num_layers=2, num_heads=4, num_kv_heads=2)
+JOB = jfsdp.trainer.find_job("llama-tiny").with_config(dim=128, ffn_dim=192, num_layers=2, num_heads=4, num_kv_heads=2)
 QUANTIZED = {"**.attn.*_proj.kernel": "nf4", "**.up_proj.kernel": "int8"}
 
 
@@ -22,11 +22,11 @@ def weights(tmp_path_factory):
     root = tmp_path_factory.mktemp("coded")
     model = fully_shard(JOB.model, units=JOB.units)
     state = model.init(TX)
-    jfsdp.save(root / "c", state)
+    jfsdp.checkpoint.save(root / "c", state)
     leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
     source = our_parameters(root / "c", leaves)
     export_safetensors(source, root / "hf", JOB.pretrained, config=config_json(JOB.pretrained, JOB.config, 64))
-    return root / "hf", {name: np.asarray(jfsdp.full(state, name)) for name in leaves}
+    return root / "hf", {name: np.asarray(jfsdp.checkpoint.gather_leaf(state, name)) for name in leaves}
 
 
 @pytest.mark.parametrize("fsdp", [8, 3])
@@ -36,15 +36,17 @@ def test_what_is_read_is_the_encoding_of_the_whole(weights, fsdp):
     options = {"mesh": mesh, "units": JOB.units, "min_size": 0}
     lora = jfsdp.LoRA(["**.attn.*_proj.kernel"], rank=2, dora=True)
     model = fully_shard(JOB.model, lora=lora, quantized=QUANTIZED, **options)
-    state = jfsdp.load_pretrained(path, model, TX, JOB.pretrained, config=JOB.config)
+    state = jfsdp.checkpoint.load_pretrained(path, model, TX, JOB.pretrained, config=JOB.config)
     for name, codec in model.model.codecs.items():
         codes, scales = CODECS[codec.name].encode(values[name], np)
-        np.testing.assert_array_equal(np.asarray(jfsdp.full(state, name)), codes, err_msg=name)
-        np.testing.assert_array_equal(np.asarray(jfsdp.full(state, f"{name}.scales")), scales, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(jfsdp.checkpoint.gather_leaf(state, name)), codes, err_msg=name)
+        np.testing.assert_array_equal(
+            np.asarray(jfsdp.checkpoint.gather_leaf(state, f"{name}.scales")), scales, err_msg=name
+        )
     assert len(model.model.codecs) == 5
     name = "layers.attn.q_proj.kernel"
     decoded = CODECS["nf4"].decode(*CODECS["nf4"].encode(values[name])).astype(np.float32)
-    norms = np.asarray(jfsdp.full(state, f"{name}.lora_magnitude"))
+    norms = np.asarray(jfsdp.checkpoint.gather_leaf(state, f"{name}.lora_magnitude"))
     np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(decoded), axis=-2), rtol=1e-3)
 
 

@@ -26,7 +26,7 @@ from tests.steps import fully_shard
 from tests.thin import thin
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
-TX = optax.chain(optax.adamw(1e-3), jfsdp.track_ema(0.9))
+TX = optax.chain(optax.adamw(1e-3), jfsdp.optim.track_ema(0.9))
 TARGETS: dict[str, dict[str, Any]] = {
     "full_shard on 8": {"sizes": {"fsdp": 8}},
     "full_shard on 3": {"sizes": {"fsdp": 3}},
@@ -113,7 +113,7 @@ def test_a_torch_file_and_a_checkpoint_of_ours_give_the_same_state(weights, tmp_
     torch.save({"model": tensors, "epoch": 3}, tmp_path / "model.pt")
     state = load_pretrained(tmp_path / "model.pt", sharded("full_shard on 3"), TX, job().pretrained, key="model")
     assert_params(state, ours)
-    jfsdp.save(tmp_path / "ours", state)
+    jfsdp.checkpoint.save(tmp_path / "ours", state)
     assert_params(load_pretrained(tmp_path / "ours", sharded("flat storage"), TX), ours)
 
 
@@ -141,13 +141,13 @@ def test_every_byte_is_read_once_and_no_slice_is_larger_than_a_device_holds(weig
 def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
     state = load(weights[0], target)
     state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x * 2, state.opt_state))
-    jfsdp.save(tmp_path / "c", state)
+    jfsdp.checkpoint.save(tmp_path / "c", state)
     leaves = as_model(job().model).params
     source = pretrained.our_parameters(tmp_path / "c", leaves, averages=True)
     for name in leaves:
-        wanted = np.asarray(jfsdp.full(with_ema(state), name))
+        wanted = np.asarray(jfsdp.checkpoint.gather_leaf(with_ema(state), name))
         assert wanted.any() and np.array_equal(read_whole(source, name), wanted), name
-    jfsdp.save(tmp_path / "plain", sharded(target).init(optax.adamw(1e-3)))
+    jfsdp.checkpoint.save(tmp_path / "plain", sharded(target).init(optax.adamw(1e-3)))
     with pytest.raises(ValueError, match=r"keeps no averages of the parameters, .*; train with --ema"):
         pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 

@@ -331,7 +331,7 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     exported = Exported(Arrays({path: np.asarray(by_leaf(state).params[path]) for path in given.leaves}), given.names)
     assert_same(arrays_of(exported), base)
     assert_same({path: np.asarray(by_leaf(state).params[path]) for path in given.parts}, given.parts)
-    jfsdp.export_peft(model, state, tmp_path / "again", given.names, base="some/base")
+    jfsdp.peft.export_peft(model, state, tmp_path / "again", given.names, base="some/base")
     assert_same(arrays_of(open_peft(tmp_path / "again").source), arrays_of(open_peft(path).source))
     assert (tmp_path / "again" / CONFIG).read_text() == (path / CONFIG).read_text()
 
@@ -340,8 +340,8 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     with pytest.raises(ValueError, match="is an adapter, and the model has none"):
         load_pretrained(tmp_path / "base", plain, optax.sgd(1.0), given.names, adapter=path)
     with pytest.raises(ValueError, match="the model has no adapters"):
-        jfsdp.export_peft(plain, state, tmp_path / "none", given.names)
-    jfsdp.save(tmp_path / "ours", plain.init(optax.sgd(1.0)))
+        jfsdp.peft.export_peft(plain, state, tmp_path / "none", given.names)
+    jfsdp.checkpoint.save(tmp_path / "ours", plain.init(optax.sgd(1.0)))
     with pytest.raises(ValueError, match="mapping of names"):
         load_pretrained(tmp_path / "ours", model, optax.sgd(1.0), adapter=path)
 
@@ -456,8 +456,8 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
     given = Adapted("llama")
     model = fully_shard(given.job.model, units=given.job.units, lora=given.loras)
     state = model.init(optax.sgd(1.0))
-    jfsdp.save(tmp_path / "saved", state, frozen=False)
-    jfsdp.export_peft(model, state, tmp_path / "right", given.names)
+    jfsdp.checkpoint.save(tmp_path / "saved", state, frozen=False)
+    jfsdp.peft.export_peft(model, state, tmp_path / "right", given.names)
     fields = [*LLAMA[1], "stacked=true"]
     command = ["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "adapter"), "--model", "llama-tiny"]
     assert main([*command, "--model-config", *fields]) == 0, capsys.readouterr().err
@@ -473,11 +473,13 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
 def test_the_averages_of_adapters_are_exported(tmp_path, capsys):
     given = Adapted("llama")
     model = fully_shard(given.job.model, units=given.job.units, lora=given.loras)
-    state = model.init(optax.chain(optax.sgd(1.0), jfsdp.track_ema(0.9)))
-    averaged = jfsdp.with_ema(state)
+    state = model.init(optax.chain(optax.sgd(1.0), jfsdp.optim.track_ema(0.9)))
+    averaged = jfsdp.optim.with_ema(state)
     moved = {name: x + 1 for name, x in state.params.items() if name.endswith(("lora_a", "lora_b"))}
-    jfsdp.save(tmp_path / "saved", dataclasses.replace(state, params={**state.params, **moved}), frozen=False)
-    jfsdp.export_peft(model, averaged, tmp_path / "right", given.names)
+    jfsdp.checkpoint.save(
+        tmp_path / "saved", dataclasses.replace(state, params={**state.params, **moved}), frozen=False
+    )
+    jfsdp.peft.export_peft(model, averaged, tmp_path / "right", given.names)
     fields = [*LLAMA[1], "stacked=true"]
     command = ["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "adapter"), "--model", "llama-tiny"]
     assert main([*command, "--ema", "--model-config", *fields]) == 0, capsys.readouterr().err
@@ -511,7 +513,7 @@ def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
     model = fully_shard(given.job.model, lora=lora, **options)
     state = load_pretrained(base, model, optax.sgd(1.0), given.names)
     state = dataclasses.replace(state, params={name: x + 1 * (name in also) for name, x in state.params.items()})
-    jfsdp.export_peft(model, state, tmp_path / "adapter", given.names)
+    jfsdp.peft.export_peft(model, state, tmp_path / "adapter", given.names)
     adapter = open_peft(tmp_path / "adapter")
     assert adapter.options["modules_to_save"] == [
         "lm_head",

@@ -164,7 +164,7 @@ def test_a_run_on_token_files_has_the_tokenizer_of_its_weights_too(weights):
 @pytest.mark.parametrize("config", [["x"], {"config": "x"}, None])
 def test_a_checkpoint_with_a_config_of_another_form_says_nothing(config, tmp_path, capsys):
     model = fully_shard(lambda rngs: nnx.Linear(8, 8, rngs=rngs), min_size=8)
-    jfsdp.save(tmp_path / "c", model.init(optax.sgd(0.1), 0), config=config)
+    jfsdp.checkpoint.save(tmp_path / "c", model.init(optax.sgd(0.1), 0), config=config)
     begun = dataclasses.replace(CONFIG, init_from=str(tmp_path / "c"), data="a.txt")
     with pytest.raises(ValueError, match="--tokenizer PATH, or byte"):
         with_tokenizer(begun, find_job("llama-tiny"), {})

@@ -12,7 +12,7 @@ from jfsdp.train.storage import opened
 
 
 @checked
-def full(state: TrainState, path: str) -> jax.Array:
+def gather_leaf(state: TrainState, path: str) -> jax.Array:
     """Return one array of a state, whole and of logical shape; gathers nothing else.
 
     Layout:  [D+pad/axes F] -> [D F] on every device, in the dtype at rest.
@@ -35,7 +35,7 @@ def full(state: TrainState, path: str) -> jax.Array:
 
 
 def _logical(state: TrainState) -> dict[str, jax.Array]:
-    """Return the arrays of a state in their logical shape, by every name that `full` takes."""
+    """Return the arrays of a state in their logical shape, by every name that `gather_leaf` takes."""
     state = opened(state)
     arrays, by_path = jax.tree.leaves(state.opt_state), state.layout.by_path
     params = {path: _cut(x, by_path[path].shape) for path, x in state.params.items()}

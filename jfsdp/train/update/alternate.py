@@ -12,7 +12,7 @@ from jfsdp.layout.select import Selector, select_leaves
 from jfsdp.train.update.roles import param_name
 
 
-def separate(
+def alternate(
     **parts: tuple[Selector | list[Selector], optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """Keep several optimizers side by side; each update is that of one, `only=` by name, and leaves the rest alone.
@@ -30,11 +30,11 @@ def separate(
       ValueError: for what is no such pair, or none; by `init`, for a selector that chooses no trained parameter.
     """
     if not parts:
-        raise ValueError("separate: no optimizer is given; say separate(name=(selectors, optax.adam(1e-4)), ...)")
+        raise ValueError("alternate: no optimizer is given; say alternate(name=(selectors, optax.adam(1e-4)), ...)")
     for name, part in parts.items():
         if not isinstance(part, tuple) or len(part) != 2 or not hasattr(part[1], "update") or not part[0]:
             raise ValueError(
-                f"separate: {name}= takes what is trained and by what, such as ({name + '.**'!r}, optax.adam(1e-4))"
+                f"alternate: {name}= takes what is trained and by what, such as ({name + '.**'!r}, optax.adam(1e-4))"
             )
     optimizers = {name: _of(name, *part) for name, part in parts.items()}
 
@@ -46,7 +46,7 @@ def separate(
     ) -> tuple[Any, dict[str, Any]]:
         if only not in optimizers:
             names = " or ".join(f"only={name!r}" for name in optimizers)
-            raise ValueError(f"separate: only={only!r}; each update is one optimizer's: apply_gradients(..., {names})")
+            raise ValueError(f"alternate: only={only!r}; each update is one optimizer's: apply_gradients(..., {names})")
         updates, after = optimizers[only].update(updates, state[only], params, **extra)
         return updates, {**state, only: after}
 
@@ -58,7 +58,7 @@ def _of(name: str, selectors: Any, tx: optax.GradientTransformation) -> optax.Gr
 
     def labels(tree: Any) -> Any:
         leaves = {param_name(path): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in tree_leaves_with_path(tree)}
-        chosen = select_leaves(f"separate: {name}=", selectors, leaves, {})
+        chosen = select_leaves(f"alternate: {name}=", selectors, leaves, {})
         return tree_map_with_path(lambda path, _: "trained" if param_name(path) in chosen else "left", tree)
 
     return optax.partition({"trained": tx, "left": optax.set_to_zero()}, labels)

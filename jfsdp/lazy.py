@@ -1,0 +1,29 @@
+"""Packages whose names are loaded when they are first used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, read from the `if TYPE_CHECKING` block of its file.
+
+    The imports in that block are the only table of public names and where they are defined. Submodules that the
+    package imports from itself resolve too, and are not part of `__all__`.
+    """
+    (block,) = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
+            return importlib.import_module(f"{package}.{name}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return get, lambda: [*homes], [name for name, home in homes.items() if home != package]

@@ -1,0 +1,8 @@
+"""What goes beyond optax: moments in low precision, averages, optimizers in turns, the scale of a float16 loss."""
+
+from jfsdp.layout.loss_scale import LossScale
+from jfsdp.train.update.alternate import alternate
+from jfsdp.train.update.ema import track_ema, with_ema
+from jfsdp.train.update.low_precision import low_precision_state
+
+__all__ = ["LossScale", "alternate", "low_precision_state", "track_ema", "with_ema"]

@@ -1,0 +1,5 @@
+"""Adapters as PEFT's files have them."""
+
+from jfsdp.checkpoint.foreign.peft import export_peft, read_loras
+
+__all__ = ["export_peft", "read_loras"]
