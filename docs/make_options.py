@@ -12,6 +12,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructTypeInfo
 
 from jfsdp.trainer.groups import groups_of
+from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.rules import RULES, options_of
 
@@ -67,7 +68,7 @@ def _default(name: str) -> str:
     default = FIELDS[name].default
     if isinstance(default, bool | float):
         return f"{default:g}" if isinstance(default, float) else "on" if default else "off"
-    return {None: "none", (): "-", "": '""'}.get(default, str(default))
+    return {(): "-", "": '""'}.get(default, write(default))
 
 
 def _help(name: str) -> str:

@@ -34,18 +34,18 @@ try:
 except MissingExtra as error:
     sys.exit(f"bench.py: error: {error}")
 
-import tyro
 from benchmark.options import BenchOptions, check, find_devices, find_platform
 from benchmark.race import ContenderFailed, Setup, run
 
 from jfsdp.launch.runtime import plain_warnings, start_jax
+from jfsdp.trainer.groups import read_command
 from jfsdp.trainer.options import describe_error
 
 
 def main(argv: Sequence[str]) -> int:
     """Time the contenders and print a table; return the exit status."""
-    options = tyro.cli(BenchOptions, args=list(argv), prog="bench.py", description=__doc__)
     try:
+        options = read_command(BenchOptions, argv, prog="bench.py", description=__doc__)
         check(options)
         with plain_warnings():
             return race(options)

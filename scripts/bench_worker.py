@@ -26,9 +26,9 @@ def make(spec: dict[str, Any], rank: int) -> Any:
     from benchmark.jax_side import JaxContender
     from benchmark.options import BenchOptions
 
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in spec["options"].items()
-    }
+    from jfsdp.trainer.parse import read_fields
+
+    fields = read_fields(BenchOptions, spec["options"])
     is_cuda = spec["case"]["platform"] == "cuda"
     return JaxContender(spec["name"], BenchOptions(**fields), spec["case"]["batches"], spec["devices"], is_cuda=is_cuda)
 

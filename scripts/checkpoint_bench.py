@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.launch.runtime import configure_xla
+from jfsdp.trainer.options import read_config
 
 _Fields = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]
 _CHILD = """
@@ -114,9 +115,9 @@ def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
     from jfsdp.checkpoint.convert import write_source
     from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
     from jfsdp.modules.adapt import as_model
-    from jfsdp.trainer.job import load_job, parse_config
+    from jfsdp.trainer.job import load_job
 
-    job = load_job(model, None).with_config(**parse_config(fields))
+    job = load_job(model, None).with_config(**dict(pair for text in fields for pair in read_config(text)))
     leaves = as_model(job.model).params
     arrays = {f"params.{name}": jax.ShapeDtypeStruct(x.shape, "float32") for name, x in leaves.items()}
     config = {"config": {"model": model, "model_config": list(fields)}}
@@ -189,10 +190,12 @@ def time_saves(root: Path, options: CheckpointBenchOptions) -> tuple[int, list[f
 
     import jfsdp
     from jfsdp.checkpoint.store import bytes_of
-    from jfsdp.trainer.job import load_job, parse_config
+    from jfsdp.trainer.job import load_job
     from jfsdp.trainer.options import StepOptions, shard_job
 
-    job = load_job(options.model, None).with_config(**parse_config(options.state_config))
+    job = load_job(options.model, None).with_config(
+        **dict(pair for text in options.state_config for pair in read_config(text))
+    )
     state = jax.block_until_ready(shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3)))
     blocked, whole = [], []
     run = jfsdp.checkpoint.Checkpointer(root / "run", keep=1)

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jfsdp.layout.mesh import parse_mesh
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.program.collectives import Collective, find_collectives
 from jfsdp.plan.program.hlo import Module, parse_module
@@ -25,6 +24,7 @@ from jfsdp.plan.time.rates import CUDNN_ATTENTION, Rates
 from jfsdp.plan.time.timeline import simulate
 from jfsdp.plan.time.work import Work
 from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import read_fields
 
 GB = 1e9
 
@@ -84,8 +84,8 @@ class PublishedRun:
     @property
     def step_options(self) -> StepOptions:
         """The options of `jfsdp plan` that come closest. Its rows are one document each."""
-        config = tuple(f"{name}={json.dumps(value)}" for name, value in self.model_config.items())
-        return StepOptions(model=self.model, model_config=config, cross_documents=True, **self.options)
+        fields = {"model": self.model, "model_config": self.model_config, "cross_documents": True, **self.options}
+        return StepOptions(**read_fields(StepOptions, fields))
 
     @property
     def command(self) -> str:
@@ -114,7 +114,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 def program_of(run: PublishedRun, text: str) -> tuple[Module, tuple[Collective, ...]]:
     """Read the compiled program of a run's plan."""
     module = parse_module(text)
-    return module, tuple(find_collectives(module, run.cluster.num_devices, parse_mesh(run.options["mesh"])))
+    return module, tuple(find_collectives(module, run.cluster.num_devices, dict(run.step_options.mesh)))
 
 
 def predict(

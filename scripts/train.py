@@ -28,8 +28,6 @@ try:
 except MissingExtra as error:
     sys.exit(f"train.py: error: {error}")
 
-import tyro
-
 from jfsdp.launch.environment import DEVICES, RESTART
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.roll_call import NotAllThere
@@ -41,13 +39,13 @@ from jfsdp.launch.runtime import (
     start_jax,
 )
 from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
-from jfsdp.trainer.groups import show_groups
+from jfsdp.trainer.groups import read_command
 from jfsdp.trainer.options import describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known, check_numbers
+from jfsdp.trainer.spelling import check_known
 
 INTERRUPTED = 130
 
@@ -59,25 +57,16 @@ class UsageError(ValueError):
 def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainConfig:
     """Read the command line over what a run to resume had, and over the defaults of its recipe."""
     args = _with_bare_resume(argv)
+    description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
     try:
         check_known(args, TrainConfig)
         default = dataclasses.replace(recipe_defaults(TrainConfig(), args), **kept or {})
         if launched := os.environ.get(DEVICES):  # which a recipe does not know
             default = dataclasses.replace(default, simulate_devices=int(launched))
+        with ending_with_its_reader():
+            return read_command(TrainConfig, args, default=default, prog="train.py", description=description)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
-    config, registry = (tyro.conf.OmitArgPrefixes,), show_groups(TrainConfig)
-    with ending_with_its_reader():
-        return tyro.cli(
-            TrainConfig,
-            args=args,
-            default=default,
-            prog="train.py",
-            description=description,
-            config=config,
-            registry=registry,
-        )
 
 
 def _with_bare_resume(argv: Sequence[str]) -> list[str]:
@@ -148,7 +137,6 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
     try:
         configure_xla(simulate_devices=config.simulate_devices)
         compare = {name: value for name, value in dataclasses.asdict(config).items() if name != "cache_dir"}
-        check_numbers(config)
         place = initialize(compare=compare)
     except NotAllThere:
         raise

@@ -24,7 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Room -> the rooms, or single modules of rooms, that it may import besides itself; docs/design.md, "Rooms".
 PLANNED = [
-    f"trainer.{name}" for name in ("generate", "job", "options", "preferences", "spelling", "step", "run.config")
+    f"trainer.{name}"
+    for name in ("generate", "job", "options", "parse", "preferences", "spelling", "step", "run.config")
 ]
 ALLOWED = {
     "arguments": (),

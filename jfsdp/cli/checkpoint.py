@@ -15,7 +15,8 @@ from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Number, optional
+from jfsdp.trainer.options import Number, ShardingOptions, optional
+from jfsdp.trainer.parse import read_fields, write
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.diff import Differences
@@ -269,7 +270,8 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
     if found["config"] is not None:
         stored = found["config"].get("config", found["config"]) if isinstance(found["config"], dict) else {}
         chosen = {name: stored[name] for name in ("model", "factory", "model_config") if stored.get(name)}
-        console.print(f"config: {_flat(chosen)} (--json prints all of it)")
+        told = {name: write(value) for name, value in read_fields(ShardingOptions, chosen).items()}
+        console.print(f"config: {_flat(told)} (--json prints all of it)")
 
 
 def _flat(value: Any) -> str:

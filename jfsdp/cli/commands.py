@@ -26,11 +26,11 @@ from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import plain_warnings
-from jfsdp.trainer.groups import show_groups
+from jfsdp.trainer.groups import read_command
 from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known, check_numbers
+from jfsdp.trainer.spelling import check_known
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX: look before a run, and at what it saved.
 
@@ -68,25 +68,20 @@ def parse(args: Sequence[str]) -> Any:
       ValueError: for an option that the command does not have, or a recipe that cannot be had.
     """
     prog, kind, rest = find_command(args)
-    config: Any = (tyro.conf.OmitArgPrefixes,)
     if isinstance(kind, dict):
         listed = [_listed(name, one) for name, one in kind.items()]
         owner = next((inspect.getdoc(one) for one, table in COMMANDS_OF.items() if table is kind), None)
         description = DESCRIPTION if kind is COMMANDS else owner
         # Of one command alone tyro would make no subcommand.
         listed = functools.reduce(operator.or_, listed) if len(listed) > 1 else tyro.conf.AvoidSubcommands[listed[0]]
-        return tyro.cli(listed, prog=prog, args=rest, description=description, config=config)
+        return tyro.cli(listed, prog=prog, args=rest, description=description, config=(tyro.conf.OmitArgPrefixes,))
     rest, command = split_command(rest) if kind is Launch else (rest, [])
     check_known(rest, kind)
     default = tyro.MISSING_NONPROP
     if issubclass(kind, StepOptions):
         others = frozenset(field.name for field in dataclasses.fields(TrainConfig))
         default = recipe_defaults(kind(), rest, ignore=others)
-    description, registry = inspect.getdoc(kind), show_groups(kind)
-    parsed: Any = tyro.cli(
-        kind, prog=prog, args=rest, default=default, description=description, config=config, registry=registry
-    )
-    check_numbers(parsed)
+    parsed = read_command(kind, rest, default=default, prog=prog, description=inspect.getdoc(kind))
     return dataclasses.replace(parsed, command=tuple(command)) if command else parsed
 
 

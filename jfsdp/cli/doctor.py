@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jfsdp.cli.console import GIB, make_console, make_table
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Decimal, Location, Name
+from jfsdp.trainer.options import Decimal, Location, text
+from jfsdp.trainer.parse import read_mesh
 from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Doctor:
     """Examine all processes of a run together."""
     run_dir: Location = None
     """With --processes: a directory that all are to see. none: the working directory."""
-    mesh: Name = None
+    mesh: Annotated[tuple[tuple[str, int], ...] | None, text("AXIS=SIZE,...")] = option(None, read=read_mesh)
     """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
     timeout: Decimal = option(None, least=1)
     """With --processes: seconds that each part may take, before all end and say which it was. none: 60."""
@@ -77,7 +78,6 @@ class Doctor:
     def _examine(self, directory: Path, watch: Watch) -> tuple[int, Processes]:
         import jax
 
-        from jfsdp.layout.mesh import parse_mesh
         from jfsdp.plan.cluster.processes import examine_processes
         from jfsdp.plan.cluster.settings import check_settings
 
@@ -85,7 +85,7 @@ class Doctor:
             try:
                 with watch.at("starting JAX"):
                     jax.devices()
-                sizes = parse_mesh(self.mesh) if self.mesh else {}
+                sizes = dict(self.mesh or ())
                 found = examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
             except (ValueError, OSError) as error:
                 tell_and_end(str(error), 1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, progress
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
+from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
+from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
     from jfsdp.layout.leaf import Leaf
@@ -28,7 +27,7 @@ class Explain(ShardingOptions):
     Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
     """
 
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = option("fsdp=8", "most used")
+    mesh: Mesh = option((("fsdp", 8),), "most used", read=read_mesh)
     """How many devices each axis has: replica, fsdp, tensor.
     fsdp shards what --strategy says; replica replicates it."""
     json: bool = option(False, "output")
@@ -51,14 +50,14 @@ class Explain(ShardingOptions):
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of the state, and the program of the step with the reason."""
         from jfsdp.layout.advice import LayoutWarning
-        from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards, parse_mesh
-        from jfsdp.trainer.job import load_job, parse_config
+        from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
+        from jfsdp.trainer.job import load_job
         from jfsdp.trainer.step import make_batch
 
-        job = load_job(self.model, self.factory).with_config(**parse_config(self.model_config))
+        job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LayoutWarning)  # all advice is printed below the table
-            model = shard_job(self, job, make_abstract_mesh(parse_mesh(self.mesh)))
+            model = shard_job(self, job, make_abstract_mesh(dict(self.mesh)))
         tx = make_optimizer(self, job, 1e-3)
         step, state = model.train_step(job.loss, tx, **step_arguments(self)), model.abstract_state(tx)
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jfsdp.trainer.options import Location, Name, optional
+from jfsdp.trainer.groups import option
+from jfsdp.trainer.options import Location, Mesh, Name, optional
+from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
     from jfsdp.trainer.run.opened import Opened
@@ -24,8 +26,8 @@ class OpenOptions:
     ]
     adapter: Location = None
     """An adapter of PEFT's, a directory."""
-    mesh: Annotated[str | None, optional(str, "AXIS=SIZE,...")] = None
-    """fsdp=8, or tensor=4,fsdp=2. none: all devices on fsdp."""
+    mesh: Mesh = option((("fsdp", -1),), read=read_mesh)
+    """fsdp=8, or tensor=4,fsdp=2. -1 takes the rest."""
     param_dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = "bfloat16"
     """Of weights, cache and compute: bfloat16, float16 or float32."""
     model: Name = None
@@ -52,7 +54,7 @@ class OpenOptions:
         start_jax()
         given = TrainConfig(
             model=self.model,
-            mesh=self.mesh or "fsdp=-1",
+            mesh=self.mesh,
             param_dtype=self.param_dtype,
             init_adapter=self.adapter,
             check_loss=False,

@@ -13,7 +13,8 @@ import tyro
 
 from jfsdp.cli.console import progress_of
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.options import Dtype, Name, Number, Real, optional
+from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
+from jfsdp.trainer.parse import read_fields
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -79,7 +80,7 @@ class _ModelOptions:
     """A model's name (`jfsdp models` lists them); not needed where a checkpoint of ours says it."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
     """Instead of --model: a function that returns a jfsdp.trainer.Job, from the working directory."""
-    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
+    model_config: Fields = option((), read=read_config)
     """Fields of the model's configuration to change."""
 
 
@@ -205,12 +206,11 @@ class Import(_ModelOptions):
         from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import fit_job, is_ours, pretrained_source
         from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
-        from jfsdp.trainer.job import parse_config
 
         path = Path(self.path).expanduser()
         if is_ours(path):
             raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
-        job = fit_job(_find_job(self, {}), path, parse_config(self.model_config))
+        job = fit_job(_find_job(self, {}), path, dict(self.model_config))
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
@@ -270,14 +270,14 @@ def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
     """Load the job that the options name, else the one that a run was configured with, as its checkpoint says."""
     from jfsdp.checkpoint.foreign.mapping import as_name_map
     from jfsdp.launch.runtime import start_jax
-    from jfsdp.trainer.job import load_job, parse_config
+    from jfsdp.trainer.job import load_job
 
     start_jax()
     stored = given.get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config
     if model is None and factory is None:
         model, factory = stored.get("model"), stored.get("factory")
-        fields = (*stored.get("model_config", ()), *fields)
+        fields = (*read_fields(_ModelOptions, stored).get("model_config", ()), *fields)
         if model is None and factory is None:
             raise ValueError("nothing says which model the weights are of; give --model NAME, or --factory")
     job = load_job(model, factory)
@@ -291,7 +291,7 @@ def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
             job = job.with_config(**from_config(given["pretrained"]))
         except ValueError as error:
             raise ValueError(f"--model {job.name}: the checkpoint is of another: {error}") from error
-    return job.with_config(**parse_config(fields))
+    return job.with_config(**dict(fields))
 
 
 def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:

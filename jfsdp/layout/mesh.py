@@ -35,27 +35,6 @@ SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for a
 _SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
-@checked
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read `replica=2,fsdp=4` into axis sizes.
-
-    Raises:
-      ValueError: if a part is not NAME=SIZE, the axis is unknown or given twice, or the size is not a positive int or
-        -1.
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if name in sizes:
-            raise ValueError(f"mesh {text!r}: axis {name!r} is given twice")
-        try:
-            sizes[name] = int(size)
-        except ValueError:
-            raise ValueError(f"mesh {text!r}: {part!r} is not AXIS=SIZE, such as fsdp=8 (size -1: the rest)") from None
-    _check_sizes(sizes)
-    return sizes
-
-
 def _check_sizes(sizes: Mapping[str, int]) -> None:
     unknown = [name for name in sizes if name not in AXES]
     if unknown:

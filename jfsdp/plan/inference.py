@@ -114,7 +114,7 @@ def plan_inference(
     """
     on_progress("sharding")
     devices, job = topology_devices(cluster, target_config), find_planned_job(options)
-    dtype = options.param_dtype if options.param_dtype not in (None, "none") else "float32"
+    dtype = options.param_dtype or "float32"
     at_rest = dataclasses.replace(options, frozen=("**",), frozen_dtype=dtype)
     mesh = make_mesh(devices=devices, **mesh_sizes(options.mesh, len(devices)))  # type: ignore[arg-type]
     model, length = shard_job(at_rest, job, mesh), length or job.seq_len

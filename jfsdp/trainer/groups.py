@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypedDict
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
+from jfsdp.trainer.parse import read_fields
+from jfsdp.trainer.spelling import check_numbers
+
 FIRST = "most used"
+Read = Callable[[str], Any] | None
 # The groups of the training script, in the order in which they are shown; those of a command come after the first.
 GROUPS = (
     *(FIRST, "model", "sharding and memory", "precision", "gradient accumulation", "optimizer", "preferences"),
@@ -22,16 +27,25 @@ GROUPS = (
 SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
-def option(default: Any, group: str = "", resume: str = "", *, least: float | None = None, python: str = "") -> Any:
+def option(
+    default: Any,
+    group: str = "",
+    resume: str = "",
+    *,
+    least: float | None = None,
+    read: Read = None,
+    python: str = "",
+) -> Any:
     """Make a field of options.
 
     Args:
       group: under which it is shown; "": none.
       resume: what a resumed run does with another value; see jfsdp/trainer/run/rules.py.
       least: the least number that it takes; see `check_numbers`.
+      read: makes a text its value; see `read_fields`.
       python: what does the same in Python, in Markdown.
     """
-    told = {"group": group, "resume": resume, "least": least, "python": python}
+    told = {"group": group, "resume": resume, "least": least, "read": read, "python": python}
     return dataclasses.field(default=default, metadata=told)
 
 
@@ -43,6 +57,22 @@ def groups_of(kind: Any) -> dict[str, list[str]]:
             found.setdefault(group, []).append(field.name)
     own = [title for title in found if title not in GROUPS]
     return {title: found[title] for title in (FIRST, *own, *GROUPS[1:]) if title in found}
+
+
+def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_NONPROP, **shown: Any) -> Any:
+    """Read a command line into options: texts become values here, and nowhere later.
+
+    Args:
+      shown: `prog` and `description` of `--help`.
+
+    Raises:
+      ValueError: naming the option that cannot be read, its text and what it takes.
+    """
+    config, registry = (tyro.conf.OmitArgPrefixes,), show_groups(kind)
+    given = tyro.cli(kind, args=args, default=default, config=config, registry=registry, **shown)
+    options = dataclasses.replace(given, **read_fields(kind, vars(given)))
+    check_numbers(options)
+    return options
 
 
 def show_groups(kind: Any) -> ConstructorRegistry:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
 from jfsdp.arguments import Count, check_call, checked
 from jfsdp.layout.cuts import AxisRules
-from jfsdp.trainer.parse import split_pair
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
 DATA_KINDS = ("tokens", "pairs")
@@ -242,26 +240,3 @@ def load_job(model: str | None, factory: str | None) -> Job:
     if (model is None) == (factory is None):
         raise ValueError("give exactly one of --model NAME and --factory module:function")
     return find_job(model) if model is not None else job_from_factory(factory or "")
-
-
-def parse_config(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read `key=value` pairs into fields of a configuration; values are Python literals, true/false/none, or text.
-
-    Raises:
-      ValueError: if a pair has no `=`.
-    """
-    fields = {}
-    for pair in pairs:
-        key, value = split_pair("--model-config", pair, "KEY=VALUE", "num_layers=2")
-        fields[key] = _literal(value)
-    return fields
-
-
-def _literal(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

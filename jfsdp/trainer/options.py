@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.trainer import parse
 from jfsdp.trainer.groups import option
-from jfsdp.trainer.parse import (
-    parse_factors,
-    parse_lora,
-    parse_offload,
-    parse_quantized,
-    parse_remat,
-    parse_reshard,
-    parse_xla,
-    split_commas,
-    split_given,
-    word_or_none,
-)
+from jfsdp.trainer.parse import Pairs
 from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
@@ -33,8 +24,16 @@ if TYPE_CHECKING:
     from jfsdp.train.sharded import ShardedModel
     from jfsdp.trainer.job import Job
 
-Globs = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB,...")]
-Stages = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WHAT,...")]
+
+def text(metavar: str, write: Callable[[Any], str] = parse.write) -> Any:
+    """Describe an option whose text its field's `read` makes a value: for `Annotated`."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda texts: texts[0],
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [write(value)],
+    )
 
 
 def optional(kind: type, metavar: str) -> Any:
@@ -46,7 +45,7 @@ def _value(kind: type, metavar: str) -> Any:
     may_be_none = metavar.endswith("|none")
 
     def read(texts: list[str]) -> Any:
-        if may_be_none and word_or_none(texts[0]) is None:
+        if may_be_none and texts[0].lower() == "none":
             return None
         if kind is str and not texts[0]:
             raise ValueError(f"'' is no {metavar.removesuffix('|none')}; give one, or none")
@@ -61,7 +60,7 @@ def _value(kind: type, metavar: str) -> Any:
         metavar=metavar,
         instance_from_str=read,
         is_instance=lambda value: (value is None and may_be_none) or isinstance(value, kind | int),
-        str_from_instance=lambda value: ["none" if value is None else f"{value:g}" if kind is float else str(value)],
+        str_from_instance=lambda value: [f"{value:g}" if isinstance(value, float) else parse.write(value)],
     )
 
 
@@ -73,6 +72,14 @@ Name = Annotated[str | None, optional(str, "NAME")]
 Location = Annotated[str | None, optional(str, "PATH")]
 File = Annotated[str | None, optional(str, "FILE")]
 Dtype = Annotated[str | None, optional(str, "DTYPE")]
+Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+Mesh = Annotated[tuple[tuple[str, int], ...], text("AXIS=SIZE,...")]
+Fields = tuple[Annotated[tuple[str, Any], text("KEY=VALUE", lambda pair: parse.write((pair,)))], ...]
+read_quantized = parse.pairs("--quantized", "GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
+read_rate_scale = parse.pairs("--rate-scale", "GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor)
+read_xla = parse.pairs("--xla", "NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_literal)
+read_offload = parse.words("--offload", parse.OFFLOADABLE, ", separated by commas (activations: --remat offload:NAME)")
+read_config = parse.pairs("--model-config", "KEY=VALUE, such as num_layers=2", parse.read_literal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,40 +93,38 @@ class ShardingOptions:
     )
     """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
     working directory or from what is installed."""
-    model_config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = option(
-        (), "model", "refused", python="the model's configuration"
-    )
+    model_config: Fields = option((), "model", "refused", read=read_config, python="the model's configuration")
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=SIZE,...")] = option(
-        "fsdp=-1", "most used", "rounding", python="`shard(mesh=)`"
-    )
+    mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh, python="`shard(mesh=)`")
     """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
     fsdp shards what --strategy says. replica replicates it: replica=-1,fsdp=8 shards over groups of 8 devices. tensor
     cuts the weights that the model says, and what it computes with them. pipe cuts the layers into stages."""
-    strategy: Annotated[str, tyro.conf.arg(metavar="NAME|0..3")] = option(
-        "full_shard", "most used", "rounding", python="`shard(strategy=)`"
+    strategy: Annotated[str | int, text("NAME|0..3")] = option(
+        "full_shard", "most used", "rounding", read=parse.read_strategy, python="`shard(strategy=)`"
     )
     """What is sharded: ddp, zero1, zero2 or full_shard.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
-    opt_over: Annotated[str | None, optional(str, "AXIS,...")] = option(
-        None, "sharding and memory", "rounding", python="`shard(opt_over=)`"
+    opt_over: Annotated[tuple[str, ...] | None, optional(str, "AXIS,...")] = option(
+        None, "sharding and memory", "rounding", read=parse.words("--opt-over"), python="`shard(opt_over=)`"
     )
     """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
     devices, also where parameters are sharded in groups. none: fsdp."""
-    reshard_after_forward: Annotated[str, tyro.conf.arg(metavar="true|false|node|N|none")] = option(
-        "none", "sharding and memory", "rounding", python="`shard(reshard_after_forward=)`"
+    reshard_after_forward: Annotated[bool | int | str | None, text("true|false|node|N|none")] = option(
+        None, "sharding and memory", "rounding", read=parse.read_reshard, python="`shard(reshard_after_forward=)`"
     )
     """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
     N: kept split N ways over neighbouring devices, so that the second gather is cheap. node: over those of a host.
     none: true, but for the root unit."""
-    remat: Annotated[str, tyro.conf.arg(metavar="none|full|dots|names:A,B+offload:C")] = option(
-        "full", "sharding and memory", "rounding", python="`shard(remat=)`"
+    remat: Annotated[str | Pairs, text("none|full|dots|names:A,B+offload:C")] = option(
+        "full", "sharding and memory", "rounding", read=parse.read_remat, python="`shard(remat=)`"
     )
     """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
     offload:C: all but these, which wait in host memory. Both are joined by +. The library's own default is none."""
-    offload: Stages = option((), "sharding and memory", "rounding", python="`shard(offload_policy=)`")
+    offload: Annotated[Words, tyro.conf.arg(metavar="WHAT,...")] = option(
+        (), "sharding and memory", "rounding", read=read_offload, python="`shard(offload_policy=)`"
+    )
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
     program: Annotated[str | None, optional(str, "xla|manual")] = option(
         None, "sharding and memory", "rounding", python="`step(program=)`"
@@ -140,20 +145,22 @@ class ShardingOptions:
     float16 (on GPUs only, for the models here) scales the loss dynamically."""
     reduce_dtype: Dtype = option(None, "precision", "refused", python="`mp(reduce_dtype=)`")
     """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
-    frozen: Globs = option((), "frozen weights and adapters", "refused", python="`shard(frozen=)`")
+    frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
+        (), "frozen weights and adapters", "refused", read=parse.words("--frozen"), python="`shard(frozen=)`"
+    )
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
     frozen_dtype: Dtype = option(
         None, "frozen weights and adapters", "refused", python="`MixedPrecisionPolicy(frozen_dtype=)`"
     )
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
-    quantized: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
-        (), "frozen weights and adapters", "refused", python="`jfsdp.quantize`"
+    quantized: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
+        (), "frozen weights and adapters", "refused", read=read_quantized, python="`jfsdp.quantize`"
     )
     """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
-    lora: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE,...")] = option(
-        (), "frozen weights and adapters", "refused", python="`jfsdp.lora`"
+    lora: Annotated[tuple[Annotated[Pairs, text("KEY=VALUE,...")], ...], tyro.conf.UseAppendAction] = option(
+        (), "frozen weights and adapters", "refused", read=parse.read_lora, python="`jfsdp.lora`"
     )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
@@ -186,8 +193,8 @@ class ShardingOptions:
     )
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
-    rate_scale: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
-        (), "optimizer", "refused", python="`optax.multi_transform`"
+    rate_scale: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
+        (), "optimizer", "refused", read=read_rate_scale, python="`optax.multi_transform`"
     )
     """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
     holds."""
@@ -214,8 +221,8 @@ class StepOptions(ShardingOptions):
     """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = option(False, "optimizer", "said, kept", python="`step(skip_nonfinite=)`")
     """Skip steps whose loss or gradient is not finite, and count them."""
-    xla: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
-        (), "XLA and debugging", "rounding", python="`step(compiler_options=)`"
+    xla: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
+        (), "XLA and debugging", "rounding", read=read_xla, python="`step(compiler_options=)`"
     )
     """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
     `jfsdp plan` prints what is used."""
@@ -242,9 +249,10 @@ def wrap_model(options: ShardingOptions, job: Job) -> Any:
     Raises:
       ValueError: naming the option that cannot be read, and what it takes.
     """
+    from jfsdp.layout.lora import LoRA
     from jfsdp.layout.wrapped import lora, quantize
 
-    loras, adapter = [parse_lora(text) for text in options.lora], getattr(options, "init_adapter", None)
+    loras, adapter = [LoRA(**dict(fields)) for fields in options.lora], getattr(options, "init_adapter", None)
     if adapter is not None and not loras:
         from jfsdp.checkpoint.foreign.peft import read_loras
         from jfsdp.layout.mesh import make_abstract_mesh
@@ -252,57 +260,37 @@ def wrap_model(options: ShardingOptions, job: Job) -> Any:
 
         alone = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
         loras = read_loras(adapter, job.pretrained, alone)
-    codecs = parse_quantized(options.quantized)
     model = lora(job.model, loras) if loras else job.model
-    return quantize(model, codecs) if codecs else model
+    return quantize(model, dict(options.quantized)) if options.quantized else model
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
-    """Return the options as arguments of `fully_shard`, but for model, mesh and units.
-
-    Raises:
-      ValueError: naming the option that cannot be read, and what it takes.
-    """
-    from jfsdp.layout.policy import OffloadPolicy
+    """Return the options as arguments of `fully_shard`, but for model, mesh and units."""
+    from jfsdp.layout.policy import OffloadPolicy, SaveNames
     from jfsdp.layout.precision import MixedPrecisionPolicy
 
     dtypes = ("param_dtype", "reduce_dtype", "frozen_dtype")
-    policy: dict[str, Any] = {name: word_or_none(getattr(options, name)) for name in dtypes}
-    return {
-        "strategy": int(options.strategy) if options.strategy.isdecimal() else options.strategy,
-        "opt_over": split_commas([options.opt_over]) if options.opt_over else None,
+    policy: dict[str, Any] = {name: getattr(options, name) for name in dtypes}
+    plain = ("strategy", "opt_over", "reshard_after_forward", "storage")
+    return {name: getattr(options, name) for name in plain} | {
         "mp_policy": MixedPrecisionPolicy(**policy),
-        "offload_policy": OffloadPolicy(**dict.fromkeys(parse_offload(options.offload), True)),
-        "reshard_after_forward": parse_reshard(options.reshard_after_forward),
-        "remat": parse_remat(options.remat),
-        "storage": options.storage,
-        "frozen": split_given("--frozen", options.frozen) or None,
+        "offload_policy": OffloadPolicy(**dict.fromkeys(options.offload, True)),
+        "remat": options.remat if isinstance(options.remat, str) else SaveNames(**dict(options.remat)),
+        "frozen": options.frozen or None,
     }
 
 
 def step_arguments(options: ShardingOptions) -> dict[str, Any]:
-    """Return the options as arguments of `train_step`.
-
-    Raises:
-      ValueError: for no microbatch, or too many.
-    """
-    return {
-        "accumulate": options.accumulate,
-        "program": word_or_none(options.program),
-        "prefetch": options.prefetch,
-        "sync": word_or_none(options.sync),
-        "reshard_after_backward": options.reshard_after_backward,
-        "pipe_schedule": options.pipe_schedule,
-        "pipe_repeats": options.pipe_repeats,
-    }
+    """Return the options as arguments of `train_step`."""
+    names = ("accumulate", "program", "prefetch", "sync", "reshard_after_backward", "pipe_schedule", "pipe_repeats")
+    return {name: getattr(options, name) for name in names}
 
 
 def train_arguments(options: StepOptions) -> dict[str, Any]:
     """Return the options as keyword arguments of `train_step`.
 
     Raises:
-      ValueError: as `step_arguments`, for a batch that cannot be cut or a row without items, and for an option
-        of XLA that is not NAME=VALUE.
+      ValueError: for a batch that cannot be cut.
     """
     arguments = step_arguments(options)
     if options.preference is not None and options.cross_documents:
@@ -316,7 +304,7 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     return arguments | {
         "max_grad_norm": options.max_grad_norm,
         "skip_nonfinite": options.skip_nonfinite,
-        "compiler_options": parse_xla(options.xla),
+        "compiler_options": dict(options.xla),
     }
 
 
@@ -332,14 +320,14 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
     from jfsdp.train.update.low_precision import low_precision_state
     from jfsdp.train.update.rates import scale_rates
 
-    tx, dtype, decay = job.optimizer(learning_rate), word_or_none(options.opt_state_dtype), options.ema
+    tx, dtype, decay = job.optimizer(learning_rate), options.opt_state_dtype, options.ema
     if dtype not in (None, "bfloat16"):
         raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or leave it out")
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"--ema {decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
     tx = tx if dtype is None else low_precision_state(tx, dtype)
     if options.rate_scale:
-        tx = optax.chain(tx, scale_rates(parse_factors(options.rate_scale)))
+        tx = optax.chain(tx, scale_rates(dict(options.rate_scale)))
     return tx if decay is None else optax.chain(tx, track_ema(decay))
 
 

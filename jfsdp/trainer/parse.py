@@ -1,126 +1,181 @@
-"""Texts of options as values: what each takes, and what is said of any other."""
+"""Texts of options as values, read once: from a command line, a recipe, or the directory of a run. Imports no JAX."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 OFFLOADABLE = ("params", "grads", "opt_state")
-REMATS = "none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
+Pairs = tuple[tuple[str, Any], ...]
+_WORDS = {"true": True, "false": False, "none": None}
+_LORA = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": bool, "targets": tuple, "also": tuple}
 
 
-def split_pair(option: str, pair: str, form: str, example: str) -> tuple[str, str]:
-    """Read a pair such as NAME=VALUE; the value may have a `=` of its own.
+def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of options with their texts read, once each, by the field's `read`.
 
-    Raises:
-      ValueError: if there is no `=`, or nothing before it; with an example.
-    """
-    first, equals, last = pair.partition("=")
-    if not first or not equals:
-        raise ValueError(f"{option} {pair!r} is not {form}, such as {example}")
-    return first, last
+    Values that are none are kept; lists and dicts, as JSON has them, become tuples, so that options are hashable.
 
-
-def parse_xla(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read NAME=VALUE pairs; values are whole numbers, true, false, none (which takes the option away), or text.
+    Args:
+      kind: the dataclass of the options.
 
     Raises:
-      ValueError: if a pair has no `=`.
+      ValueError: naming the option, its text, and what it takes.
     """
-    words = {"true": True, "false": False, "none": None}
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, value = split_pair("--xla", pair, "NAME=VALUE", "xla_gpu_enable_latency_hiding_scheduler=true")
-        found[name] = words[value.lower()] if value.lower() in words else int(value) if value.isdecimal() else value
-    return found
+    reads = {field.name: field.metadata.get("read") for field in dataclasses.fields(kind)}
+    return {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
 
 
-def word_or_none(text: str | None) -> str | None:
-    """Read `none` as None."""
-    return None if text is None or text.lower() == "none" else text
+def _read(read: Callable[[str], Any] | None, value: Any) -> Any:
+    if read and isinstance(value, tuple):
+        parts = [read(item) if isinstance(item, str) else (item,) for item in value]
+        return tuple(itertools.chain.from_iterable(parts))
+    return read(value) if read and isinstance(value, str) else value
 
 
-def split_commas(texts: Sequence[str]) -> list[str]:
-    """Read `a,b c` as three words."""
-    return [word for text in texts for word in text.split(",") if word]
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def split_given(option: str, texts: Sequence[str]) -> list[str]:
-    """Read the words of an option, of which there is one at least where it is given.
+def pairs(option: str, form: str, read: Callable[[str], Any] = str) -> Callable[[str], Pairs]:
+    """Return a reader of NAME=VALUE; the value may contain `=`.
 
-    Raises:
-      ValueError: if there is none.
+    Args:
+      form: what a pair is, with an example.
     """
-    words = split_commas(texts)
-    if texts and not words:
-        raise ValueError(f"{option} {texts[0]!r} names nothing; leave it out")
-    return words
+
+    def read_pair(text: str) -> Pairs:
+        name, equals, value = text.partition("=")
+        try:
+            if name and equals:
+                return ((name, read(value)),)
+        except ValueError:
+            pass
+        raise ValueError(f"{option} {text!r} is not {form}")
+
+    return read_pair
 
 
-def parse_lora(text: str) -> Any:
-    """Read KEY=VALUE,...: the fields of a `LoRA`; what has no `=` is one more value of the key before.
+def words(option: str, known: tuple[str, ...] = (), remedy: str = "") -> Callable[[str], tuple[str, ...]]:
+    """Return a reader of words with commas between them.
 
-    Raises:
-      ValueError: for a key that is none, and a value that is not the key's.
+    Args:
+      known: the words that there are; empty: any.
     """
-    from jfsdp.layout.lora import LoRA
 
-    kinds = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": bool, "targets": list, "also": list}
+    def read_words(text: str) -> tuple[str, ...]:
+        found = tuple(word for word in text.split(",") if word)
+        if not found:
+            raise ValueError(f"{option} {text!r} names nothing; leave it out")
+        unknown = [word for word in found if known and word not in known]
+        if unknown:
+            raise ValueError(f"{option} {unknown[0]!r} is unknown; use any of {', '.join(known)}{remedy}")
+        return found
+
+    return read_words
+
+
+def read_literal(text: str) -> Any:
+    """Read a Python literal, true, false or none; any other text stays as it is."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def read_factor(text: str) -> float:
+    """Read a finite number from 0 on."""
+    if not 0 <= float(text) < math.inf:
+        raise ValueError(text)
+    return float(text)
+
+
+def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Read `replica=2,fsdp=4` into axes and sizes."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name in sizes:
+            raise ValueError(f"--mesh {text!r}: axis {name!r} is given twice")
+        try:
+            sizes[name] = int(size)
+        except ValueError:
+            raise ValueError(
+                f"--mesh {text!r}: {part!r} is not AXIS=SIZE, such as fsdp=8 (size -1: the rest)"
+            ) from None
+    return tuple(sizes.items())
+
+
+def read_strategy(text: str) -> str | int:
+    """Read a name, or a stage of DeepSpeed."""
+    return int(text) if text.isdecimal() else text
+
+
+def read_profile(text: str) -> tuple[int, int]:
+    """Read START:STOP."""
+    start, _, stop = text.partition(":")
+    if not (start.isdigit() and stop.isdigit()):
+        raise ValueError(f"--profile {text!r} is not START:STOP, such as 10:12")
+    return int(start), int(stop)
+
+
+def read_reshard(text: str) -> bool | int | str | None:
+    """Read none, true, false, node or a number of devices."""
+    if text.lower() in _WORDS or text == "node":
+        return _WORDS.get(text.lower(), text)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false, node or a number of devices")
+    return int(text)
+
+
+def read_remat(text: str) -> str | Pairs:
+    """Read none, full, dots, or fields of `SaveNames`: `names:a,b+offload:c`."""
+    if text in ("none", "full", "dots"):
+        return text
+    fields: dict[str, tuple[str, ...]] = {}
+    for part in text.split("+"):
+        kind, _, names = part.partition(":")
+        field = {"names": "save", "offload": "offload"}.get(kind)
+        if field is None or field in fields or not names.strip(","):
+            raise ValueError(
+                f"--remat {text!r} is unknown; use none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
+            )
+        fields[field] = words("--remat")(names)
+    if twice := set(fields.get("save", ())) & set(fields.get("offload", ())):
+        raise ValueError(f"--remat {text!r}: {', '.join(sorted(twice))} cannot be both saved and offloaded")
+    return tuple(fields.items())
+
+
+def read_lora(text: str) -> tuple[Pairs]:
+    """Read KEY=VALUE,...: fields of a `LoRA`; what has no `=` is one more value of the key before."""
     found: dict[str, list[str]] = {}
     key = ""
-    for word in split_commas([text]):
+    for word in filter(None, text.split(",")):
         first, equals, last = word.partition("=")
         key, value = (first, last) if equals else (key, word)
-        if not key:
-            raise ValueError(f"--lora {text!r}: {word!r} is not KEY=VALUE; the keys are {', '.join(kinds)}")
+        if key not in _LORA:
+            problem = f"there is no {key!r}" if key else f"{word!r} is not KEY=VALUE"
+            raise ValueError(f"--lora {text!r}: {problem}; the keys are {', '.join(_LORA)}")
         found.setdefault(key, []).extend([value] if value else [])
-    fields: dict[str, Any] = {}
-    for key, values in found.items():
-        if key not in kinds:
-            raise ValueError(f"--lora {text!r}: there is no {key!r}; the keys are {', '.join(kinds)}")
-        fields[key] = values if kinds[key] is list else _lora_value(text, key, values, kinds[key])
-    if not fields.get("targets"):
+    if not found.get("targets"):
         raise ValueError(
             f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
         )
-    return LoRA(**fields)
+    return (tuple((key, _lora_value(text, key, values)) for key, values in found.items()),)
 
 
-def parse_quantized(pairs: Sequence[str]) -> dict[str, str]:
-    """Read GLOB=CODEC pairs.
-
-    Raises:
-      ValueError: if a pair has no `=`.
-    """
-    found = {}
-    for pair in pairs:
-        glob, codec = split_pair("--quantized", pair, "GLOB=CODEC", "'**.mlp.*.kernel=nf4'")
-        if found.get(glob, codec) != codec:
-            raise ValueError(f"--quantized {glob} is given {found[glob]} and {codec}; say one")
-        found[glob] = codec
-    return found
-
-
-def parse_factors(pairs: Sequence[str]) -> dict[str, float]:
-    """Read GLOB=X pairs.
-
-    Raises:
-      ValueError: if a pair has no `=`, or X is no number from 0 on.
-    """
-    found, form = {}, "GLOB=X with a number X from 0 on"
-    for pair in pairs:
-        glob, text = split_pair("--rate-scale", pair, form, "embed=0.1")
-        try:
-            found[glob] = float(text)
-        except ValueError:
-            found[glob] = math.nan
-        if not 0 <= found[glob] < math.inf:
-            raise ValueError(f"--rate-scale {pair!r} is not {form}, such as embed=0.1")
-    return found
-
-
-def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
+def _lora_value(text: str, key: str, values: list[str]) -> Any:
+    kind = _LORA[key]
+    if kind is tuple:
+        return tuple(values)
     try:
         (value,) = values
         return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
@@ -129,55 +184,10 @@ def _lora_value(text: str, key: str, values: list[str], kind: type) -> Any:
         raise ValueError(f"--lora {text!r}: {key}={','.join(values)} is not {what}") from None
 
 
-def parse_offload(texts: Sequence[str]) -> list[str]:
-    """Read what is to be offloaded.
-
-    Raises:
-      ValueError: for anything that cannot be.
-    """
-    words = split_given("--offload", texts)
-    unknown = [word for word in words if word not in OFFLOADABLE]
-    if unknown:
-        raise ValueError(
-            f"--offload {unknown[0]!r} is unknown; use any of {', '.join(OFFLOADABLE)}, separated by commas "
-            "(activations: --remat offload:NAME)"
-        )
-    return words
-
-
-def parse_reshard(text: str) -> bool | int | str | None:
-    """Read none, true, false, node or a number of devices.
-
-    Raises:
-      ValueError: for anything else.
-    """
-    words = {"none": None, "true": True, "false": False, "node": "node"}
-    if text.lower() in words:
-        return words[text.lower()]
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false, node or a number of devices")
-    return int(text)
-
-
-def parse_remat(text: str) -> Any:
-    """Read none, full, dots, or names to save and to offload: `names:a,b+offload:c`.
-
-    Raises:
-      ValueError: for anything else.
-    """
-    from jfsdp.layout.policy import REMATS as PLAIN
-    from jfsdp.layout.policy import SaveNames
-
-    if text in PLAIN:
-        return text
-    fields: dict[str, tuple[str, ...]] = {}
-    for part in text.split("+"):
-        kind, _, names = part.partition(":")
-        field = {"names": "save", "offload": "offload"}.get(kind)
-        if field is None or field in fields or not split_commas([names]):
-            raise ValueError(f"--remat {text!r} is unknown; use {REMATS}")
-        fields[field] = tuple(split_commas([names]))
-    try:
-        return SaveNames(**fields)
-    except ValueError as error:
-        raise ValueError(f"--remat {text!r}: {error}") from error
+def write(value: Any) -> str:
+    """Return the text of a value, as its option takes it."""
+    if not isinstance(value, tuple):
+        return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value and value[0][0] in ("save", "offload") and isinstance(value[0], tuple):
+        return "+".join(f"{'names' if field == 'save' else field}:{','.join(names)}" for field, names in value)
+    return ",".join(f"{item[0]}={write(item[1])}" if isinstance(item, tuple) else str(item) for item in value)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
+from jfsdp.trainer.parse import read_fields
+
 ENTRY_POINT_GROUP = "jfsdp.recipes"
 NO_RECIPE = "none"
 Options = TypeVar("Options")
@@ -68,25 +70,26 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     unknown = [field for field in fields if field not in known and field not in ignore]
     if unknown:
         raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}; options are {', '.join(known)}")
-    given = {field: _as_field(value) for field, value in fields.items() if field in known}
-    check_types(type(options), given, f"recipe {name!r}")
-    return dataclasses.replace(options, **given)  # type: ignore[type-var]
+    given = {field: value for field, value in fields.items() if field in known}
+    return dataclasses.replace(options, **read_plain(type(options), given, f"recipe {name!r}"))  # type: ignore[type-var]
 
 
-def check_types(kind: type, fields: Mapping[str, Any], what: str) -> None:
-    """Refuse values that are not of the types of a dataclass's fields.
+def read_plain(kind: type, plain: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return fields of options from plain data: what JSON holds, and texts as a command line has them.
 
     Args:
+      kind: the dataclass of the options.
       what: holds them, for the message.
 
     Raises:
       ValueError: naming the field, its value and its type.
     """
-    hints = typing.get_type_hints(kind)
+    fields, hints = read_fields(kind, plain), typing.get_type_hints(kind)
     for field, value in fields.items():
         if not _is_of(value, hints[field]):
             shown = str(hints[field]).removeprefix("<class '").removesuffix("'>")
             raise ValueError(f"{what}: {field}={value!r} is no {shown}; write another value")
+    return fields
 
 
 def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[str] = frozenset()) -> Options:
@@ -106,16 +109,16 @@ def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[
 def _is_of(value: Any, hint: Any) -> bool:
     """Tell whether a value is of the type of a field: of the few that options have."""
     if kinds := typing.get_args(hint):
-        if typing.get_origin(hint) is tuple:
-            return isinstance(value, tuple) and all(isinstance(item, kinds[0]) for item in value)
-        return any(_is_of(value, kind) for kind in kinds)
+        if typing.get_origin(hint) is not tuple:
+            return any(_is_of(value, kind) for kind in kinds)
+        if kinds[-1] is Ellipsis and isinstance(value, tuple):
+            kinds = kinds[:1] * len(value)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, value, kinds))
     if isinstance(value, bool):
-        return hint is bool
+        return hint in (bool, Any)
+    if hint is Any:
+        return True
     return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _as_field(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def option_value(option: str, args: Sequence[str]) -> str | None:

@@ -19,13 +19,13 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.mapping import Exported, as_name_map
 from jfsdp.checkpoint.foreign.pretrained import config_json
 from jfsdp.checkpoint.source import Index
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
 from jfsdp.train.fully_shard import fully_shard
-from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import make_optimizer, shard_job, train_arguments
 
 from .adamw import read_adamw
-from .options import JFSDP, BenchOptions, as_jfsdp, spoken
+from .options import JFSDP, BenchOptions, as_jfsdp
 
 LEARNING_RATE = 3e-4
 NUM_BATCHES = 4
@@ -33,7 +33,7 @@ NUM_BATCHES = 4
 
 def find_job(options: BenchOptions) -> Job:
     """Load the job that the options name."""
-    return load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
+    return load_job(options.model, options.factory).with_config(**dict(options.model_config))
 
 
 def mesh_sizes(options: BenchOptions, num_devices: int) -> dict[str, int]:
@@ -42,7 +42,7 @@ def mesh_sizes(options: BenchOptions, num_devices: int) -> dict[str, int]:
     Raises:
       ValueError: for a mesh that they do not fill.
     """
-    return resolve_sizes({"fsdp": 1, **parse_mesh(options.mesh)}, num_devices)
+    return resolve_sizes({"fsdp": 1, **dict(options.mesh)}, num_devices)
 
 
 def count_rows(options: BenchOptions, num_devices: int) -> int:
@@ -150,8 +150,8 @@ def write_for_torch(options: BenchOptions, job: Job, directory: Path) -> dict[st
         "checkpoint": str(directory),
         "decays": {theirs: adamw["decays"][piece.leaf] for theirs, piece in pieces.items()},
         "max_grad_norm": options.max_grad_norm,
-        "param_dtype": spoken(options.param_dtype),
-        "reduce_dtype": spoken(options.reduce_dtype) or spoken(options.param_dtype),
+        "param_dtype": options.param_dtype,
+        "reduce_dtype": options.reduce_dtype or options.param_dtype,
         "remat": options.remat,
         "reshard_after_forward": options.reshard_after_forward,
     }

@@ -20,7 +20,7 @@ from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import make_optimizer, shard_job, train_arguments
 
 from .case import LEARNING_RATE, count_rows, find_job, mesh_sizes, read_batches
-from .options import PLAIN, BenchOptions, as_jfsdp, spoken
+from .options import PLAIN, BenchOptions, as_jfsdp
 
 
 class JaxContender:
@@ -81,7 +81,7 @@ def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) ->
 
     One function under `jax.jit` with donation, as the pages of Flax and JAX show it; without remat.
     """
-    dtype = spoken(options.param_dtype)
+    dtype = options.param_dtype
     key = options.seed
     if isinstance(job.model, tuple):
         module, inputs = job.model[:2]

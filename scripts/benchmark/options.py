@@ -13,8 +13,6 @@ import tyro
 from jfsdp.extras import need
 from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Number, Real, StepOptions
-from jfsdp.trainer.parse import word_or_none
-from jfsdp.trainer.spelling import check_numbers
 
 PLAIN = "plain"
 JFSDP: dict[str, dict[str, Any]] = {
@@ -25,12 +23,12 @@ JFSDP: dict[str, dict[str, Any]] = {
 """Contenders of jfsdp, and the options that each changes."""
 TORCH = ("torch-fsdp2", "torch-fsdp2-compile")
 KNOWN = (PLAIN, *JFSDP, *TORCH)
-_DTYPES = (None, "none", "float32", "bfloat16")
+_DTYPES = (None, "float32", "bfloat16")
 TORCH_TAKES: dict[str, tuple[Any, ...]] = {
     "remat": ("none", "full"),
     "param_dtype": _DTYPES,
     "reduce_dtype": _DTYPES,
-    "reshard_after_forward": ("none", "true", "false"),
+    "reshard_after_forward": (None, True, False),
     **dict.fromkeys(("model", "factory", "model_config", "seq_len", "batch_per_device", "mesh", "max_grad_norm"), ()),
     **dict.fromkeys(("program", "prefetch", "storage", "min_size", "cross_documents", "xla"), ()),
 }
@@ -82,7 +80,6 @@ def check(options: BenchOptions) -> None:
             raise ValueError(f"--settings {name}: use {', '.join(KNOWN)}")
     if len(set(options.settings)) < len(options.settings) or not options.settings:
         raise ValueError("--settings: name each contender once, and at least one")
-    check_numbers(options)
     for name in options.torch_settings[:1]:
         need("bench")
         for field in dataclasses.fields(StepOptions):
@@ -123,8 +120,3 @@ def find_devices(options: BenchOptions, platform: str) -> int:
 def as_jfsdp(options: BenchOptions, name: str) -> BenchOptions:
     """Return the options of a contender of jfsdp."""
     return dataclasses.replace(options, **JFSDP[name])
-
-
-def spoken(dtype: str | None) -> str | None:
-    """Return a dtype, or None for the word none."""
-    return None if dtype is None else word_or_none(dtype)

@@ -174,7 +174,7 @@ def _shard(
     named = [decays[id(param)] for param in model.parameters()]
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     reshard = case["reshard_after_forward"]
-    more = {} if reshard == "none" else {"reshard_after_forward": reshard == "true"}
+    more = {} if reshard is None else {"reshard_after_forward": reshard}
     for layer in layers:
         fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, **more)
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)

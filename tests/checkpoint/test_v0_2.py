@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tyro
 
 import jfsdp
+from jfsdp.trainer.groups import read_command
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.directory import check_same, read_config
@@ -68,7 +68,7 @@ def test_a_run_resumes_with_its_state_and_the_next_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(HERE / "run", tmp_path / "run")
     stored = read_config(tmp_path / "run")
-    parts = build(tyro.cli(TrainConfig, args=[*RUN, "--steps", "3", "--resume", "auto"]), stored, jax.devices()[:4])
+    parts = build(read_command(TrainConfig, [*RUN, "--steps", "3", "--resume", "auto"]), stored, jax.devices()[:4])
     source = open_source(parts.config, parts.job, parts.row_items)
     check_same(tmp_path / "run", parts.decides | source.decides())
 

@@ -17,9 +17,10 @@ from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.cli import main
-from jfsdp.trainer.job import load_job, parse_config
+from jfsdp.trainer.job import load_job
 from jfsdp.trainer.options import StepOptions, shard_job
 from tests.checkpoint.arrays import Arrays
+from tests.options import config_of
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32", "vocab_size=40")
 MODEL = ("--model", "llama-tiny")
@@ -29,7 +30,7 @@ KERNEL = "params.layers.attn.q_proj.kernel"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The directory of a run with steps 1, 2 and 3; the second is the best."""
-    job = load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+    job = load_job("llama-tiny", None).with_config(**config_of(FIELDS))
     state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3))
     path = tmp_path_factory.mktemp("run")
     config = {"config": {"model": "llama-tiny", "factory": None, "model_config": FIELDS}}
@@ -108,7 +109,7 @@ def test_inspect_prints_json_that_says_all(call, step):
 
 
 def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, tmp_path):
-    job = load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+    job = load_job("llama-tiny", None).with_config(**config_of(FIELDS))
     state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.sgd(1e-3))
     with jfsdp.checkpoint.Checkpointer(tmp_path / "run") as steps:
         steps.save(1, state, metrics={"loss": float("nan")})

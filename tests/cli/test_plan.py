@@ -13,6 +13,7 @@ from jfsdp.plan.plan import EagerComputation
 from jfsdp.plan.search.candidates import Candidate, Outcome, Search
 from jfsdp.plan.search.jobs import plan_job
 from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import read_fields
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
@@ -180,6 +181,7 @@ def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
 
 def candidate(outcome, reason="", **changes):
     numbers = {"fits": True, "items_per_s": 1e5, "step_s": 1.0, "mesh": {"replica": 2, "fsdp": 16, "tensor": 2}}
+    changes = read_fields(StepOptions, changes)
     return Candidate(StepOptions(**changes), changes, Outcome(outcome), reason, **numbers)
 
 

@@ -19,7 +19,6 @@ from jfsdp.layout.mesh import (
     make_abstract_mesh,
     make_mesh,
     num_data_shards,
-    parse_mesh,
     resolve_sizes,
 )
 from tests.models_small import Block, Tower
@@ -50,38 +49,18 @@ def hosts_along(mesh: Mesh, axis: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "sizes"),
+    ("sizes", "message"),
     [
-        ("fsdp=8", {"fsdp": 8}),
-        ("replica=2,fsdp=4", {"replica": 2, "fsdp": 4}),
-        (" replica=2 , fsdp=-1 ", {"replica": 2, "fsdp": -1}),
-        ("pipe=2,replica=3,fsdp=5,tensor=7", {"pipe": 2, "replica": 3, "fsdp": 5, "tensor": 7}),
+        ({"data": 8}, r"axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"),
+        ({"fsdp": 0}, r"must be positive, or -1 for the rest; got \{'fsdp': 0\}"),
+        ({"fsdp": -2}, r"must be positive, or -1 for the rest; got \{'fsdp': -2\}"),
+        ({"replica": -1, "fsdp": -1}, r"only one mesh axis may be -1"),
+        ({"replica": 2, "fsdp": 99999999999}, r"199,999,999,998 devices, .* at most 262,144"),
     ],
 )
-def test_parse_mesh_reads_axis_sizes(text, sizes):
-    assert parse_mesh(text) == sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"'' is not AXIS=SIZE"),
-        ("8", r"'8' is not AXIS=SIZE"),
-        ("fsdp", r"'fsdp' is not AXIS=SIZE"),
-        ("fsdp=", r"'fsdp=' is not AXIS=SIZE"),
-        ("fsdp=8,", r"'' is not AXIS=SIZE"),
-        ("fsdp=2.5", r"'fsdp=2.5' is not AXIS=SIZE"),
-        ("fsdp=2,fsdp=4", r"axis 'fsdp' is given twice"),
-        ("data=8", r"axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"),
-        ("fsdp=0", r"must be positive, or -1 for the rest; got \{'fsdp': 0\}"),
-        ("fsdp=-2", r"must be positive, or -1 for the rest; got \{'fsdp': -2\}"),
-        ("replica=-1,fsdp=-1", r"only one mesh axis may be -1"),
-        ("replica=2,fsdp=99999999999", r"199,999,999,998 devices, .* at most 262,144"),
-    ],
-)
-def test_parse_mesh_refuses_and_says_why(text, message):
+def test_sizes_that_no_mesh_has_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        parse_mesh(text)
+        resolve_sizes(sizes, 8)
 
 
 @pytest.mark.parametrize(

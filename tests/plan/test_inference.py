@@ -5,6 +5,7 @@ import pytest
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.inference import plan_inference
 from jfsdp.trainer.options import ShardingOptions
+from tests.options import made
 
 GIB = 1 << 30
 
@@ -13,7 +14,7 @@ GIB = 1 << 30
 def test_weights_and_cache_are_what_the_compiler_takes_in(mesh):
     cluster = Cluster(find_gpu("h100"), 1, 8)
     rows, length, shards = 4, 4096, 8 if mesh == "fsdp=8" else 2
-    plan = plan_inference(ShardingOptions(model="llama-8b", mesh=mesh), cluster, rows, length)
+    plan = plan_inference(made(ShardingOptions, model="llama-8b", mesh=mesh), cluster, rows, length)
     heads = 8 if mesh == "fsdp=8" else 2
     assert plan.cache_bytes == 2 * 32 * rows * length * heads * 128 * 2
     assert plan.weight_bytes == pytest.approx(8_030_261_248 * 2 / 8, rel=1e-3)
@@ -21,7 +22,7 @@ def test_weights_and_cache_are_what_the_compiler_takes_in(mesh):
         assert program.argument_bytes == pytest.approx(plan.cache_bytes + plan.weight_bytes, rel=1e-3)
         assert program.needed_bytes >= program.argument_bytes
     if mesh != "fsdp=8":  # A second cache would show: twice the length takes a second layer's part at most.
-        longer = plan_inference(ShardingOptions(model="llama-8b", mesh=mesh), cluster, rows, 2 * length)
+        longer = plan_inference(made(ShardingOptions, model="llama-8b", mesh=mesh), cluster, rows, 2 * length)
         grown = longer.token.needed_bytes - plan.token.needed_bytes
         assert grown < 1.15 * (longer.cache_bytes - plan.cache_bytes)
     gathered = (8_030_261_248 * 2) * (shards - 1) / shards / (1 if mesh == "fsdp=8" else 4)

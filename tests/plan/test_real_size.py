@@ -9,6 +9,7 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.search.jobs import plan_job, shard_planned
 from jfsdp.trainer.options import StepOptions
+from tests.options import made
 
 pytestmark = pytest.mark.proof
 
@@ -26,7 +27,7 @@ def plan(num_devices, **options):
     mesh = options.get("mesh") or (
         "replica=-1,fsdp=8" if options.get("strategy", "").lower().startswith("h") else "fsdp=-1"
     )
-    return plan_job(StepOptions(**{"seq_len": 8192, **options, "mesh": mesh}), cluster)
+    return plan_job(made(StepOptions, **{"seq_len": 8192, **options, "mesh": mesh}), cluster)
 
 
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
@@ -67,7 +68,7 @@ def test_other_models_send_what_theory_says(options, num_devices):
 def program_size(num_devices, num_layers, storage):
     """Return the lines of a step's StableHLO, and the instructions of its compiled HLO."""
     config = (f"num_layers={num_layers}",)
-    options = StepOptions(model="llama-8b", program="manual", seq_len=8192, storage=storage, model_config=config)
+    options = made(StepOptions, model="llama-8b", program="manual", seq_len=8192, storage=storage, model_config=config)
     planned = shard_planned(options, topology_devices(cluster_of(num_devices)))
     with without_cache():
         lowered = planned.step.lower(planned.step.abstract_state(), planned.batch)

@@ -17,6 +17,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import open_source
 from tests import hlo
+from tests.options import made
 from tests.thin import thin
 
 CASES = {
@@ -48,10 +49,10 @@ def lowered(step, batch):
 )
 def test_a_plan_lowers_what_the_script_runs(case, target, data):
     devices = jax.devices() if target == "cpu" else hlo.h100s(1)
-    options = StepOptions(**CASES[case])
+    options = made(StepOptions, **CASES[case])
     path, weights = data.with_name("pairs.jsonl") if options.preference else data, data.with_name("w.safetensors")
     begin: dict[str, Any] = {"init_from": str(weights), "tokenizer": "byte"} if options.preference else {}
-    config = TrainConfig(**dataclasses.asdict(options), data=str(path), **begin)
+    config = made(TrainConfig, **dataclasses.asdict(options), data=str(path), **begin)
     parts = build(config, {}, devices)
     source = open_source(parts.config, parts.job, parts.row_items)
     if isinstance(source, PairSource):

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from jfsdp.cli.commands import parse
-from jfsdp.layout.mesh import num_data_shards, parse_mesh
+from jfsdp.layout.mesh import num_data_shards
 from jfsdp.layout.table import num_parameters
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.hardware import Cluster, matmul_rate
@@ -23,7 +23,7 @@ def test_runs_say_who_measured_what():
     for run in RUNS:
         assert run.source["repository"] and run.source["path"] and run.source["date"], run.id
         assert run.step_s or run.memory, run.id
-        assert num_data_shards(parse_mesh(run.options["mesh"])) == run.cluster.num_devices, run.id
+        assert num_data_shards(dict(run.step_options.mesh)) == run.cluster.num_devices, run.id
 
 
 @pytest.mark.parametrize("run", RUNS[::10], ids=lambda run: run.id)

@@ -408,8 +408,13 @@ def test_a_full_disk_is_told_with_the_run_directory(tmp_path, monkeypatch, capsy
 
 def test_options_override_their_recipe_and_leave_the_rest():
     config = parse("--recipe", "stdlib", "--steps", "20", "--mesh", "fsdp=8", "--model-config", "dim=64", "tied=True")
-    assert (config.model, config.steps, config.mesh, config.simulate_devices) == ("llama-tiny", 20, "fsdp=8", 8)
-    assert config.model_config == ("dim=64", "tied=True")
+    assert (config.model, config.steps, dict(config.mesh), config.simulate_devices) == (
+        "llama-tiny",
+        20,
+        {"fsdp": 8},
+        8,
+    )
+    assert dict(config.model_config) == {"dim": 64, "tied": True}
 
 
 def test_the_launchers_devices_override_a_recipes(monkeypatch):

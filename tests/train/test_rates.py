@@ -7,9 +7,10 @@ import pytest
 
 import jfsdp
 from jfsdp.train.update.rates import scale_rates
-from jfsdp.trainer.parse import parse_factors
+from jfsdp.trainer.options import ShardingOptions
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.options import made
 from tests.sharding import fully_shard
 
 FACTORS = {"embed": 0.1, "blocks.**": 2.0, "**.down.kernel": 0.0}
@@ -55,5 +56,5 @@ def test_a_glob_that_matches_nothing_is_refused():
 @pytest.mark.parametrize("text", ["embed", "=1", "embed=x", "embed=-1", "embed=nan"])
 def test_what_is_no_factor_is_refused(text):
     with pytest.raises(ValueError, match="is not GLOB=X"):
-        parse_factors([text])
-    assert parse_factors(["a=1", "b=0.5"]) == {"a": 1.0, "b": 0.5}
+        made(ShardingOptions, rate_scale=(text,))
+    assert dict(made(ShardingOptions, rate_scale=("a=1", "b=0.5")).rate_scale) == {"a": 1.0, "b": 0.5}

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jfsdp.trainer.job import Job, as_job, find_job, job_from_factory, job_names, load_job, parse_config
+from jfsdp.trainer.job import Job, as_job, find_job, job_from_factory, job_names, load_job
+from tests.options import config_of
 from tests.refusals import refuses
 
 FIELDS: dict[str, Any] = {"model": print, "loss": print, "batch": print, "units": [], "optimizer": print}
@@ -186,7 +187,7 @@ def test_config_pairs_are_literals_words_or_text():
         "dims=(1, 2)",
         "text='8'",
     ]
-    assert parse_config(pairs) == {
+    assert config_of(pairs) == {
         "layers": 2,
         "rate": 1e-3,
         "stacked": False,
@@ -196,14 +197,14 @@ def test_config_pairs_are_literals_words_or_text():
         "dims": (1, 2),
         "text": "8",
     }
-    assert parse_config(["path=a=b", "empty="]) == {"path": "a=b", "empty": ""}
-    assert parse_config([]) == {}
+    assert config_of(["path=a=b", "empty="]) == {"path": "a=b", "empty": ""}
+    assert config_of([]) == {}
 
 
 @pytest.mark.parametrize("pair", ["layers", "=2", ""])
 def test_a_config_pair_without_name_or_equals_is_refused(pair):
     with pytest.raises(ValueError, match=f"model-config {pair!r} is not KEY=VALUE"):
-        parse_config([pair])
+        config_of([pair])
 
 
 def test_with_config_gives_the_job_that_configure_makes():

@@ -20,10 +20,15 @@ from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import check_known, check_numbers, spell
+from tests.options import made
 
 
-def arguments(**changes):
-    return options.sharding_arguments(ShardingOptions(**changes))
+def read(**texts):
+    return made(ShardingOptions, **texts)
+
+
+def arguments(**texts):
+    return options.sharding_arguments(read(**texts))
 
 
 def test_every_argument_is_one_of_fully_shard_and_of_train_step():
@@ -52,7 +57,7 @@ def test_both_commands_take_all_options():
     [
         ({"strategy": "3"}, "strategy", 3),
         ({"strategy": "hsdp"}, "strategy", "hsdp"),
-        ({"opt_over": "replica,fsdp"}, "opt_over", ["replica", "fsdp"]),
+        ({"opt_over": "replica,fsdp"}, "opt_over", ("replica", "fsdp")),
         ({"reshard_after_forward": "none"}, "reshard_after_forward", None),
         ({"reshard_after_forward": "True"}, "reshard_after_forward", True),
         ({"reshard_after_forward": "false"}, "reshard_after_forward", False),
@@ -64,9 +69,9 @@ def test_both_commands_take_all_options():
         ({"remat": "offload:c+names:a"}, "remat", jfsdp.SaveNames(("a",), ("c",))),
         ({"offload": ("params,opt_state",)}, "offload_policy", jfsdp.OffloadPolicy(params=True, opt_state=True)),
         ({"offload": ("grads", "params")}, "offload_policy", jfsdp.OffloadPolicy(params=True, grads=True)),
-        ({"frozen": ("embed,norm", "layers.*")}, "frozen", ["embed", "norm", "layers.*"]),
+        ({"frozen": ("embed,norm", "layers.*")}, "frozen", ("embed", "norm", "layers.*")),
         ({"frozen_dtype": "bfloat16"}, "mp_policy", jfsdp.MixedPrecisionPolicy("bfloat16", frozen_dtype="bfloat16")),
-        ({"param_dtype": "none"}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
+        ({"param_dtype": None}, "mp_policy", jfsdp.MixedPrecisionPolicy()),
         (
             {"param_dtype": "float16", "reduce_dtype": "float32"},
             "mp_policy",
@@ -83,12 +88,16 @@ def test_an_option_becomes_its_argument(changes, name, value):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"mesh": "8"}, "--mesh '8': '8' is not AXIS=SIZE"),
+        ({"mesh": "fsdp=2,fsdp=4"}, "axis 'fsdp' is given twice"),
+        ({"mesh": "fsdp=8,"}, "'' is not AXIS=SIZE"),
+        ({"mesh": "fsdp=2.5"}, "'fsdp=2.5' is not AXIS=SIZE"),
         ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false, node or a"),
         ({"reshard_after_forward": "0"}, "--reshard-after-forward '0' is not"),
         ({"remat": "some"}, "--remat 'some' is unknown; use none, full, dots, names:a,b"),
         ({"remat": "names:"}, "--remat 'names:' is unknown"),
         ({"remat": "names:a+names:b"}, r"--remat 'names:a\+names:b' is unknown"),
-        ({"remat": "names:a+offload:a"}, r"--remat 'names:a\+offload:a': SaveNames: a cannot be both"),
+        ({"remat": "names:a+offload:a"}, r"--remat 'names:a\+offload:a': a cannot be both"),
         ({"offload": ("",)}, "--offload '' names nothing"),
         ({"frozen": (",",)}, "--frozen ',' names nothing"),
         ({"offload": ("params,state",)}, "--offload 'state' is unknown; use any of params, grads, opt_state"),
@@ -100,16 +109,16 @@ def test_what_cannot_be_read_names_the_option_and_what_it_takes(changes, words):
 
 
 def wrap(**changes):
-    return options.wrap_model(ShardingOptions(**changes), job())
+    return options.wrap_model(read(**changes), job())
 
 
 LORAS = {
-    "targets=**.up.kernel": jfsdp.LoRA(targets=["**.up.kernel"]),
-    "rank=8,alpha=16,targets=**.q,**.v": jfsdp.LoRA(targets=["**.q", "**.v"], rank=8, alpha=16.0),
-    "dropout=0.05,targets=a": jfsdp.LoRA(targets=["a"], dropout=0.05),
-    "targets=a,rslora=True,dora=false,also=norm,head": jfsdp.LoRA(targets=["a"], rslora=True, also=["norm", "head"]),
-    "alpha=1e-1,targets=a,rank=3,targets=b,c": jfsdp.LoRA(targets=["a", "b", "c"], rank=3, alpha=0.1),
-    "alpha=1e-1,targets=a,,b": jfsdp.LoRA(targets=["a", "b"], alpha=0.1),
+    "targets=**.up.kernel": jfsdp.LoRA(targets=("**.up.kernel",)),
+    "rank=8,alpha=16,targets=**.q,**.v": jfsdp.LoRA(targets=("**.q", "**.v"), rank=8, alpha=16.0),
+    "dropout=0.05,targets=a": jfsdp.LoRA(targets=("a",), dropout=0.05),
+    "targets=a,rslora=True,dora=false,also=norm,head": jfsdp.LoRA(targets=("a",), rslora=True, also=("norm", "head")),
+    "alpha=1e-1,targets=a,rank=3,targets=b,c": jfsdp.LoRA(targets=("a", "b", "c"), rank=3, alpha=0.1),
+    "alpha=1e-1,targets=a,,b": jfsdp.LoRA(targets=("a", "b"), alpha=0.1),
 }
 
 
@@ -154,7 +163,7 @@ def job(learning_rate=optax.adam):
 
 
 def test_moments_are_rounded_and_averages_are_not():
-    tx = options.make_optimizer(ShardingOptions(opt_state_dtype="bfloat16", ema=0.9), job(), 1e-3)
+    tx = options.make_optimizer(read(opt_state_dtype="bfloat16", ema=0.9), job(), 1e-3)
     state = jax.eval_shape(tx.init, {"w": jnp.ones((4, 4))})
     low, ema = state
     assert isinstance(low, LowPrecisionState) and low.inner[0].mu["w"].dtype == jnp.bfloat16

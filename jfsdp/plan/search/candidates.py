@@ -12,6 +12,7 @@ from typing import Any
 
 from jfsdp.plan.search.space import changes
 from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import write
 
 
 class Outcome(enum.Enum):
@@ -59,23 +60,15 @@ class Candidate:
     @property
     def label(self) -> str:
         """What is changed, as NAME=VALUE by the names of the fields."""
-        return " ".join(f"{name}={_word(value)}" for name, value in self.changes.items()) or "as given"
+        return " ".join(f"{name}={write(value)}" for name, value in self.changes.items()) or "as given"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        plain = {"changes": _plain(self.changes), "outcome": self.outcome.value, "reason": self.reason}
+        plain = {"changes": self.changes, "outcome": self.outcome.value, "reason": self.reason}
         if not self.is_planned:
             return plain
         names = ("mesh", "fits", "needed_bytes", "step_s", "items_per_s", "mfu", "compile_s")
         return plain | {name: getattr(self, name) for name in names}
-
-
-def _word(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def pareto_front(points: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -165,7 +158,7 @@ class Search:
         if self.best is None:
             raise ValueError(self.advice)
         found = changes(self.best.options, StepOptions()) | changes(self.best.options, self.default.options)
-        return {**self.base, **_plain({"model": self.best.options.model} | found)}
+        return {**self.base, "model": self.best.options.model, **found}
 
     def write_recipe(self, path: str | Path) -> None:
         """Write the best as a file that `--recipe FILE.json` takes.

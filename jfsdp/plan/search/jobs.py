@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, parse_mesh, resolve_sizes
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
 from jfsdp.layout.table import Layout
 from jfsdp.plan.bound import Bound, make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster
@@ -18,8 +18,9 @@ from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.plan import Plan, Work, make_plan, matmul_dtype
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
-from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import ShardingOptions, StepOptions
+from jfsdp.trainer.parse import write
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import MOST
@@ -43,7 +44,7 @@ class Planned(NamedTuple):
 
 def find_planned_job(options: ShardingOptions) -> Job:
     """Load the job that options name, with the fields of its configuration changed as they say."""
-    job = load_job(options.model, options.factory).with_config(**parse_config(options.model_config))
+    job = load_job(options.model, options.factory).with_config(**dict(options.model_config))
     return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
 
 
@@ -67,20 +68,20 @@ def shard_planned(options: StepOptions, devices: Any = None, *, num_devices: int
     return Planned(job, model, step, batch, _make_work(options, job, model.layout, seq_len), seq_len)
 
 
-def mesh_sizes(text: str, num_devices: int) -> dict[str, int]:
+def mesh_sizes(mesh: tuple[tuple[str, int], ...], num_devices: int) -> dict[str, int]:
     """Return the sizes of the axes that `--mesh` gives to so many devices.
 
     Raises:
       ValueError: for a mesh of another size than the cluster's, naming both.
     """
-    sizes = {"fsdp": 1, **parse_mesh(text)}
+    sizes, how = {"fsdp": 1, **dict(mesh)}, "divide" if -1 in dict(mesh).values() else "make"
     try:
         return resolve_sizes(sizes, num_devices)
     except ValueError as error:
         known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
-            f"--mesh {text}: {known} devices do not {'divide' if -1 in sizes.values() else 'make'} the {num_devices} "
-            "of the cluster (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
+            f"--mesh {write(mesh)}: {known} devices do not {how} the {num_devices} of the cluster "
+            "(--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
         ) from error
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jfsdp.plan.bound import Bound
@@ -114,18 +114,15 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         tries.try_all(programs(one, space))
     for choices in xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
-            tries.try_all(dataclasses.replace(one, xla=_joined(one.xla, pairs)) for pairs in choices)
+            tries.try_all(
+                dataclasses.replace(one, xla=tuple((dict(one.xla) | dict(pairs)).items())) for pairs in choices
+            )
 
 
 def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
     tries.try_all(placements(one, tries.cluster, space))
     for best in tries.best(1):
         tries.try_all(tensors(best, tries.default, tries.cluster, space))
-
-
-def _joined(pairs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-    names = {pair.partition("=")[0] for pair in others}
-    return (*(pair for pair in pairs if pair.partition("=")[0] not in names), *others)
 
 
 class _Tries:

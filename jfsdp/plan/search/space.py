@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,23 +13,24 @@ import jax
 from jfsdp.compat import pipelining
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
-from jfsdp.layout.mesh import PIPE, parse_mesh
+from jfsdp.layout.mesh import PIPE
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import Pairs
 
 # By name: the strategy, --reshard-after-forward, --opt-over, and whether the mesh has replicas.
-_KEPT_IN_DOMAIN, _ZERO1 = "full_shard kept in a host", "zero1"
+_KEPT_IN_DOMAIN, _ZERO1, _DOMAIN = "full_shard kept in a host", "zero1", "domain"
 WAYS = {
-    "full_shard": ("full_shard", "none", None, False),
-    "full_shard kept": ("full_shard", "false", None, False),
-    "zero2": ("zero2", "none", None, False),
-    _ZERO1: ("zero1", "none", None, False),
-    "ddp": ("ddp", "none", None, False),
-    _KEPT_IN_DOMAIN: ("full_shard", "", None, False),
-    "replicas": ("full_shard", "none", None, True),
-    "replicas kept": ("full_shard", "false", None, True),
-    "replicas opt_over": ("full_shard", "none", "replica,fsdp", True),
+    "full_shard": ("full_shard", None, None, False),
+    "full_shard kept": ("full_shard", False, None, False),
+    "zero2": ("zero2", None, None, False),
+    _ZERO1: ("zero1", None, None, False),
+    "ddp": ("ddp", None, None, False),
+    _KEPT_IN_DOMAIN: ("full_shard", _DOMAIN, None, False),
+    "replicas": ("full_shard", None, None, True),
+    "replicas kept": ("full_shard", False, None, True),
+    "replicas opt_over": ("full_shard", None, ("replica", "fsdp"), True),
 }
 PROGRAMS = (
     ("xla", None, "per_parameter"),
@@ -47,10 +48,10 @@ class SearchSpace:
 
     Attributes:
       strategies: names of `WAYS`; by default all.
-      remats: as `--remat` takes them; by default full, dots, none, and the names that the model gave to values.
+      remats: as `StepOptions.remat`; by default full, dots, none, and the names that the model gave to values.
       batches: rows per device and step; by default powers of two times the given, up while they fit and gain. With
         accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
-      xla: groups of choices for XLA, one group after the other, each choice a tuple of NAME=VALUE; by default
+      xla: groups of choices for XLA, one group after the other, each choice a tuple of names and values; by default
         `xla_choices`.
       beam: how many of the best get more rows per device.
       programs: each as (program, prefetch, storage); by default `PROGRAMS`.
@@ -59,9 +60,9 @@ class SearchSpace:
     """
 
     strategies: tuple[str, ...] | None = None
-    remats: tuple[str, ...] | None = None
+    remats: tuple[str | Pairs, ...] | None = None
     batches: tuple[int, ...] | None = None
-    xla: tuple[tuple[tuple[str, ...], ...], ...] | None = None
+    xla: tuple[tuple[Pairs, ...], ...] | None = None
     beam: int = 3
     programs: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
@@ -90,17 +91,18 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
         for mesh in meshes:
             yield dataclasses.replace(
                 options,
-                mesh=_mesh(mesh | others),
+                mesh=tuple((mesh | others).items()),
                 strategy=strategy,
                 opt_over=opt_over,
-                reshard_after_forward=kept or str(domain),
+                reshard_after_forward=domain if kept == _DOMAIN else kept,
             )
 
 
 def _way_of(options: StepOptions) -> str:
     """Return the name in `WAYS` of what options say, or the nearest."""
-    has_replicas = parse_mesh(options.mesh).get("replica", 1) != 1
-    kept = "" if options.reshard_after_forward.isdecimal() else options.reshard_after_forward
+    has_replicas = dict(options.mesh).get("replica", 1) != 1
+    kept = options.reshard_after_forward
+    kept = _DOMAIN if isinstance(kept, int) and not isinstance(kept, bool) else kept
     way = (options.strategy, kept, options.opt_over, has_replicas)
     return next((name for name, other in WAYS.items() if other == way), "replicas" if has_replicas else "full_shard")
 
@@ -127,19 +129,15 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
         rows, rest = divmod(options.batch_per_device * size, sizes.get("tensor", 1))
         if not rest:
             stages = {PIPE: sizes[PIPE]} if sizes.get(PIPE, 1) > 1 else {}
-            mesh = _mesh({"fsdp": -1} | stages | {"tensor": size})
+            mesh = tuple(({"fsdp": -1} | stages | {"tensor": size}).items())
             yield from placements(dataclasses.replace(options, mesh=mesh, batch_per_device=rows), cluster, both)
 
 
 def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
-    job, sizes = find_planned_job(given), parse_mesh(given.mesh)
+    job, sizes = find_planned_job(given), dict(given.mesh)
     has_cuts = bool(job.placements) or job.axis_rules is not None
     is_open = "tensor" not in sizes and -1 in sizes.values()
     return _divisors(cluster.gpus_per_node) if has_cuts and is_open else []
-
-
-def _mesh(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def programs(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
@@ -152,7 +150,7 @@ def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> It
     """Yield the options with every remat; `names` are those that the model gave to values."""
     sizes = range(1, len(names) + 1) if len(names) <= _MAX_SUBSETS else {1, len(names)}
     subsets = [part for size in sizes for part in itertools.combinations(names, size)]
-    usual = ("full", "none", "dots", *("names:" + ",".join(part) for part in subsets))
+    usual = ("full", "none", "dots", *((("save", part),) for part in subsets))
     for policy in usual if space.remats is None else space.remats:
         yield dataclasses.replace(options, remat=policy)
 
@@ -199,7 +197,7 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
     yield dataclasses.replace(most, offload=("params", "opt_state"))
 
 
-def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[Pairs, ...], ...]:
     """Return groups of choices for XLA, by the names that they have in this JAX; see `engine/options.py` for the
     defaults that they replace.
 
@@ -210,17 +208,11 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[tuple[str
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     twice = {"all_gather": 2 * unit, "reduce_scatter": 2 * shard, "all_reduce": 2 * unit}
     thresholds = [
-        tuple(f"xla_gpu_{kind}_combine_threshold_bytes={size}" for kind, size in sizes.items())
-        for sizes in (dict.fromkeys(twice, "none"), twice)
+        tuple((f"xla_gpu_{kind}_combine_threshold_bytes", size) for kind, size in sizes.items())
+        for sizes in (dict.fromkeys(twice), twice)
     ]
-    off, scatter = _pairs(pipelining("all_gather", is_on=False)), _pairs(pipelining("reduce_scatter"))
-    return ((f"{limit}=1",), (f"{limit}=4",)), (scatter, off), tuple(thresholds)
-
-
-def _pairs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Write options as `--xla` takes them."""
-    words = {"None": "none", "True": "true"}
-    return tuple(f"{name}={words.get(str(value), value)}" for name, value in options.items())
+    off, scatter = (tuple(x.items()) for x in (pipelining("all_gather", is_on=False), pipelining("reduce_scatter")))
+    return (((limit, 1),), ((limit, 4),)), (scatter, off), tuple(thresholds)
 
 
 def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:

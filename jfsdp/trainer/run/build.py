@@ -11,18 +11,17 @@ import optax
 from jfsdp.arguments import check_call
 from jfsdp.engine.options import check_options
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import make_mesh, num_data_shards, parse_mesh
+from jfsdp.layout.mesh import make_mesh, num_data_shards
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_named
-from jfsdp.trainer.parse import parse_xla
-from jfsdp.trainer.run.config import TrainConfig, parse_profile
+from jfsdp.trainer.parse import write
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import check_paths, check_policies, find_job, with_tokenizer
 from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.run.rules import what_decides
 from jfsdp.trainer.sources.source import check_source
-from jfsdp.trainer.spelling import check_numbers
 from jfsdp.trainer.step import make_batch, make_schedule, make_step
 
 
@@ -75,7 +74,6 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     Raises:
       ValueError: for names, values and combinations that cannot be.
     """
-    check_numbers(config)
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
@@ -94,7 +92,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     config = with_tokenizer(config, job, stored)
     check_paths(config, stored)
     if config.xla:
-        check_options({name: value for name, value in parse_xla(config.xla).items() if value is not None})
+        check_options({name: value for name, value in config.xla if value is not None})
     tracker = None if config.tracker is None else find_tracker(config.tracker)
     mesh = make_run_mesh(config, devices)
     config = with_global_batch(config, mesh)
@@ -121,7 +119,7 @@ _ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alon
 def _fields(job: Job, config: TrainConfig) -> dict[str, Any]:
     """Return the fields of the model that losses depend on; of one without a dataclass those that were given."""
     if not dataclasses.is_dataclass(job.config) or isinstance(job.config, type):
-        return {"fields": config.model_config}
+        return {"fields": [write((field,)) for field in config.model_config]}
     return {name: value for name, value in dataclasses.asdict(job.config).items() if name not in _ROUNDS}
 
 
@@ -158,7 +156,7 @@ def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
         log_every=config.log_every,
         eval_every=config.eval_every,
         snapshot_every=config.snapshot_every,
-        profile=parse_profile(config.profile),
+        profile=config.profile,
         skips_nonfinite=config.skip_nonfinite or is_scaled,
     )
 
@@ -174,7 +172,6 @@ def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
     """
     if config.global_batch is None:
         return config
-    check_numbers(config)
     shards, rows = num_data_shards(dict(mesh.shape)), config.global_batch
     at_once = config.batch_per_device // config.accumulate
     if not at_once or rows % (shards * at_once) or config.batch_per_device % config.accumulate:
@@ -193,8 +190,7 @@ def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
 def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
     """Arrange all devices of all processes, or those given, into the mesh."""
     try:
-        sizes = {"fsdp": 1, **parse_mesh(config.mesh)}
-        return make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
+        return make_mesh(devices=devices, **{"fsdp": 1, **dict(config.mesh)})  # type: ignore[arg-type]
     except ValueError as error:
         simulated = f" (--simulate-devices {config.simulate_devices})" if config.simulate_devices else ""
-        raise ValueError(f"--mesh {config.mesh}: {error}{simulated}") from error
+        raise ValueError(f"--mesh {write(config.mesh)}: {error}{simulated}") from error

@@ -9,6 +9,7 @@ import tyro
 
 from jfsdp.trainer.groups import option
 from jfsdp.trainer.options import Count, Location, Name, Number, Real, StepOptions, optional
+from jfsdp.trainer.parse import read_profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,8 @@ class TrainConfig(StepOptions):
         None, "evaluation and logging", "free", python="your loop"
     )
     """A tracker of your own: called in process 0 with the run's configuration; returns what has write and close."""
-    profile: Annotated[str | None, optional(str, "START:STOP")] = option(
-        None, "evaluation and logging", "free", python="`jax.profiler`"
+    profile: Annotated[tuple[int, int] | None, optional(str, "START:STOP")] = option(
+        None, "evaluation and logging", "free", read=read_profile, python="`jax.profiler`"
     )
     """The first and the last step of a trace, written to profile/ of the run."""
 
@@ -128,13 +129,3 @@ class TrainConfig(StepOptions):
     reason, and so do the others. 0: any number."""
     debug: bool = option(False, "XLA and debugging", "free")
     """Show the traceback of an error."""
-
-
-def parse_profile(text: str | None) -> tuple[int, int] | None:
-    """Read START:STOP."""
-    if text is None:
-        return None
-    start, _, stop = text.partition(":")
-    if not (start.isdigit() and stop.isdigit()):
-        raise ValueError(f"--profile {text!r} is not START:STOP, such as 10:12")
-    return int(start), int(stop)

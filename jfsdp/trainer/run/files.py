@@ -25,7 +25,7 @@ from jfsdp.train.state import TrainState
 from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
 from jfsdp.trainer.data.tokens import split_sources
-from jfsdp.trainer.job import Job, load_job, parse_config
+from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import spell
@@ -59,8 +59,8 @@ def leaves_out_base(config: TrainConfig) -> bool:
 
 def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
-    job, path, changed = load_job(config.model, config.factory), weights_path(config), parse_config(config.model_config)
-    return with_preference(fit_job(job, path, changed), config.preference, config.beta)
+    job, path = load_job(config.model, config.factory), weights_path(config)
+    return with_preference(fit_job(job, path, dict(config.model_config)), config.preference, config.beta)
 
 
 def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:

@@ -21,7 +21,7 @@ from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.job import Job, find_job, job_names
 from jfsdp.trainer.options import make_optimizer, shard_job
-from jfsdp.trainer.recipes import check_types
+from jfsdp.trainer.recipes import read_plain
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
@@ -125,9 +125,8 @@ def open_model(
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     """Return the configuration of a run, with what generation decides itself."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    kept: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in stored.items() if name in known}
-    check_types(TrainConfig, kept, "config.json of the run")
-    config = TrainConfig(**kept)
+    kept = {name: value for name, value in stored.items() if name in known}
+    config = TrainConfig(**read_plain(TrainConfig, kept, "config.json of the run"))
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
@@ -163,7 +162,7 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
     """
     plain = ("offload", "storage", "ema", "prefetch", "program")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
-    dtype = config.param_dtype if config.param_dtype not in (None, "none") else "float32"
+    dtype = config.param_dtype or "float32"
     config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)
     model = shard_job(config, job, make_run_mesh(config))
     state = load_weights(config, job, model, optax.identity())

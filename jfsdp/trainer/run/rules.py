@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jfsdp.trainer.parse import parse_lora, split_commas, word_or_none
+from jfsdp.trainer.parse import Pairs, read_fields, write
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.spelling import REMOVED
 
@@ -34,23 +34,29 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
     What is computed of several (rows per step, the schedule, the fields of the model) `build` adds, and a source what
     its data are.
     """
-    dtypes = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype")
-    plain = ("accumulate", "ema", "seed", "learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
+    plain = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype", "accumulate", "ema", "seed")
+    plain += ("learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
     return {
         "model": config.model or config.factory,
-        **{name: word_or_none(getattr(config, name)) for name in dtypes},
         **{name: getattr(config, name) for name in plain},
-        "frozen": sorted(set(split_commas(config.frozen))) or None,
-        "lora": sorted(str(sorted(dataclasses.asdict(parse_lora(text)).items())) for text in config.lora) or None,
-        "quantized": sorted(config.quantized) or None,
-        "rate_scale": list(config.rate_scale) or None,
+        "frozen": sorted(set(config.frozen)) or None,
+        "lora": sorted(map(_lora, config.lora)) or None,
+        "quantized": sorted(write((pair,)) for pair in config.quantized) or None,
+        "rate_scale": [f"{glob}={factor:g}" for glob, factor in config.rate_scale] or None,
         "preference": config.preference and [config.preference, config.beta, config.reference],
     }
 
 
+def _lora(fields: Pairs) -> str:
+    from jfsdp.layout.lora import LoRA  # imports JAX, before which a script sets XLA's flags
+
+    whole = dataclasses.asdict(LoRA(**dict(fields)))
+    return str(sorted((name, list(x) if isinstance(x, tuple) else x) for name, x in whole.items()))
+
+
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
-    ours = json.loads(json.dumps(dict(ours), default=str))
+    theirs, ours = (json.loads(json.dumps(dict(settings), default=str)) for settings in (theirs, ours))
     names = {**theirs, **ours} if theirs else ()
     return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
 
@@ -75,22 +81,22 @@ def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
 
 def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
     """Return what the run goes on with another value of, so that it does so no longer bit for bit."""
-    before, now = stored.get("config", {}), dataclasses.asdict(config)
+    before, now = read_fields(TrainConfig, stored.get("config", {})), dataclasses.asdict(config)
     rounding = [name for name in options_of("rounding") if name in before]
-    return differences(stored.get("decides", {}), decides) | differences(
-        {name: before[name] for name in rounding}, {name: now[name] for name in rounding}
+    was, found = (
+        {name: write(one[name]) if isinstance(one[name], tuple) else one[name] for name in rounding}
+        for one in (before, now)
     )
+    return differences(stored.get("decides", {}), decides) | differences(was, found)
 
 
 def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
     """Describe the change of memory of a run of 0.2, where axis `replica` sharded what it replicates now; "": none."""
-    from jfsdp.layout.mesh import parse_mesh  # imports JAX, before which a script sets XLA's flags
-
-    before, replica = stored.get("config", {}), mesh.get("replica", 1)
+    before, replica = read_fields(TrainConfig, stored.get("config", {})), mesh.get("replica", 1)
     strategy = before.get("strategy")
     if "opt_over" in before or strategy not in ("zero1", "zero2", "full_shard") or before["sharding_factor"]:
         return ""
-    if replica == 1 or parse_mesh(before["mesh"]).get("replica", 1) == 1:
+    if replica == 1 or dict(before["mesh"]).get("replica", 1) == 1:
         return ""
     num = replica * mesh.get("fsdp", 1)
     return (

@@ -21,7 +21,8 @@ from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.adapt import as_model
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.job import load_job, parse_config
+from jfsdp.trainer.job import load_job
+from tests.options import config_of
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -42,7 +43,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def job():
-    return load_job("llama-tiny", None).with_config(**parse_config(FIELDS))
+    return load_job("llama-tiny", None).with_config(**config_of(FIELDS))
 
 
 def sharded(target, **more):

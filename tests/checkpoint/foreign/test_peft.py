@@ -32,8 +32,9 @@ from jfsdp.layout.lora import MAGNITUDE, A, B, find_adapters
 from jfsdp.modules.adapt import as_model
 from jfsdp.modules.adapted import merge
 from jfsdp.train.storage import by_leaf
-from jfsdp.trainer.job import load_job, parse_config
+from jfsdp.trainer.job import load_job
 from tests.checkpoint.arrays import Arrays
+from tests.options import config_of
 from tests.sharding import fully_shard
 
 SIZES = ("dim=16", "num_layers=2", "num_heads=2", "vocab_size=37")
@@ -64,7 +65,7 @@ class Adapted:
 
     def __init__(self, name, *loras, seed=0, **options):
         model, fields, stacked = MODELS[name]
-        self.job = load_job(model, None).with_config(**parse_config((*fields, f"stacked={stacked}")))
+        self.job = load_job(model, None).with_config(**config_of((*fields, f"stacked={stacked}")))
         self.names = self.job.pretrained
         self.leaves = as_model(self.job.model).params
         self.loras = loras or [jfsdp.LoRA(**({"targets": TARGETS[model], "rank": 3, "alpha": 5.0} | options))]

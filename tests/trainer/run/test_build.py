@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import jax
@@ -11,17 +10,18 @@ from flax import nnx
 import jfsdp
 from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 from jfsdp.cli.commands import main
-from jfsdp.layout.mesh import make_mesh, parse_mesh
+from jfsdp.layout.mesh import make_mesh
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.files import check_paths, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
+from tests.options import changed, made
 from tests.steps import fully_shard
 from tests.trainer.chats import CHATML, save_tokenizer
 
-CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
+CONFIG = made(TrainConfig, model="llama-tiny", model_config=("dim=16", "num_layers=1"), steps=100)
 VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
 
 
@@ -58,8 +58,6 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
         ({"preference": "dpo"}, "--preference dpo: .*--init-from"),
         ({"reference": "x"}, "--reference x: goes with --preference"),
         ({**VIT, "preference": "dpo", "init_from": "x"}, "for models of tokens"),
-        ({"steps": 0}, "--steps 0 must be a number from 1"),
-        ({"seed": 3_000_000_000}, "--seed 3000000000 must be a number from 0 to 2,147,483,647"),
         ({"profile": "3"}, "--profile '3' is not START:STOP"),
         ({"restart_data": True}, "--restart-data goes with --resume STEP"),
         ({"tracker": "os:getcwd"}, r"--tracker os:getcwd is called as f\(config\), and takes something else"),
@@ -74,7 +72,7 @@ VIT = {"model": None, "factory": "examples.vit:job", "model_config": ()}
 )
 def test_what_cannot_be_is_refused_before_any_memory_is_used(changes, words):
     with pytest.raises(ValueError, match=words):
-        build(dataclasses.replace(CONFIG, **changes), {})
+        build(changed(CONFIG, **changes), {})
 
 
 def image_job():
@@ -85,7 +83,7 @@ def image_job():
 
 
 def test_a_prolonged_run_keeps_the_schedule_that_it_began_with():
-    parts = build(dataclasses.replace(CONFIG, steps=200), {"decides": {"decay_steps": 100}})
+    parts = build(changed(CONFIG, steps=200), {"decides": {"decay_steps": 100}})
     assert parts.decides["decay_steps"] == 100 and parts.decides["warmup"] == 5
 
 
@@ -95,14 +93,14 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
 
 
 def test_a_false_field_of_the_model_is_false():
-    parts = build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=false")), {})
+    parts = build(changed(CONFIG, model_config=(*CONFIG.model_config, "stacked=false")), {})
     assert "layers.0.attn.q_proj.kernel" in parts.model.layout.by_path
     with pytest.raises(ValueError, match=r"LlamaConfig.stacked='no' must be True or False"):
-        build(dataclasses.replace(CONFIG, model_config=(*CONFIG.model_config, "stacked=no")), {})
+        build(changed(CONFIG, model_config=(*CONFIG.model_config, "stacked=no")), {})
 
 
 def test_a_row_without_tokens_is_one_item():
-    parts = build(dataclasses.replace(CONFIG, **VIT, batch_per_device=2), {})
+    parts = build(changed(CONFIG, **VIT, batch_per_device=2), {})
     assert (parts.row_items, parts.global_batch, parts.decides["seq_len"]) == (1, 16, 1)
     assert build(CONFIG, {}).row_items == 256
 
@@ -110,8 +108,8 @@ def test_a_row_without_tokens_is_one_item():
 def test_sources_of_both_kinds_answer_what_a_run_asks(tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 400)
     (tmp_path / "b.txt").write_text("bcd " * 400)
-    text = dataclasses.replace(CONFIG, data=str(tmp_path), eval_fraction=0.5)
-    own = dataclasses.replace(CONFIG, **VIT)
+    text = changed(CONFIG, data=str(tmp_path), eval_fraction=0.5)
+    own = changed(CONFIG, **VIT)
     asked = {}
     for config in (text, own):
         parts = build(config, {})
@@ -137,27 +135,27 @@ def weights(tmp_path):
 
 def test_a_run_has_the_tokenizer_of_its_weights_unless_another_is_given(weights, tmp_path):
     job, other = find_job("llama-tiny"), str(tmp_path)
-    begun = dataclasses.replace(CONFIG, init_from=str(weights))
+    begun = changed(CONFIG, init_from=str(weights))
     assert with_tokenizer(CONFIG, job, {}).tokenizer == "byte"
     assert with_tokenizer(begun, job, {}).tokenizer == str(weights)
-    file = dataclasses.replace(begun, init_from=str(weights / "model.safetensors"))
+    file = changed(begun, init_from=str(weights / "model.safetensors"))
     assert with_tokenizer(file, job, {}).tokenizer == str(weights)
-    assert with_tokenizer(dataclasses.replace(begun, tokenizer="byte"), job, {}).tokenizer == "byte"
+    assert with_tokenizer(changed(begun, tokenizer="byte"), job, {}).tokenizer == "byte"
     assert with_tokenizer(begun, job, {"config": {"tokenizer": other}}).tokenizer == other, "as the run had it"
-    assert with_tokenizer(CONFIG, dataclasses.replace(job, vocab_size=None), {}).tokenizer is None
+    assert with_tokenizer(CONFIG, changed(job, vocab_size=None), {}).tokenizer is None
 
 
 def test_weights_without_a_tokenizer_are_not_trained_on_bytes_unasked(weights):
     (weights / "tokenizer.json").unlink()
-    begun = dataclasses.replace(CONFIG, init_from=str(weights), data="nothere")
+    begun = changed(CONFIG, init_from=str(weights), data="nothere")
     with pytest.raises(ValueError, match=r"--init-from .*tokenizer\.json.*--tokenizer PATH, or byte"):
         build(begun, {})
-    ids = dataclasses.replace(begun, data="a.bin:1,b.bin:1")
+    ids = changed(begun, data="a.bin:1,b.bin:1")
     assert build(ids, {}).config.tokenizer == "byte", "token files take none"
 
 
 def test_a_run_on_token_files_has_the_tokenizer_of_its_weights_too(weights):
-    begun = dataclasses.replace(CONFIG, init_from=str(weights), data="a.bin")
+    begun = changed(CONFIG, init_from=str(weights), data="a.bin")
     assert with_tokenizer(begun, find_job("llama-tiny"), {}).tokenizer == str(weights)
 
 
@@ -165,7 +163,7 @@ def test_a_run_on_token_files_has_the_tokenizer_of_its_weights_too(weights):
 def test_a_checkpoint_with_a_config_of_another_form_says_nothing(config, tmp_path, capsys):
     model = fully_shard(lambda rngs: nnx.Linear(8, 8, rngs=rngs), min_size=8)
     jfsdp.checkpoint.save(tmp_path / "c", model.init(optax.sgd(0.1), 0), config=config)
-    begun = dataclasses.replace(CONFIG, init_from=str(tmp_path / "c"), data="a.txt")
+    begun = changed(CONFIG, init_from=str(tmp_path / "c"), data="a.txt")
     with pytest.raises(ValueError, match="--tokenizer PATH, or byte"):
         with_tokenizer(begun, find_job("llama-tiny"), {})
     assert stated_config(tmp_path / "c") == {}
@@ -176,20 +174,20 @@ def test_a_checkpoint_with_a_config_of_another_form_says_nothing(config, tmp_pat
 def test_a_chat_template_may_be_one_of_the_tokenizer_by_its_name(tmp_path):
     named = [{"name": "default", "template": CHATML}, {"name": "rag", "template": CHATML}]
     tokenizer = save_tokenizer(tmp_path / "t", named)
-    check_paths(dataclasses.replace(CONFIG, tokenizer=tokenizer, chat_template="rag"), {})
+    check_paths(changed(CONFIG, tokenizer=tokenizer, chat_template="rag"), {})
     with pytest.raises(ValueError, match=r"--chat-template: .*'other'"):
-        check_paths(dataclasses.replace(CONFIG, tokenizer=tokenizer, chat_template="other"), {})
+        check_paths(changed(CONFIG, tokenizer=tokenizer, chat_template="other"), {})
 
 
 def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weights, tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 400)
-    begun = dataclasses.replace(CONFIG, init_from=str(weights), data=str(tmp_path / "a.txt"), eval_fraction=0)
-    parts = build(dataclasses.replace(begun, model_config=()), {})
+    begun = changed(CONFIG, init_from=str(weights), data=str(tmp_path / "a.txt"), eval_fraction=0)
+    parts = build(changed(begun, model_config=()), {})
     assert (parts.row_items, parts.job.vocab_size) == (64, 300)
-    assert build(dataclasses.replace(begun, model_config=(), seq_len=128), {}).row_items == 128
+    assert build(changed(begun, model_config=(), seq_len=128), {}).row_items == 128
     told = {}
     for seq_len, end in ((64, [7, 257]), (128, 299), (32, 0)):
-        source = open_source(dataclasses.replace(parts.config, seq_len=seq_len), parts.job, seq_len)
+        source = open_source(changed(parts.config, seq_len=seq_len), parts.job, seq_len)
         told[seq_len] = source.describe({"max_position_embeddings": 64, "eos_token_id": end})
         assert f"tokenizer {weights}" in told[seq_len]
     assert "NOTE" not in told[64] and "eos_token_id=0" in told[32]
@@ -217,14 +215,14 @@ def test_paths_are_opened_before_anything_is_traced_or_written(changes, words, w
     (weights / "torn.safetensors").write_bytes(b"\xff" * 20)
     changes = {name: value.replace("HF", str(weights)) for name, value in changes.items()}
     with pytest.raises(ValueError, match=words):
-        build(dataclasses.replace(CONFIG, model_config=(), **changes), {})
+        build(changed(CONFIG, model_config=(), **changes), {})
 
 
 def test_a_run_that_goes_on_needs_its_first_weights_only_where_checkpoints_leave_them_out():
-    begun = dataclasses.replace(CONFIG, init_from="gone", preference="dpo", reference="gone", tokenizer="byte")
+    begun = changed(CONFIG, init_from="gone", preference="dpo", reference="gone", tokenizer="byte")
     check_paths(begun, {"config": {}})
     with pytest.raises(ValueError, match="--init-from: gone"):
-        check_paths(dataclasses.replace(begun, lora=("rank=4",)), {"config": {}})
+        check_paths(changed(begun, lora=("targets=a",)), {"config": {}})
 
 
 @pytest.mark.parametrize(
@@ -233,22 +231,22 @@ def test_a_run_that_goes_on_needs_its_first_weights_only_where_checkpoints_leave
         ({"frozen": ("norm,embed",)}, "frozen", ["embed", "norm"]),
         ({"opt_state_dtype": "bfloat16"}, "opt_state_dtype", "bfloat16"),
         ({"ema": 0.9}, "ema", 0.9),
-        ({"param_dtype": "none"}, "param_dtype", None),
+        ({"param_dtype": None}, "param_dtype", None),
     ],
 )
 def test_what_changes_losses_is_written_down(changes, name, value):
-    assert build(dataclasses.replace(CONFIG, **changes), {}).decides[name] == value
+    assert build(changed(CONFIG, **changes), {}).decides[name] == value
 
 
 def test_what_changes_rounding_only_is_not():
     changes = {"offload": ("opt_state",), "remat": "none", "reshard_after_backward": False, "sync": "last"}
-    other = dataclasses.replace(CONFIG, **changes, opt_over="fsdp")
+    other = changed(CONFIG, **changes, opt_over="fsdp")
     assert build(other, {}).decides == build(CONFIG, {}).decides
 
 
 def test_a_run_whose_loss_is_scaled_skips_what_is_not_finite():
     assert not build(CONFIG, {}).loop.skips_nonfinite
-    assert build(dataclasses.replace(CONFIG, param_dtype="float16"), {}).loop.skips_nonfinite
+    assert build(changed(CONFIG, param_dtype="float16"), {}).loop.skips_nonfinite
 
 
 @pytest.mark.parametrize(
@@ -256,9 +254,9 @@ def test_a_run_whose_loss_is_scaled_skips_what_is_not_finite():
     [("fsdp=8", 2, 1, (6, 3)), ("fsdp=8", 4, 2, (6, 3)), ("replica=2,fsdp=4", 6, 1, (6, 1)), ("fsdp=2", 3, 1, (24, 8))],
 )
 def test_microbatches_follow_from_the_global_batch_and_the_devices(mesh, rows, accumulate, expected):
-    asked = dataclasses.replace(CONFIG, mesh=mesh, global_batch=48, batch_per_device=rows, accumulate=accumulate)
+    asked = changed(CONFIG, mesh=mesh, global_batch=48, batch_per_device=rows, accumulate=accumulate)
     made = with_global_batch(
-        asked, make_mesh(**parse_mesh(mesh), devices=jax.devices()[: 2 if mesh == "fsdp=2" else 8])
+        asked, make_mesh(**dict(asked.mesh), devices=jax.devices()[: 2 if mesh == "fsdp=2" else 8])
     )
     assert (made.batch_per_device, made.accumulate) == expected
 
@@ -268,10 +266,9 @@ def test_microbatches_follow_from_the_global_batch_and_the_devices(mesh, rows, a
     [
         (5, 48, r"--global-batch 48: 8 devices with 5/1 rows each .* --batch-per-device can be 1, 2, 3, 6, without"),
         (1, 12, "--global-batch 12: 8 devices .*; use other devices"),
-        (1, 0, "--global-batch 0 must be"),
     ],
 )
 def test_a_global_batch_that_the_devices_do_not_divide_is_refused_with_the_arithmetic(rows, global_batch, words):
-    asked = dataclasses.replace(CONFIG, global_batch=global_batch, batch_per_device=rows)
+    asked = changed(CONFIG, global_batch=global_batch, batch_per_device=rows)
     with pytest.raises(ValueError, match=words):
         with_global_batch(asked, make_mesh(fsdp=8))

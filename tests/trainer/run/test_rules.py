@@ -8,8 +8,9 @@ import pytest
 from jfsdp.trainer.run import rules
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
+from tests.options import changed, made
 
-CONFIG = TrainConfig(model="llama-tiny", model_config=("dim=16", "num_layers=1"), data="README.md")
+CONFIG = made(TrainConfig, model="llama-tiny", model_config=("dim=16", "num_layers=1"), data="README.md")
 
 # One value of each option that losses depend on and that is no matter of the data, but what every run must have.
 DECIDE = {
@@ -53,13 +54,13 @@ BUILT = {"model_config", "seq_len", "global_batch", "batch_per_device", "warmup"
 
 
 def _decides(**changes):
-    changed = dataclasses.replace(CONFIG, **changes)
-    return build(changed, {}).decides if changes.keys() & BUILT else rules.what_decides(changed)
+    config = changed(CONFIG, **changes)
+    return build(config, {}).decides if changes.keys() & BUILT else rules.what_decides(config)
 
 
 def _stored(**changes):
     """What `config.json` of a run holds."""
-    config = dataclasses.asdict(dataclasses.replace(CONFIG, **changes))
+    config = dataclasses.asdict(changed(CONFIG, **changes))
     return json.loads(json.dumps({"config": config, "decides": _decides(**changes)}))
 
 
@@ -78,7 +79,7 @@ def test_another_value_of_what_decides_is_refused(name, whole):
 @pytest.mark.parametrize("name", CHANGE)
 def test_another_value_of_what_may_change_is_said(name, whole):
     assert name in rules.options_of("said, kept", "said")
-    now = dataclasses.replace(CONFIG, **{name: CHANGE[name]})
+    now = changed(CONFIG, **{name: CHANGE[name]})
     ours = _decides(**{name: CHANGE[name]})
     before = {"config": dataclasses.asdict(CONFIG), "decides": {key: whole[key] for key in ours}}
     assert not rules.refused(before, ours)
@@ -88,7 +89,7 @@ def test_another_value_of_what_may_change_is_said(name, whole):
 @pytest.mark.parametrize("name", ROUND)
 def test_another_value_of_what_rounds_is_said_and_decides_nothing(name):
     assert name in rules.options_of("rounding")
-    now = dataclasses.replace(CONFIG, **{name: ROUND[name]})
+    now = changed(CONFIG, **{name: ROUND[name]})
     assert rules.what_decides(now) == rules.what_decides(CONFIG)
     assert list(rules.changed(_stored(), rules.what_decides(now), now)) == [name]
 
@@ -111,8 +112,8 @@ def test_what_a_command_leaves_out_is_as_the_run_had_it():
 
 
 def test_one_meaning_has_one_spelling():
-    spelled = dataclasses.replace(CONFIG, frozen=("b,a",), param_dtype="none", reduce_dtype="none")
-    other = dataclasses.replace(CONFIG, frozen=("a", "b", "a"), param_dtype=None)
+    spelled = changed(CONFIG, frozen=("b,a",), mesh="fsdp=2", quantized=("a=int8",))
+    other = changed(CONFIG, frozen=("a", "b", "a"), mesh={"fsdp": 2}, quantized={"a": "int8"})
     assert rules.what_decides(spelled) == rules.what_decides(other)
 
 
