@@ -11,10 +11,10 @@ import re
 import tyro
 from tyro.constructors import ConstructorRegistry, StructTypeInfo
 
-from jfsdp.trainer.groups import groups_of
+from jfsdp.trainer.help_groups import groups_of
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.rules import RULES, options_of
+from jfsdp.trainer.run.resume_rules import RULES, options_of
 
 PAGE = pathlib.Path(__file__).with_name("options.md")
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from jfsdp.arguments import Amount, Share, checked
 from jfsdp.engine.spec import StepSpec
-from jfsdp.layout.table import Layout
+from jfsdp.layout.layout import Layout
 
 
 @checked
@@ -28,10 +28,10 @@ def assert_collectives(
       spec: of the step, `step.spec`; None: one microbatch of program "manual".
 
     Raises:
-      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.wire.traps`.
+      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.traffic.checks`.
       ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
     """
-    from jfsdp.plan.wire.audit import audit
+    from jfsdp.plan.traffic.audit import audit
 
     report = audit(compiled, layout, tolerance=tolerance, min_overlap=min_overlap, spec=spec)
     if not report.is_ok:

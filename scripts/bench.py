@@ -38,7 +38,7 @@ from benchmark.options import BenchOptions, check, find_devices, find_platform
 from benchmark.race import ContenderFailed, Setup, run
 
 from jfsdp.launch.runtime import plain_warnings, start_jax
-from jfsdp.trainer.groups import read_command
+from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.options import describe_error
 
 

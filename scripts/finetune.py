@@ -23,9 +23,9 @@ from typing import Any
 import tyro
 
 from jfsdp.extras import MissingExtra, load, need
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.option_errors import check_numbers
 from jfsdp.trainer.run import directory as runs
-from jfsdp.trainer.spelling import check_numbers
 
 TRAIN = Path(__file__).with_name("train.py")
 LORA = "rank=16,alpha=32,targets=**.attn.*.kernel,**.mlp.*.kernel"

@@ -30,8 +30,8 @@ from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search.jobs import plan_job
-from jfsdp.trainer.groups import option
-from jfsdp.trainer.spelling import check_numbers
+from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.option_errors import check_numbers
 
 Constants = dict[str, float]
 START: Constants = {"a100": 0.95, "h100": 0.8, "spread": 0.03, "passes": 1.5}

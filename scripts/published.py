@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-from jfsdp.plan.program.collectives import Collective, find_collectives
-from jfsdp.plan.program.hlo import Module, parse_module
+from jfsdp.plan.hlo.collectives import Collective, find_collectives
+from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.time.rates import CUDNN_ATTENTION, Rates
 from jfsdp.plan.time.timeline import simulate
 from jfsdp.plan.time.work import Work

@@ -39,13 +39,13 @@ from jfsdp.launch.runtime import (
     start_jax,
 )
 from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
-from jfsdp.trainer.groups import read_command
+from jfsdp.trainer.help_groups import read_command
+from jfsdp.trainer.option_errors import check_known
 from jfsdp.trainer.options import describe_error
 from jfsdp.trainer.recipes import recipe_defaults, recipe_names
 from jfsdp.trainer.run import directory as runs
-from jfsdp.trainer.run import rules
+from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known
 
 INTERRUPTED = 130
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
     """Go on as the run to resume did in what its command leaves out of what a run keeps (`rules.RULES`)."""
-    kept = rules.kept(stored)
+    kept = resume_rules.kept(stored)
     again = parse(argv, kept)
     left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
     if left_out:

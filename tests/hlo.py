@@ -4,9 +4,9 @@ import collections
 
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.program.rounds import walk
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.hlo.trip_counts import walk
 
 
 def h100s(nodes, per_node=8):

@@ -20,7 +20,7 @@ import optax
 from flax import linen, nnx
 
 import jfsdp
-from jfsdp.checkpoint.disk.contents import logical_arrays
+from jfsdp.checkpoint.disk.logical_arrays import logical_arrays
 from jfsdp.layout.report import layout_to_dict
 from tests.models_small import VOCAB, token_loss
 from tests.steps import fully_shard

@@ -6,7 +6,7 @@ import pathlib
 import re
 
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.rules import RULES
+from jfsdp.trainer.run.resume_rules import RULES
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "options.md"
 

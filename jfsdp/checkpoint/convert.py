@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.checkpoint.disk.contents import Logical
 from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.logical_arrays import Logical
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names

@@ -16,7 +16,7 @@ from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.errors import check_path, readable_errors
 from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, KeepBest, parse_best
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for

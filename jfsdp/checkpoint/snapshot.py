@@ -26,13 +26,13 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import PathLike, Size, checked
-from jfsdp.checkpoint.disk.contents import Part, Stored, contents, holders, logical_arrays
 from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.logical_arrays import Part, Stored, contents, holders, logical_arrays
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
-from jfsdp.checkpoint.place import own_blocks
 from jfsdp.checkpoint.source import Index
 from jfsdp.checkpoint.store import fill
+from jfsdp.checkpoint.to_devices import own_blocks
 from jfsdp.compat import warn
 from jfsdp.launch.environment import SNAPSHOTS, memory_dir
 from jfsdp.launch.hosts import gather_json, hosts, wait_for_all

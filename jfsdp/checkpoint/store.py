@@ -13,21 +13,21 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import PathLike, checked
-from jfsdp.checkpoint.disk.contents import Logical, Stored, contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, bytes_below, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.logical_arrays import Logical, Stored, contents, logical_arrays, rebuild
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
-from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Source, subset, total_bytes
+from jfsdp.checkpoint.to_devices import place
+from jfsdp.layout.layout import close_names
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
-from jfsdp.layout.table import close_names
 from jfsdp.train.state import TrainState, with_work
 
 
@@ -211,7 +211,7 @@ def restore(
     Layout:  each process reads only the slices that its devices hold, in chunks of at most about 16 MiB.
     Cost:    no communication, but where `one_replica` says so.
     Memory:  on the host, twice the blocks that are read at once: 1 GiB, or one device's block of the largest array if
-             that is larger; and 256 MiB of chunks. `jfsdp.checkpoint.place.peak_bytes` gives the number.
+             that is larger; and 256 MiB of chunks. `jfsdp.checkpoint.to_devices.peak_bytes` gives the number.
 
     Args:
       path: what `save` wrote, or one step of a run.

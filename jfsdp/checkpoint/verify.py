@@ -7,7 +7,7 @@ from typing import Any
 
 from jfsdp.checkpoint.disk.digest import find_damage, find_unnamed, list_files, read_digests
 from jfsdp.checkpoint.disk.files import SUMS, DamagedError, part_of
-from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.finite import Counted
 from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, no_progress

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import BROKEN, make_console
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
 
@@ -39,7 +39,7 @@ class AuditProgram(StepOptions):
     def run(self) -> int:
         from jfsdp.layout.mesh import MODEL_AXES
         from jfsdp.plan.search.jobs import shard_planned
-        from jfsdp.plan.wire.audit import audit, read_module
+        from jfsdp.plan.traffic.audit import audit, read_module
 
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)

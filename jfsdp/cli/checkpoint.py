@@ -14,7 +14,7 @@ import tyro
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Number, ShardingOptions, optional
 from jfsdp.trainer.parse import read_fields, write
 
@@ -38,7 +38,7 @@ class Inspect:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.places import find_checkpoints
+        from jfsdp.checkpoint.disk.paths import find_checkpoints
 
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
@@ -63,7 +63,7 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.places import find_checkpoints
+        from jfsdp.checkpoint.disk.paths import find_checkpoints
         from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 
         paths = find_checkpoints(self.path)
@@ -138,7 +138,7 @@ class Prune:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.places import find_checkpoints
+        from jfsdp.checkpoint.disk.paths import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
         from jfsdp.trainer.run.directory import read_config
 
@@ -198,7 +198,7 @@ def _list(steps: list[int]) -> str:
 
 def _open(path: str) -> Any:
     """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
-    from jfsdp.checkpoint.disk.places import find_checkpoint
+    from jfsdp.checkpoint.disk.paths import find_checkpoint
     from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
     from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
     from jfsdp.checkpoint.foreign.pretrained import is_ours

@@ -26,11 +26,11 @@ from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import FactoryError, PlanJob
 from jfsdp.launch.runtime import plain_warnings
-from jfsdp.trainer.groups import read_command
+from jfsdp.trainer.help_groups import read_command
+from jfsdp.trainer.option_errors import check_known
 from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known
 
 DESCRIPTION = """Fully Sharded Data Parallel for JAX: look before a run, and at what it saved.
 

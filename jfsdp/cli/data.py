@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Name
 from jfsdp.trainer.run.display import harmless
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jfsdp.cli.console import GIB, make_console, make_table
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Decimal, Location, text
 from jfsdp.trainer.parse import read_mesh
-from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.doctor import Machine

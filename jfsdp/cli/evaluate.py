@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.cli.opened import OpenOptions
-from jfsdp.trainer.groups import option
+from jfsdp.cli.load_options import OpenOptions
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Name, Number, optional
 
 _SEQ_LEN = 2048

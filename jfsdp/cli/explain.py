@@ -8,16 +8,16 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, progress
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
+    from jfsdp.layout.layout import Layout
     from jfsdp.layout.leaf import Leaf
     from jfsdp.layout.policy import UnitPolicy
-    from jfsdp.layout.table import Layout
-    from jfsdp.train.account import StateBytes
     from jfsdp.train.state import TrainState
+    from jfsdp.train.state_bytes import StateBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Explain(ShardingOptions):
             tell(f"tracing {self.model or self.factory} and its step")
             state, program = self._abstract()
         if self.json:
-            from jfsdp.train.account import explain_to_dict
+            from jfsdp.train.state_bytes import explain_to_dict
 
             table = explain_to_dict(state)
             table["warnings"] = [*program["warnings"], *table["warnings"]]
@@ -49,7 +49,7 @@ class Explain(ShardingOptions):
 
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of the state, and the program of the step with the reason."""
-        from jfsdp.layout.advice import LayoutWarning
+        from jfsdp.layout.lint import LayoutWarning
         from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
         from jfsdp.trainer.job import load_job
         from jfsdp.trainer.step import make_batch
@@ -69,10 +69,10 @@ class Explain(ShardingOptions):
 
 
 def _print(state: TrainState, program: dict[str, Any]) -> None:
-    from jfsdp.layout.advice import advise
+    from jfsdp.layout.layout import num_parameters
+    from jfsdp.layout.lint import advise
     from jfsdp.layout.report import frozen_leaves, strategy_stages, summary
-    from jfsdp.layout.table import num_parameters
-    from jfsdp.train.account import account
+    from jfsdp.train.state_bytes import account
 
     layout, count = state.layout, account(state)
     frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.cli.opened import OpenOptions
-from jfsdp.trainer.groups import option
+from jfsdp.cli.load_options import OpenOptions
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Number, optional
 from jfsdp.trainer.run.display import harmless
 

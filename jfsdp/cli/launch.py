@@ -15,7 +15,7 @@ import tyro
 from jfsdp.launch.environment import DEVICES, LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
 
 

@@ -16,7 +16,7 @@ import tyro
 from jfsdp.cli.console import progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 
 if TYPE_CHECKING:

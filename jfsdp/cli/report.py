@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
     from jfsdp.plan.search.candidates import Candidate, Search
-    from jfsdp.plan.wire.ledger import Ledger
+    from jfsdp.plan.traffic.ledger import Ledger
 
 GB, GIB = 1e9, 2**30
 
@@ -132,7 +132,7 @@ def _memory(plan: Plan) -> Any:
 
 
 def _wire(plan: Plan) -> Any:
-    from jfsdp.plan.wire.ledger import OWN
+    from jfsdp.plan.traffic.ledger import OWN
 
     table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
     for row in plan.ledger.rows:

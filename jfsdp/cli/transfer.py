@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
 from jfsdp.trainer.parse import read_fields
 
@@ -51,7 +51,7 @@ class Convert:
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
-        from jfsdp.checkpoint.disk.places import find_checkpoint
+        from jfsdp.checkpoint.disk.paths import find_checkpoint
         from jfsdp.checkpoint.disk.reader import CheckpointSource
         from jfsdp.checkpoint.source import total_bytes
 
@@ -111,7 +111,7 @@ class Export(_ModelOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.places import find_checkpoint
+        from jfsdp.checkpoint.disk.paths import find_checkpoint
         from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
         from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
         from jfsdp.checkpoint.foreign.mapping import as_name_map

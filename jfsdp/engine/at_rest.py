@@ -16,7 +16,7 @@ import numpy as np
 
 from jfsdp.engine.engine import pad_all, unpad_all
 from jfsdp.layout.flat import Buffer, View
-from jfsdp.layout.table import Layout
+from jfsdp.layout.layout import Layout
 
 
 def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Array]:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp.engine.driver.program import NamedCall
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import HOST, Leaf
 from jfsdp.layout.precision import is_float
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"

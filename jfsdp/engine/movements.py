@@ -18,9 +18,9 @@ from fractions import Fraction
 
 from jfsdp.engine.pipeline.schedule import Passes, StageCalls
 from jfsdp.engine.spec import XLA, StepSpec
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.table import Layout
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 

@@ -34,9 +34,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jfsdp.compat import pipelining
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 
 COMBINE_BYTES = 30 * 2**20  # XLA's own threshold: small leaves of a step are combined up to it in any case

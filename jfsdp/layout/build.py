@@ -14,6 +14,7 @@ from jfsdp.arguments import checked
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.cuts import DimNames, find_cuts
 from jfsdp.layout.flat import storage_form
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
 from jfsdp.layout.placements import Choice, LeafRules, choose_beside, choose_own, find_placements
@@ -25,9 +26,8 @@ from jfsdp.layout.precision import (
     item_bytes,
     sum_dtype,
 )
-from jfsdp.layout.rules import DimChoice, choose_dim
+from jfsdp.layout.split_dim import DimChoice, choose_dim
 from jfsdp.layout.strategy import Split, Strategy
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
 
 

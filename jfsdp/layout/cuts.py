@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from jfsdp.layout.layout import close_names
 from jfsdp.layout.leaf import Cut, cut_sizes
 from jfsdp.layout.lora import LAYER, A, Adapter, B
 from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
 from jfsdp.layout.select import chooses
-from jfsdp.layout.table import close_names
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
 AxisRules = Mapping[str, str | tuple[str, ...] | None] | Sequence[tuple[Any, ...]]

@@ -25,10 +25,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import PER_PARAMETER, Leaf
 from jfsdp.layout.mesh import PIPE
-from jfsdp.layout.rules import DEFAULT_MIN_SIZE
-from jfsdp.layout.table import Layout
+from jfsdp.layout.split_dim import DEFAULT_MIN_SIZE
 
 FLAT = "flat"
 

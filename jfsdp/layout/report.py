@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import DEVICE, HOST, Leaf, Stage
 from jfsdp.layout.precision import is_inexact, item_bytes
 from jfsdp.layout.strategy import Strategy, show
-from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import describe
 
 GIB = 2**30

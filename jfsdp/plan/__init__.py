@@ -16,6 +16,6 @@ if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan as Plan
     from jfsdp.plan.plan import Work as Work
     from jfsdp.plan.plan import make_plan as make_plan
-    from jfsdp.plan.wire.audit import audit as audit
+    from jfsdp.plan.traffic.audit import audit as audit
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.arguments import checked
+from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.plan import Work, rows_of
-from jfsdp.plan.wire.theory import expected_wire
-from jfsdp.train.account import StateBytes, account
+from jfsdp.plan.traffic.theory import expected_wire
+from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
 _LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives

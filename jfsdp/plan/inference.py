@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import optax
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import make_mesh, num_data_shards
-from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, breakdown, limit_bytes
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
 from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.trainer.generate import Generator

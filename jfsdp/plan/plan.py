@@ -17,17 +17,17 @@ import jax
 
 from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
-from jfsdp.layout.table import Layout
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import Module, parse_module
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
-from jfsdp.plan.wire.ledger import Ledger, make_ledger
-from jfsdp.train.account import StateBytes, account
+from jfsdp.plan.traffic.ledger import Ledger, make_ledger
+from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
 # What JAX (0.10.2, 0.12) says of a computation on devices that are not there.

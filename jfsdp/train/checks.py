@@ -14,13 +14,13 @@ from jax.sharding import AbstractMesh
 from jfsdp.arguments import is_traced
 from jfsdp.compat import misorders_offloads
 from jfsdp.engine.options import is_gpu
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.policy import UnitPolicy, offloads
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import differing_frozen, summary
-from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live
 
 _REMEDY = (

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jfsdp.arguments import checked
 from jfsdp.compat import warn
-from jfsdp.layout.advice import LayoutWarning, advise_memory
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.cuts import AxisRules, check_aliases
+from jfsdp.layout.lint import LayoutWarning, advise_memory
 from jfsdp.layout.lora import also
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import (

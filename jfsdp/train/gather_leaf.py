@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.arguments import checked
-from jfsdp.layout.table import close_names
+from jfsdp.layout.layout import close_names
 from jfsdp.train.state import TrainState, check_live
 from jfsdp.train.storage import opened
 

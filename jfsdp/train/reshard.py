@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.engine.engine import to_device
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import AXES, SUB_AXES, make_abstract_mesh, outer_first, place_devices, split_mesh
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import list_differences, summary
-from jfsdp.layout.table import Layout
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState, check_live, state_shardings, with_work
 from jfsdp.train.storage import by_leaf, in_storage

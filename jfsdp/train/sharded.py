@@ -21,11 +21,11 @@ from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.lora import layer_shapes, part_shapes
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
 from jfsdp.layout.report import list_differences
-from jfsdp.layout.table import Layout
 from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
@@ -33,9 +33,9 @@ from jfsdp.train.checks import check_donated, check_lowers, check_stands, check_
 from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.config import StepConfig
-from jfsdp.train.step.own_loop import ApplyStep, GradStep, named_gradients
+from jfsdp.train.step.grad_step import ApplyStep, GradStep, named_gradients
+from jfsdp.train.step.inspect_loss import LossFn
 from jfsdp.train.step.step import TrainStep
-from jfsdp.train.step.survey import LossFn
 from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Role

@@ -16,10 +16,10 @@ from jfsdp.engine.at_rest import to_rest
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE
 from jfsdp.layout.loss_scale import LossScale, ScaleState
 from jfsdp.layout.precision import is_key
-from jfsdp.layout.table import Layout
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Roles
 

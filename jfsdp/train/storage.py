@@ -14,7 +14,7 @@ import jax
 
 from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
-from jfsdp.layout.table import Layout
+from jfsdp.layout.layout import Layout
 from jfsdp.train.state import TrainState, with_shardings
 
 Form = Callable[[Layout, Any], Any]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.trainer import parse
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.parse import Pairs
-from jfsdp.trainer.spelling import spell
 
 if TYPE_CHECKING:
     import optax

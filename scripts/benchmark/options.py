@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.extras import need
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Number, Real, StepOptions
 
 PLAIN = "plain"

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.disk import commit, pieces, reader, writer
-from jfsdp.checkpoint.disk.contents import logical_arrays
 from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.logical_arrays import logical_arrays
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.manager import Checkpointer
 from tests.checkpoint.elastic import bits

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint import place
-from jfsdp.checkpoint.disk.contents import contents
+from jfsdp.checkpoint import to_devices
+from jfsdp.checkpoint.disk.logical_arrays import contents
 from tests.checkpoint.arrays import Arrays
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +35,14 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax, jax.numpy as jnp, optax
 from flax import nnx
 import jfsdp
-from jfsdp.checkpoint import place
+from jfsdp.checkpoint import to_devices
 from jfsdp.checkpoint.disk import reader
-from jfsdp.checkpoint.disk.contents import contents
+from jfsdp.checkpoint.disk.logical_arrays import contents
 from jfsdp.checkpoint.store import bytes_of
 
 MIB = 1 << 20
 what, path, in_flight, cache, strategy = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
-place.IN_FLIGHT_BYTES, reader.CACHE_BYTES = in_flight, cache
+to_devices.IN_FLIGHT_BYTES, reader.CACHE_BYTES = in_flight, cache
 
 def memory(name):
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
@@ -66,7 +66,7 @@ if what == "save":
 else:
     state = jfsdp.checkpoint.restore(path, like=like)
     arrays = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
-bound = place.peak_bytes(contents(like)) + cache
+bound = to_devices.peak_bytes(contents(like)) + cache
 print(json.dumps({"peak": memory("VmHWM") - before, "arrays": arrays, "bound": bound, "state": bytes_of(like)}))
 """
 
@@ -111,7 +111,7 @@ def test_no_more_is_read_ahead_than_is_stated_though_devices_are_slow(monkeypatc
     model = jfsdp.fully_shard(Wide, mesh=jfsdp.make_mesh(fsdp=2, devices=jax.devices()[:2]))
     like = model.abstract_state(optax.sgd(1.0))
     block = 64 * 64 // 2 * 4
-    held, most, lock, put = 0, 0, threading.Lock(), place._Block.put
+    held, most, lock, put = 0, 0, threading.Lock(), to_devices._Block.put
 
     def count(change):
         nonlocal held, most
@@ -130,10 +130,10 @@ def test_no_more_is_read_ahead_than_is_stated_though_devices_are_slow(monkeypatc
         count(-value.nbytes)
         return put(self, value)
 
-    monkeypatch.setattr(place._Block, "put", slow)
-    monkeypatch.setattr(place, "IN_FLIGHT_BYTES", 3 * block)
+    monkeypatch.setattr(to_devices._Block, "put", slow)
+    monkeypatch.setattr(to_devices, "IN_FLIGHT_BYTES", 3 * block)
     arrays = [stored for stored in contents(like) if stored.value.ndim == 2]
     names = [part.name for stored in arrays for part in stored.parts((slice(0), slice(0)))]
-    place.place(arrays, Source(dict.fromkeys(names, np.ones((64, 64), np.float32))))
+    to_devices.place(arrays, Source(dict.fromkeys(names, np.ones((64, 64), np.float32))))
     assert len(arrays) == 6 and held == 0
     assert 2 * block <= most <= 3 * block

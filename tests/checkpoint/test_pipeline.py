@@ -44,7 +44,7 @@ def same(state, wanted):
     ],
     ids=["some", "all"],
 )
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
 def test_a_state_of_any_mesh_is_that_of_any_other(pairs, tmp_path):
     model = make(2, 2, 1)
     step = model.train_step(CASE.loss, TX, accumulate=2, check_loss=False)

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.trainer.groups import read_command
+from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.directory import check_same, read_config
-from jfsdp.trainer.run.rules import memory_since_0_2
+from jfsdp.trainer.run.resume_rules import memory_since_0_2
 from jfsdp.trainer.sources.source import open_source
 from tests.models_small import Block, Tower
 from tests.scripts.command import TINY

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jfsdp
 from jfsdp.checkpoint import one_replica
-from jfsdp.checkpoint.disk.contents import one_array
+from jfsdp.checkpoint.disk.logical_arrays import one_array
 from jfsdp.checkpoint.disk.pieces import _add
 
 

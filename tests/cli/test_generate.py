@@ -43,7 +43,7 @@ def run(capsys, *args):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # GPT-2's positions are not cut
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # GPT-2's positions are not cut
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
 def test_the_tokens_are_those_of_transformers(models, capsys, name):
     import torch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import jfsdp
-from jfsdp.layout.table import num_parameters
+from jfsdp.layout.layout import num_parameters
 from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.thin import thin

@@ -14,9 +14,9 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 import jfsdp
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.wire.axes import group_axes
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.traffic.axes import group_axes
 from tests import reference, states
 from tests.engine import test_tensor
 from tests.engine.test_parity import LEARNING_RATE, LIMITS

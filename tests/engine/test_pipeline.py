@@ -122,7 +122,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # attention is not cut over tensor
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # attention is not cut over tensor
 @pytest.mark.parametrize(tuple(COLUMNS), [*cover(COLUMNS), (4, {}, 2, "1f1b twice", 4, True, "full", 1)])
 def test_gradients_are_exact(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
     """Every pair of values of two columns stands in some row: the last has those of rows that do not fit."""
@@ -141,7 +141,7 @@ FITTING = [
 
 
 @pytest.mark.proof
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
 @pytest.mark.parametrize("tied", COLUMNS["tied"])
 @pytest.mark.parametrize("accumulate", COLUMNS["accumulate"])
 @pytest.mark.parametrize("schedule", COLUMNS["schedule"])

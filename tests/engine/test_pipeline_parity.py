@@ -21,7 +21,7 @@ from tests.steps import fully_shard
 STEPS, ROWS, ACCUMULATE, LEARNING_RATE = 3, 16, 4, 1e-2
 ADAM = optax.adamw(LEARNING_RATE, eps=1e-4)
 TOWER, LLAMA = published.tower(True, num_layers=4), published.llama(True, num_layers=4)
-pytestmark = pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
 
 
 class HalfLayer(nnx.Module):

@@ -19,7 +19,7 @@ from tests.steps import fully_shard
 
 LAYERS, VOCAB, DIM, ROWS, LENGTH = 4, 16, 8, 16, 5
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning"),
+    pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning"),
     pytest.mark.filterwarnings("ignore:.*draws from random keys that are not in the model's state"),
 ]
 

@@ -15,10 +15,10 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 import jfsdp
-from jfsdp.layout.advice import LayoutWarning
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.wire.axes import group_axes
+from jfsdp.layout.lint import LayoutWarning
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.traffic.axes import group_axes
 from jfsdp.train.storage import by_leaf
 from tests import models_published, reference
 from tests.engine import test_parity

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jfsdp
-from jfsdp.layout.table import num_parameters
+from jfsdp.layout.layout import num_parameters
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 
 from jfsdp.layout.build import build_layout
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.layout.placements import LeafRules
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
 from tests.sharding import place
 from tests.ways import WAYS

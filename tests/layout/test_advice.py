@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.layout.advice import LayoutWarning, advise
+from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
 from tests.layout.tables import make_table
 from tests.sharding import fully_shard

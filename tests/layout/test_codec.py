@@ -7,7 +7,7 @@ import pytest
 
 import jfsdp
 from jfsdp.layout.codec import CODECS
-from jfsdp.layout.table import num_parameters
+from jfsdp.layout.layout import num_parameters
 from tests.models_small import Block, Tower
 from tests.sharding import fully_shard
 

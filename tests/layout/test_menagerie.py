@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, Stage
 from jfsdp.layout.mesh import make_abstract_mesh, split_mesh
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ModuleInfo, Unit, resolve_units
 from tests.layout.tables import make_table
 

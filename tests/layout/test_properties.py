@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import HOST
 from jfsdp.layout.mesh import DATA_AXES, make_abstract_mesh, split_mesh
 from jfsdp.layout.policy import OffloadPolicy
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import layout_to_dict
 from jfsdp.layout.strategy import NODE, STRATEGIES, Strategy
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import make_table
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfsdp.layout.rules import choose_dim
+from jfsdp.layout.split_dim import choose_dim
 
 SIZES = st.integers(0, 5000) | st.sampled_from([1, 2, 7, 8, 64, 1024, 4096, 50257, 128256])
 SHAPES = st.lists(SIZES, max_size=4).map(tuple)

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import jfsdp
 from jfsdp.layout.build import build_layout
+from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.placements import Ignore, LeafRules, Shard, placements
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
 from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import UnitInfo
 from jfsdp.modules.nnx import NNXModel
 from tests.models_small import Block, Tower

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jfsdp.layout.layout import split_axis
 from jfsdp.layout.leaf import Stage
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, split_mesh
 from jfsdp.layout.strategy import NODE
-from jfsdp.layout.table import split_axis
 from tests import ways
 from tests.layout.tables import make_table
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jfsdp.plan.wire.activations import find_activations
+from jfsdp.plan.traffic.activations import find_activations
 from jfsdp.train.step.step import Trace
 
 FREE = P.UNCONSTRAINED

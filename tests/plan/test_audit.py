@@ -12,7 +12,7 @@ import jfsdp
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.wire.audit import audit, read_module
+from jfsdp.plan.traffic.audit import audit, read_module
 from jfsdp.testing import assert_collectives
 from jfsdp.train.step import step as step_module
 from tests.plan import programs

@@ -9,11 +9,11 @@ import matplotlib
 import pytest
 
 from jfsdp.plan.cluster import hardware
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.time.chart import COLORS, collective_units, draw_timeline, find_panels, plot_timeline
 from jfsdp.plan.time.timeline import Rates, simulate
-from jfsdp.plan.wire.ledger import make_ledger
+from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan.programs import program
 from tests.plan.test_timeline import COPY, DOT, done, loop, start, timeline
 

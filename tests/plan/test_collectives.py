@@ -3,9 +3,9 @@
 import pytest
 
 from jfsdp.engine.movements import wire_bytes
-from jfsdp.plan.program import hlo as plan_hlo
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.groups import read_groups
+from jfsdp.plan.hlo import parse as plan_hlo
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.device_groups import read_groups
 
 EIGHT = "replica_groups=mesh['fsdp'=8] {'fsdp'}"
 

@@ -8,8 +8,8 @@ import pytest
 
 import jfsdp
 from jfsdp.plan.cluster import hardware
-from jfsdp.plan.program import hlo as plan_hlo
-from jfsdp.plan.program.collectives import find_collectives
+from jfsdp.plan.hlo import parse as plan_hlo
+from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]

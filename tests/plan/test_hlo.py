@@ -2,8 +2,8 @@
 
 import pytest
 
-from jfsdp.plan.program import hlo, rounds
-from jfsdp.plan.program.hlo import Shape
+from jfsdp.plan.hlo import parse, trip_counts
+from jfsdp.plan.hlo.parse import Shape
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8
@@ -42,7 +42,7 @@ backend_config={"a":"calls=%no"}
 
 @pytest.fixture
 def small():
-    return hlo.parse_module(SMALL)
+    return parse.parse_module(SMALL)
 
 
 def loop(condition, *, config="", start="constant(0)", add="add(%i.1, %one)"):
@@ -86,8 +86,8 @@ PLAIN = "compare(%i.2, %limit), direction=LT"
 
 
 def trips(text):
-    module = hlo.parse_module(text)
-    return rounds.trip_count(module, module.entry.by_name["while"])
+    module = parse.parse_module(text)
+    return trip_counts.trip_count(module, module.entry.by_name["while"])
 
 
 def test_the_module_says_its_name_partitions_and_entry(small):
@@ -122,7 +122,7 @@ def test_parents_printed_without_the_offset_are_understood():
     plain = SMALL.replace("parent_frame_id=1}", "parent_frame_id=0}").replace(
         "parent_frame_id=2}", "parent_frame_id=1}"
     )
-    assert hlo.parse_module(plain).entry.by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
+    assert parse.parse_module(plain).entry.by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
 
 
 def test_root_and_users_follow_the_text(small):
@@ -149,7 +149,7 @@ def test_element_sizes_are_read_from_the_type(dtype, size):
 )
 def test_other_text_is_refused_with_what_was_missing(text, message):
     with pytest.raises(ValueError, match=message):
-        hlo.parse_module(text)
+        parse.parse_module(text)
 
 
 def test_the_stated_trip_count_is_taken():
@@ -234,9 +234,11 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
-    module = hlo.parse_module(NESTED)
+    module = parse.parse_module(NESTED)
     times = {
-        name: (found.times, found.in_loop) for found in rounds.executions(module) for name in [found.computation.name]
+        name: (found.times, found.in_loop)
+        for found in trip_counts.executions(module)
+        for name in [found.computation.name]
     }
     assert times == {
         "main": (1, False),
@@ -247,4 +249,4 @@ def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
         "no": (12, True),
         "always": (5 + 4 * 4, True),
     }
-    assert sum(count for _, found, count in rounds.walk(module) if found.opcode == "reduce") == 12
+    assert sum(count for _, found, count in trip_counts.walk(module) if found.opcode == "reduce") == 12

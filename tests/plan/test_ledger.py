@@ -8,12 +8,12 @@ import pytest
 import jfsdp
 from jfsdp.engine.movements import wire_bytes
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.program.collectives import Collective, find_collectives
-from jfsdp.plan.program.hlo import Shape, parse_module
-from jfsdp.plan.program.scopes import split_names
-from jfsdp.plan.wire.axes import group_axes
-from jfsdp.plan.wire.ledger import make_ledger
-from jfsdp.plan.wire.theory import expected_wire
+from jfsdp.plan.hlo.collectives import Collective, find_collectives
+from jfsdp.plan.hlo.op_names import split_names
+from jfsdp.plan.hlo.parse import Shape, parse_module
+from jfsdp.plan.traffic.axes import group_axes
+from jfsdp.plan.traffic.ledger import make_ledger
+from jfsdp.plan.traffic.theory import expected_wire
 from tests.plan import programs
 from tests.sharding import fully_shard
 from tests.steps import spec_of

@@ -9,11 +9,11 @@ import functools
 import pytest
 
 import jfsdp
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.program.scopes import find_argument
-from jfsdp.plan.wire.audit import audit
-from jfsdp.plan.wire.ledger import make_ledger
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.op_names import find_argument
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.traffic.audit import audit
+from jfsdp.plan.traffic.ledger import make_ledger
 from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.plan import programs

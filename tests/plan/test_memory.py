@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.plan.memory import buffers
+from jfsdp.plan.hlo.flow import Flow
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.memory import buffer_assignment
 from jfsdp.plan.memory import peak as memory
-from jfsdp.plan.memory.judge import describe_operation, own_line
-from jfsdp.plan.program.flow import Flow
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.train.account import account
+from jfsdp.plan.memory.classify import describe_operation, own_line
+from jfsdp.train.state_bytes import account
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
@@ -63,21 +63,23 @@ Total bytes used: 1158
 
 def moment_of(*values):
     """The peak of values given as (offset, bytes, first step, last step)."""
-    made = [buffers.Value(f"v{i}", (), offset, size, "u8[1]") for i, (offset, size, _, _) in enumerate(values)]
+    made = [
+        buffer_assignment.Value(f"v{i}", (), offset, size, "u8[1]") for i, (offset, size, _, _) in enumerate(values)
+    ]
     ranges = {(f"v{i}", ()): (start, end) for i, (_, _, start, end) in enumerate(values)}
-    heap = buffers.Allocation(1000, None, True, False, False, False, tuple(made))
-    return buffers.find_peak([heap], ranges), [heap], ranges
+    heap = buffer_assignment.Allocation(1000, None, True, False, False, False, tuple(made))
+    return buffer_assignment.find_peak([heap], ranges), [heap], ranges
 
 
 def test_readers_take_every_form_of_a_line():
-    assert buffers.read_schedule(LIVE_RANGES) == {0: "param.1", 1: "wide", 2: "next", 3: "last"}
-    assert buffers.read_live_ranges(LIVE_RANGES) == {
+    assert buffer_assignment.read_schedule(LIVE_RANGES) == {0: "param.1", 1: "wide", 2: "next", 3: "last"}
+    assert buffer_assignment.read_live_ranges(LIVE_RANGES) == {
         ("param.1", ()): (0, 3),
         ("wide", ()): (1, 2),
         ("next", (0,)): (2, 3),
         ("last", (1, 0)): (3, 3),
     }
-    argument, thread_local, heap, host = buffers.read_allocations(ASSIGNMENT)
+    argument, thread_local, heap, host = buffer_assignment.read_allocations(ASSIGNMENT)
     assert (argument.parameter, argument.is_temp, argument.num_bytes) == (3, False, 100)
     assert thread_local.is_thread_local and host.is_host and heap.is_temp and not heap.is_host
     assert [(v.name, v.index, v.offset, v.end) for v in heap.values] == [
@@ -89,7 +91,7 @@ def test_readers_take_every_form_of_a_line():
     assert (heap.values[0].dtype, heap.values[0].dims) == ("bf16", (300,))
 
 
-@pytest.mark.parametrize("read", [buffers.read_live_ranges, buffers.read_allocations])
+@pytest.mark.parametrize("read", [buffer_assignment.read_live_ranges, buffer_assignment.read_allocations])
 def test_a_text_of_another_kind_is_refused(read):
     with pytest.raises(ValueError, match="expected XLA's"):
         read("HloModule jit_step\n")
@@ -97,12 +99,12 @@ def test_a_text_of_another_kind_is_refused(read):
 
 def test_a_line_that_has_changed_is_refused_and_not_skipped():
     with pytest.raises(ValueError, match="its form has changed"):
-        buffers.read_allocations(ASSIGNMENT.replace("offset=600", "at=600"))
+        buffer_assignment.read_allocations(ASSIGNMENT.replace("offset=600", "at=600"))
 
 
 def test_texts_of_two_modules_are_refused():
     with pytest.raises(ValueError, match="of one module"):
-        buffers.find_peak(buffers.read_allocations(ASSIGNMENT), {("other", ()): (0, 1)})
+        buffer_assignment.find_peak(buffer_assignment.read_allocations(ASSIGNMENT), {("other", ()): (0, 1)})
 
 
 def test_what_a_step_reads_and_what_it_writes_are_in_memory_together():
@@ -124,7 +126,7 @@ def test_the_fullest_step_is_found_where_shared_bytes_mislead():
 
 def test_holes_name_what_needs_the_free_bytes_at_another_step():
     moment, heap, ranges = moment_of((0, 500, 0, 2), (900, 100, 0, 4), (500, 350, 4, 4))
-    holes = buffers.find_holes(heap, ranges, moment)
+    holes = buffer_assignment.find_holes(heap, ranges, moment)
     assert [(value.name, size) for value, size in holes] == [("v2", 350)]
 
 
@@ -187,7 +189,7 @@ def step_memory(strategy="full_shard", offload=False):
     with tempfile.TemporaryDirectory() as directory:
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=options)
-        texts = buffers.read_dump(directory, "jit__step")
+        texts = buffer_assignment.read_dump(directory, "jit__step")
     stats = compiled.memory_analysis()
     found = memory.breakdown(*texts, parse_module(compiled.as_text()), model.layout, stats)
     return found, stats, account(state), model.layout
@@ -275,7 +277,7 @@ def test_fits_leaves_room_for_the_reserve():
 
 def test_a_dump_that_is_not_there_says_how_to_make_one(tmp_path):
     with pytest.raises(ValueError, match="xla_dump_to"):
-        buffers.read_dump(tmp_path, "jit__step")
+        buffer_assignment.read_dump(tmp_path, "jit__step")
 
 
 @pytest.mark.parametrize(

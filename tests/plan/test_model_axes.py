@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jfsdp
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.wire.audit import audit
-from jfsdp.plan.wire.axes import is_own
-from jfsdp.plan.wire.ledger import OWN, make_ledger
-from jfsdp.plan.wire.traps import excess_elements
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.traffic.audit import audit
+from jfsdp.plan.traffic.axes import is_own
+from jfsdp.plan.traffic.checks import excess_elements
+from jfsdp.plan.traffic.ledger import OWN, make_ledger
 from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests.plan import programs

@@ -16,12 +16,12 @@ from flax import nnx
 import jfsdp
 from jfsdp.engine.pipeline.schedule import get_schedule
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.time.chart import draw_timeline
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, simulate
-from jfsdp.plan.wire.ledger import make_ledger
+from jfsdp.plan.traffic.ledger import make_ledger
 from tests import hlo
 from tests.plan import programs
 from tests.plan.test_timeline import COPY, DOT, timeline

@@ -76,7 +76,7 @@ def program_size(num_devices, num_layers, storage):
     return lowered.as_text().count("\n"), len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", text, re.MULTILINE))
 
 
-@pytest.mark.filterwarnings("ignore:padding is:jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.filterwarnings("ignore:padding is:jfsdp.layout.lint.LayoutWarning")
 @pytest.mark.parametrize("storage", FORMS)
 def test_the_manual_engines_program_grows_neither_with_depth_nor_with_devices(storage):
     lines, instructions = program_size(8, 16, storage)

@@ -9,9 +9,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp.compat import misorders_offloads
-from jfsdp.plan.program.hlo import parse_module
-from jfsdp.plan.program.slices import find_wrong_slices
-from jfsdp.plan.wire.audit import audit
+from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.hlo.slices import find_wrong_slices
+from jfsdp.plan.traffic.audit import audit
 from tests import hlo
 from tests.plan import programs
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import jfsdp
+from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.layout.table import num_parameters
-from jfsdp.plan.program.hlo import Shape
-from jfsdp.plan.wire.theory import expected_wire, hlo_dtype
+from jfsdp.plan.hlo.parse import Shape
+from jfsdp.plan.traffic.theory import expected_wire, hlo_dtype
 from jfsdp.trainer.job import find_job
 from tests.steps import fully_shard, spec_of
 

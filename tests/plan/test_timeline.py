@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from jfsdp.plan.cluster import hardware
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import parse_module
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.time.timeline import Rates, overlapped_share, simulate
 from jfsdp.plan.time.work import Kind, Matmul, Work, num_matmuls, work_of
 

@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from jfsdp.cli.commands import parse
+from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import num_data_shards
-from jfsdp.layout.table import num_parameters
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.hardware import Cluster, matmul_rate
 from jfsdp.plan.search.jobs import plan_job, shard_planned

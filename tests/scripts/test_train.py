@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 
 from jfsdp.launch.watch import Watch
-from jfsdp.trainer.groups import groups_of
+from jfsdp.trainer.help_groups import groups_of
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.files import describe_model, stated_by_weights
+from jfsdp.trainer.run.weights import describe_model, stated_by_weights
 from tests.scripts.command import ROOT, TINY, command, environment, read_losses, read_metrics, train, write_corpus
 
 STEPS = 60

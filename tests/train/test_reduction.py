@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.layout.table import Layout
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.resolve import check_needs
 from tests.sharding import fully_shard

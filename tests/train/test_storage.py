@@ -19,10 +19,10 @@ import jfsdp
 from jfsdp.engine.at_rest import pack, unpack
 from jfsdp.layout.flat import Buffer
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.wire.ledger import one_microbatch
-from jfsdp.plan.wire.theory import expected_wire
-from jfsdp.train.account import account
+from jfsdp.plan.traffic.ledger import one_microbatch
+from jfsdp.plan.traffic.theory import expected_wire
 from jfsdp.train.state import array_bytes
+from jfsdp.train.state_bytes import account
 from jfsdp.train.storage import by_leaf, in_storage
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss

@@ -64,7 +64,7 @@ def test_tokens_are_those_of_forwards_without_a_cache(name):
             row[0, end] = token
 
 
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # GPT-2's positions are not cut
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # GPT-2's positions are not cut
 @pytest.mark.parametrize(
     ("name", "sizes", "sampling"),
     thin(
@@ -121,7 +121,7 @@ def test_a_row_ends_with_its_stop_token_and_draws_are_among_the_likeliest():
         (lambda: generate(make_job("gpt2").with_config(num_positions=16), {"fsdp": 1}, None), "num_positions=16"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
 def test_what_cannot_be_generated_is_refused_by_name(make, expected):
     with pytest.raises(ValueError, match=expected):
         make()

@@ -16,10 +16,10 @@ from jfsdp.cli.explain import Explain
 from jfsdp.train.update.ema import TrackEmaState
 from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
+from jfsdp.trainer.option_errors import check_known, check_numbers, spell
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import check_known, check_numbers, spell
 from tests.options import made
 
 

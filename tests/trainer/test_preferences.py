@@ -103,7 +103,7 @@ COLUMNS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::jfsdp.layout.advice.LayoutWarning")  # the embedding is not cut over tensor
+@pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # the embedding is not cut over tensor
 @pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS))
 def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumulate):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])

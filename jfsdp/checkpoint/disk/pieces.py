@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.contents import Stored, contents, owned_shards
+from jfsdp.checkpoint.disk.logical_arrays import Stored, contents, owned_shards
 from jfsdp.checkpoint.source import Index
 from jfsdp.train.state import TrainState
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jfsdp.checkpoint.disk.digest import check_documents, find_damage, find_unnamed, is_of, raise_damage, read_digests
 from jfsdp.checkpoint.disk.files import ARRAYS, damaged, part_of, read_manifest
-from jfsdp.checkpoint.disk.places import local_path
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import together
 from jfsdp.checkpoint.source import Index
 

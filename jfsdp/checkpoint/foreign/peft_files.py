@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.disk.places import existing_path
+from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.foreign.torch_names import plain_name
 from jfsdp.checkpoint.foreign.torch_source import open_torch

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from jfsdp.arguments import PathLike, Seed, checked
-from jfsdp.checkpoint.disk.contents import one_array
-from jfsdp.checkpoint.disk.places import existing_path, find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.disk.logical_arrays import one_array
+from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
@@ -32,8 +32,8 @@ from jfsdp.checkpoint.foreign.safetensors import (
 )
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
-from jfsdp.checkpoint.place import place
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
+from jfsdp.checkpoint.to_devices import place
 from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import A, layer_shapes

@@ -11,7 +11,7 @@ from jfsdp.compat import core
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.program import Call, Code, Item
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
-from jfsdp.layout.table import Layout
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.units import ROOT
 
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from jfsdp.arguments import Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.policy import SaveNames
-from jfsdp.layout.table import Layout
 
 IDLE = -1
 NAMES = ("1f1b", "gpipe")

@@ -14,7 +14,7 @@ import jax
 
 from jfsdp.compat import reset_compilation_cache
 from jfsdp.engine.options import naming_options
-from jfsdp.plan.memory.buffers import read_dump
+from jfsdp.plan.memory.buffer_assignment import read_dump
 
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}

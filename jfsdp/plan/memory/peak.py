@@ -19,8 +19,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.layout.table import Layout
-from jfsdp.plan.memory.buffers import (
+from jfsdp.layout.layout import Layout
+from jfsdp.plan.hlo.flow import Flow
+from jfsdp.plan.hlo.parse import Module
+from jfsdp.plan.memory.buffer_assignment import (
     Allocation,
     find_holes,
     find_peak,
@@ -28,9 +30,7 @@ from jfsdp.plan.memory.buffers import (
     read_live_ranges,
     read_schedule,
 )
-from jfsdp.plan.memory.judge import PARTS, Buffer, Judge, guess_vocab
-from jfsdp.plan.program.flow import Flow
-from jfsdp.plan.program.hlo import Module
+from jfsdp.plan.memory.classify import PARTS, Buffer, Judge, guess_vocab
 
 # What else of a GPU's memory is taken while a step runs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded
 # kernels; 1.5 GiB for NCCL (buffers of several MiB per channel and peer, for a few communicators); 1 GiB for cuBLAS and

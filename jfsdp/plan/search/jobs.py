@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
-from jfsdp.layout.table import Layout
 from jfsdp.plan.bound import Bound, make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
@@ -19,11 +19,11 @@ from jfsdp.plan.plan import Plan, Work, make_plan, matmul_dtype
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job
+from jfsdp.trainer.option_errors import MOST
 from jfsdp.trainer.options import ShardingOptions, StepOptions
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import MOST
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.plan.picture import check_picture, make_figure
-from jfsdp.plan.wire.axes import group_axes, is_own
+from jfsdp.plan.traffic.axes import group_axes, is_own
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
     from jfsdp.plan.time.pipeline import Pipeline
     from jfsdp.plan.time.timeline import Event, Timeline
-    from jfsdp.plan.wire.ledger import Ledger
+    from jfsdp.plan.traffic.ledger import Ledger
 
 COLORS = {
     "matmul": "tab:blue",

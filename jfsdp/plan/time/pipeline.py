@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jfsdp.engine.pipeline.schedule import IDLE, Schedule, lay_out
-from jfsdp.plan.program.hlo import Module
+from jfsdp.plan.hlo.parse import Module
 from jfsdp.plan.time.timeline import Timeline
 
 FORWARD, BACKWARD, SHARED = "forward", "backward", "shared"

@@ -6,7 +6,7 @@ import statistics
 
 from jfsdp.plan.cluster import hardware
 from jfsdp.plan.cluster.gpus import dtype_name
-from jfsdp.plan.program.collectives import Collective
+from jfsdp.plan.hlo.collectives import Collective
 from jfsdp.plan.time.work import Kind, Matmul, Work
 
 # Assumed: the part of the memory's datasheet bandwidth that an elementwise kernel gets (of a copy on an H100 NVL 0.91

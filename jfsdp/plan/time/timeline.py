@@ -12,9 +12,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective, find_done
-from jfsdp.plan.program.hlo import Computation, Instruction, Module
-from jfsdp.plan.program.rounds import executions, runs
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective, find_done
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module
+from jfsdp.plan.hlo.trip_counts import executions, runs
 from jfsdp.plan.time.rates import Rates
 from jfsdp.plan.time.work import Kind, Work, num_matmuls, work_of
 

@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from jfsdp.plan.program.collectives import collective_kind
-from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.program.rounds import runs
+from jfsdp.plan.hlo.collectives import collective_kind
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
+from jfsdp.plan.hlo.trip_counts import runs
 
 
 class Kind(enum.Enum):
@@ -86,7 +86,7 @@ _VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
 
 # [Note: what is a matmul] `is_matmul` says what keeps the cores busy: products, convolutions, attention. `work_of` also
 # needs their sizes: attention is a kind of its own there, with another rate, and convolutions, whose calls do not print
-# what is contracted, count as bytes only. Where a gradient begins, `judge.py` also stops at every other library call.
+# what is contracted, count as bytes only. Where a gradient begins, `classify.py` stops at other library calls too.
 
 
 def is_matmul(module: Module, instruction: Instruction) -> bool:

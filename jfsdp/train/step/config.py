@@ -9,8 +9,8 @@ from typing import Any
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.spec import MANUAL, XLA
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.strategy import Split
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import matches_glob
 
 

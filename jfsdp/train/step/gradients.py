@@ -37,8 +37,8 @@ from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.train.state import trainable
 from jfsdp.train.step.config import StepConfig
+from jfsdp.train.step.inspect_loss import LossFn, check_weight
 from jfsdp.train.step.loss import Loss, as_loss, merge
-from jfsdp.train.step.survey import LossFn, check_weight
 
 
 class Summed(NamedTuple):

@@ -33,12 +33,12 @@ from jfsdp.engine.movements import CALL, REDUCE, Move, deferred_axes, group_axes
 from jfsdp.engine.pipeline.schedule import StageCalls, schedule_of, turns_stay
 from jfsdp.engine.spec import MANUAL, XLA, StepSpec
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES, PIPE, model_axes
-from jfsdp.layout.table import Layout
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, naming_axes
-from jfsdp.train.step.survey import LossFn, Survey, first_rows, survey
+from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
 _EXCESS = 1.05  # of bytes: more is warned of
 _ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"

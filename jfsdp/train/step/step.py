@@ -36,10 +36,10 @@ from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, abstract_state, state_shardings
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, nonzero
+from jfsdp.train.step.inspect_loss import LossFn
 from jfsdp.train.step.loss import divide, metrics_of
 from jfsdp.train.step.loss_check import compare_loss
 from jfsdp.train.step.resolve import check_needs, resolve_step
-from jfsdp.train.step.survey import LossFn
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, with_lent
 

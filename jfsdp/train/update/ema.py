@@ -14,8 +14,8 @@ from jfsdp.arguments import checked
 from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.xla import XlaEngine
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.precision import sum_dtype
-from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState, check_live, make_work
 from jfsdp.train.update.optimizer import averaged
 

@@ -4,7 +4,7 @@
 `tx.init` and `tx.update` get one tree, the model's own (`jfsdp.modules.model.ParamTree`), so that masks, labels and
 whatever else goes by key path mean what they mean without jfsdp. What is not trained is `optax.MaskedNode()` there, as
 under `optax.masked`. The step keeps gradients and parameters by dotted name. What an optimizer is given is converted
-here, and what a loop of the user's own is given in own_loop.py.
+here, and what a loop of the user's own is given in grad_step.py.
 
 A leaf that no mesh divides is stored padded. Elementwise updates do not mind the padding; anything else does (three
 steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %), and so does whatever counts elements,

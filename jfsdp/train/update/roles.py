@@ -20,9 +20,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE, Cut, Leaf, make_spec
-from jfsdp.layout.rules import choose_dim
-from jfsdp.layout.table import Layout
+from jfsdp.layout.split_dim import choose_dim
 from jfsdp.modules.model import KeyPath, ParamTree
 
 

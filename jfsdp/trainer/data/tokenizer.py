@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jfsdp.checkpoint.disk.places import existing_path
+from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.extras import load
 
 # The end-of-document token of a tokenizer.json is the first of these that it holds, else `eos_token` of its

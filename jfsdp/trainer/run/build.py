@@ -18,9 +18,9 @@ from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.files import check_paths, check_policies, find_job, with_tokenizer
 from jfsdp.trainer.run.loop import LoopConfig
-from jfsdp.trainer.run.rules import what_decides
+from jfsdp.trainer.run.resume_rules import what_decides
+from jfsdp.trainer.run.weights import check_paths, check_policies, find_job, with_tokenizer
 from jfsdp.trainer.sources.source import check_source
 from jfsdp.trainer.step import make_batch, make_schedule, make_step
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Name, Number, Real, StepOptions, optional
 from jfsdp.trainer.parse import read_profile
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.launch.environment import LAUNCHED
-from jfsdp.trainer.run import rules
+from jfsdp.trainer.run import resume_rules
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
@@ -152,10 +152,11 @@ def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
     Raises:
       ValueError: naming each setting that differs, what it was and what it is.
     """
-    if refused := rules.refused(read_config(run_dir), ours):
+    if refused := resume_rules.refused(read_config(run_dir), ours):
         raise ValueError(
-            f"run directory {str(run_dir)!r} holds another run: {rules.describe(refused)}. Resume with the settings "
-            f"that began it, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
+            f"run directory {str(run_dir)!r} holds another run: {resume_rules.describe(refused)}. Resume with the "
+            f"settings that began it, or start a new run with another --run-dir (from these weights with --init-from "
+            f"{run_dir})"
         )
 
 

@@ -20,21 +20,21 @@ from jfsdp.compat import warn
 from jfsdp.launch.environment import RESTART
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
-from jfsdp.layout.advice import advise
-from jfsdp.layout.table import Layout, num_parameters
+from jfsdp.layout.layout import Layout, num_parameters
+from jfsdp.layout.lint import advise
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.run import directory as runs
-from jfsdp.trainer.run import rules
+from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.display import Display, accuracy, harmless, make_display
 from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
-from jfsdp.trainer.run.files import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closing, finite, read_jsonl
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
+from jfsdp.trainer.run.weights import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.step import describe_attention
@@ -263,11 +263,11 @@ class Run:
         """Say, and write down, what goes on with another value than the run had when it saved this step."""
         theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
         self.changes = theirs.get("changes", [])
-        if memory := rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
+        if memory := resume_rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
             self.display.say(memory)
-        if changed := rules.changed(theirs, decides, self.config):
+        if changed := resume_rules.changed(theirs, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
-            self.display.say(f"note: {rules.describe(changed)}: the run goes on, but no longer bit for bit")
+            self.display.say(f"note: {resume_rules.describe(changed)}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
         wait_for_all("restored")  # waits until all processes are here, as below

@@ -14,7 +14,7 @@ from jfsdp.layout.mesh import make_mesh
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.files import check_paths, with_tokenizer
+from jfsdp.trainer.run.weights import check_paths, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
 from tests.options import changed, made

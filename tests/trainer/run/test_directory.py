@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from jfsdp.trainer.run import directory as runs
-from jfsdp.trainer.run import rules
+from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import made
@@ -71,7 +71,7 @@ def test_another_configuration_is_refused_by_name(run):
 
 def test_what_may_change_is_not_refused_and_what_is_refused_is_all_the_rest(run):
     decides = build(made(TrainConfig, model="llama-tiny", model_config=("dim=16", "num_layers=1")), {}).decides
-    may = rules.options_of("said, kept", "said")
+    may = resume_rules.options_of("said, kept", "said")
     assert {"learning_rate", "decay_steps", "warmup", "skip_nonfinite"} < set(may) < decides.keys()
     runs.write_json(run / "config.json", {"config": {}, "decides": decides})
     for name in decides:

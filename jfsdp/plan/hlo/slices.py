@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jfsdp.plan.program.flow import number, tuple_index
-from jfsdp.plan.program.hlo import Instruction, Module, Shape
+from jfsdp.plan.hlo.flow import number, tuple_index
+from jfsdp.plan.hlo.parse import Instruction, Module, Shape
 
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "add": operator.add,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.disk.contents import Part, Stored
+from jfsdp.checkpoint.disk.logical_arrays import Part, Stored
 from jfsdp.checkpoint.disk.processes import in_all
 from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
 from jfsdp.checkpoint.source import Index, Source, read_ahead

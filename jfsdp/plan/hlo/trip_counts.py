@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jfsdp.plan.program.hlo import Computation, Instruction, Module
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

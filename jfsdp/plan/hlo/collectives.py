@@ -12,9 +12,9 @@ import numpy as np
 
 from jfsdp.engine.movements import wire_bytes
 from jfsdp.layout.mesh import outer_first
-from jfsdp.plan.program.groups import read_groups
-from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.program.rounds import Execution, executions
+from jfsdp.plan.hlo.device_groups import read_groups
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
+from jfsdp.plan.hlo.trip_counts import Execution, executions
 
 KINDS = (
     "all-gather",

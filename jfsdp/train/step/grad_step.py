@@ -15,8 +15,8 @@ from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import SCOPE, pad_leaf
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.table import Layout
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.process_checks import is_global
 from jfsdp.train.state import TrainState, state_shardings

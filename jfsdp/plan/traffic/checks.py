@@ -24,18 +24,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import BACKWARD, GATHER, REDUCE, SCATTER, Move
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import MODEL_AXES
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.program.held import find_held
-from jfsdp.plan.program.hlo import Instruction, Module, Shape
-from jfsdp.plan.program.rounds import walk
-from jfsdp.plan.program.slices import find_wrong_slices
-from jfsdp.plan.wire.attribution import Part
-from jfsdp.plan.wire.ledger import OWN, Ledger
-from jfsdp.plan.wire.theory import hlo_dtype
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
+from jfsdp.plan.hlo.kept_weights import find_held
+from jfsdp.plan.hlo.parse import Instruction, Module, Shape
+from jfsdp.plan.hlo.slices import find_wrong_slices
+from jfsdp.plan.hlo.trip_counts import walk
+from jfsdp.plan.traffic.attribution import Part
+from jfsdp.plan.traffic.ledger import OWN, Ledger
+from jfsdp.plan.traffic.theory import hlo_dtype
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",

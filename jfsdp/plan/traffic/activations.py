@@ -27,11 +27,11 @@ from typing import Any
 from jfsdp.compat import dce_jaxpr, manual_axes
 from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.engine import SCOPE
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
-from jfsdp.layout.table import Layout
-from jfsdp.plan.program.collectives import wire_bytes
-from jfsdp.plan.wire.forms import ALL_REDUCE, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
-from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype
+from jfsdp.plan.hlo.collectives import wire_bytes
+from jfsdp.plan.traffic.forms import ALL_REDUCE, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
+from jfsdp.plan.traffic.theory import PERMUTE, hlo_dtype
 from jfsdp.train.step.step import Trace
 
 

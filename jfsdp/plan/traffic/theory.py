@@ -16,9 +16,9 @@ from typing import Any
 
 from jfsdp.engine.movements import BACKWARD, FORWARD, REDUCE, STEP, UPDATE, Move, movements
 from jfsdp.engine.spec import StepSpec
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.table import Layout
-from jfsdp.plan.program.collectives import SCALARS_BYTES
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES
 
 PERMUTE = "collective-permute"
 _WHATS = {

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.disk.places import find_checkpoint
+from jfsdp.checkpoint.disk.paths import find_checkpoint
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.pretrained import (
@@ -26,9 +26,9 @@ from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
 from jfsdp.trainer.data.tokens import split_sources
 from jfsdp.trainer.job import Job, load_job
+from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import spell
 
 
 def check_policies(config: TrainConfig) -> dict[str, Any]:

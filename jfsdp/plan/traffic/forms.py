@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.plan.program.hlo import Shape
-from jfsdp.plan.wire.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
-from jfsdp.plan.wire.theory import hlo_dtype
+from jfsdp.plan.hlo.parse import Shape
+from jfsdp.plan.traffic.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
+from jfsdp.plan.traffic.theory import hlo_dtype
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from jfsdp.checkpoint.disk.places import existing_path
+from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config, read_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
@@ -25,8 +25,8 @@ from jfsdp.trainer.recipes import read_plain
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.files import find_job as job_of_run
-from jfsdp.trainer.run.files import leaves_out_base, load_weights, open_checkpoints
+from jfsdp.trainer.run.weights import find_job as job_of_run
+from jfsdp.trainer.run.weights import leaves_out_base, load_weights, open_checkpoints
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jfsdp.trainer.run import rules
+from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import changed, made
@@ -55,7 +55,7 @@ BUILT = {"model_config", "seq_len", "global_batch", "batch_per_device", "warmup"
 
 def _decides(**changes):
     config = changed(CONFIG, **changes)
-    return build(config, {}).decides if changes.keys() & BUILT else rules.what_decides(config)
+    return build(config, {}).decides if changes.keys() & BUILT else resume_rules.what_decides(config)
 
 
 def _stored(**changes):
@@ -71,57 +71,58 @@ def whole():
 
 @pytest.mark.parametrize("name", DECIDE)
 def test_another_value_of_what_decides_is_refused(name, whole):
-    assert name in rules.options_of("refused")
+    assert name in resume_rules.options_of("refused")
     ours = _decides(**{name: DECIDE[name]})
-    assert rules.refused({"decides": {key: whole[key] for key in ours}}, ours)
+    assert resume_rules.refused({"decides": {key: whole[key] for key in ours}}, ours)
 
 
 @pytest.mark.parametrize("name", CHANGE)
 def test_another_value_of_what_may_change_is_said(name, whole):
-    assert name in rules.options_of("said, kept", "said")
+    assert name in resume_rules.options_of("said, kept", "said")
     now = changed(CONFIG, **{name: CHANGE[name]})
     ours = _decides(**{name: CHANGE[name]})
     before = {"config": dataclasses.asdict(CONFIG), "decides": {key: whole[key] for key in ours}}
-    assert not rules.refused(before, ours)
-    assert name in rules.changed(before, ours, now)
+    assert not resume_rules.refused(before, ours)
+    assert name in resume_rules.changed(before, ours, now)
 
 
 @pytest.mark.parametrize("name", ROUND)
 def test_another_value_of_what_rounds_is_said_and_decides_nothing(name):
-    assert name in rules.options_of("rounding")
+    assert name in resume_rules.options_of("rounding")
     now = changed(CONFIG, **{name: ROUND[name]})
-    assert rules.what_decides(now) == rules.what_decides(CONFIG)
-    assert list(rules.changed(_stored(), rules.what_decides(now), now)) == [name]
+    assert resume_rules.what_decides(now) == resume_rules.what_decides(CONFIG)
+    assert list(resume_rules.changed(_stored(), resume_rules.what_decides(now), now)) == [name]
 
 
 def test_the_rest_of_the_rules_is_of_the_same_options():
     """Those of the tables above that decide alone are all that do; the rest of "refused" are data, names, pairs."""
-    rest = set(rules.options_of("refused")) - DECIDE.keys()
+    rest = set(resume_rules.options_of("refused")) - DECIDE.keys()
     rest -= {"data", "tokenizer", "text_field", "chat_template", "answers"}
     rest -= {"eod_token", "eval_fraction", "cross_documents", "model", "factory"}
     assert rest == {"preference", "beta", "reference"}
-    assert CHANGE.keys() == set(rules.options_of("said, kept", "said"))
+    assert CHANGE.keys() == set(resume_rules.options_of("said, kept", "said"))
 
 
 def test_what_a_command_leaves_out_is_as_the_run_had_it():
     asked = {"learning_rate": 1.0, "keep": 9, "steps": 7, "log_every": 1}
-    kept = rules.kept(_stored(**asked))
+    kept = resume_rules.kept(_stored(**asked))
     assert kept["learning_rate"] == 1.0 and kept["keep"] == 9
     assert not kept.keys() & {"steps", "log_every", "accumulate"}
-    assert rules.kept({}) == {}
+    assert resume_rules.kept({}) == {}
 
 
 def test_one_meaning_has_one_spelling():
     spelled = changed(CONFIG, frozen=("b,a",), mesh="fsdp=2", quantized=("a=int8",))
     other = changed(CONFIG, frozen=("a", "b", "a"), mesh={"fsdp": 2}, quantized={"a": "int8"})
-    assert rules.what_decides(spelled) == rules.what_decides(other)
+    assert resume_rules.what_decides(spelled) == resume_rules.what_decides(other)
 
 
 def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):
-    assert not rules.refused({"decides": whole | {"output_dtype": None, "shuffle_rows": 1024}}, whole)
-    found = rules.refused({"decides": whole | {"output_dtype": "float32"}}, whole)
-    assert "output_dtype was 'float32'" in rules.describe(found) and "a loss that casts" in rules.describe(found)
+    assert not resume_rules.refused({"decides": whole | {"output_dtype": None, "shuffle_rows": 1024}}, whole)
+    found = resume_rules.refused({"decides": whole | {"output_dtype": "float32"}}, whole)
+    told = resume_rules.describe(found)
+    assert "output_dtype was 'float32'" in told and "a loss that casts" in told
 
 
 def test_of_a_run_of_which_nothing_is_known_nothing_differs():
-    assert rules.refused({}, {"seed": 1}) == {} and rules.changed({}, {"seed": 1}, CONFIG) == {}
+    assert resume_rules.refused({}, {"seed": 1}) == {} and resume_rules.changed({}, {"seed": 1}, CONFIG) == {}

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jfsdp.trainer.option_errors import REMOVED
 from jfsdp.trainer.parse import Pairs, read_fields, write
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.spelling import REMOVED
 
 RULES = {
     "said, kept": "goes on, and says so",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
-from jfsdp.layout.table import Layout, num_parameters
 from jfsdp.layout.units import ROOT
 
 PADDING_SHARE = 0.01

@@ -19,8 +19,8 @@ import numpy as np
 
 from jfsdp.checkpoint.source import Index
 from jfsdp.layout.flat import Buffer, View
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.precision import is_key
-from jfsdp.layout.table import Layout
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.roles import dotted
 

@@ -13,7 +13,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.strategy import STRATEGIES
-from jfsdp.train.account import StateBytes, account, explain_to_dict
+from jfsdp.train.state_bytes import StateBytes, account, explain_to_dict
 from tests.sharding import fully_shard
 from tests.ways import WAYS
 

@@ -25,13 +25,13 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.memory.buffers import LiveRanges, Value
-from jfsdp.plan.program.flow import Flow, Place, is_collective
-from jfsdp.plan.program.hlo import Instruction
-from jfsdp.plan.program.scopes import find_argument, find_scopes
+from jfsdp.plan.hlo.flow import Flow, Place, is_collective
+from jfsdp.plan.hlo.op_names import find_argument, find_scopes
+from jfsdp.plan.hlo.parse import Instruction
+from jfsdp.plan.memory.buffer_assignment import LiveRanges, Value
 from jfsdp.plan.time.work import is_matmul
 
 PARTS = {

@@ -10,14 +10,14 @@ from typing import Any
 
 from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
 from jfsdp.engine.spec import StepSpec
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.program.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.wire.activations import Activations, Sent, find_activations
-from jfsdp.plan.wire.attribution import Attribution, Part
-from jfsdp.plan.wire.axes import group_axes, is_own
-from jfsdp.plan.wire.theory import PERMUTE, hlo_dtype, is_replicated
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
+from jfsdp.plan.traffic.activations import Activations, Sent, find_activations
+from jfsdp.plan.traffic.attribution import Attribution, Part
+from jfsdp.plan.traffic.axes import group_axes, is_own
+from jfsdp.plan.traffic.theory import PERMUTE, hlo_dtype, is_replicated
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"

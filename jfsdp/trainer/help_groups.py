@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypedDict
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
+from jfsdp.trainer.option_errors import check_numbers
 from jfsdp.trainer.parse import read_fields
-from jfsdp.trainer.spelling import check_numbers
 
 FIRST = "most used"
 Read = Callable[[str], Any] | None
@@ -40,7 +40,7 @@ def option(
 
     Args:
       group: under which it is shown; "": none.
-      resume: what a resumed run does with another value; see jfsdp/trainer/run/rules.py.
+      resume: what a resumed run does with another value; see jfsdp/trainer/run/resume_rules.py.
       least: the least number that it takes; see `check_numbers`.
       read: makes a text its value; see `read_fields`.
       python: what does the same in Python, in Markdown.

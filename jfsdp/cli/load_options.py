@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jfsdp.trainer.groups import option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Location, Mesh, Name, optional
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
-    from jfsdp.trainer.run.opened import Opened
+    from jfsdp.trainer.run.load_model import Opened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OpenOptions:
         """
         from jfsdp.launch.runtime import start_jax
         from jfsdp.trainer.run.config import TrainConfig
-        from jfsdp.trainer.run.opened import open_model
+        from jfsdp.trainer.run.load_model import open_model
 
         start_jax()
         given = TrainConfig(

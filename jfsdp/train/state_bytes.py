@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jfsdp.layout.advice import advise
 from jfsdp.layout.leaf import DEVICE, HOST, Leaf
+from jfsdp.layout.lint import advise
 from jfsdp.layout.report import layout_to_dict
 from jfsdp.train.state import TrainState, array_bytes, state_memories
 from jfsdp.train.storage import shapes_by_leaf

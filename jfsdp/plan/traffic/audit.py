@@ -1,4 +1,4 @@
-"""The audit: does a compiled step do what its layout says? `traps.py` knows the ways in which it may not."""
+"""The audit: does a compiled step do what its layout says? `checks.py` knows the ways in which it may not."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from jfsdp.arguments import Amount, Count, Share, Size, checked
 from jfsdp.engine.movements import movements
 from jfsdp.engine.spec import StepSpec
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.table import Layout
-from jfsdp.plan.program.collectives import find_collectives
-from jfsdp.plan.program.hlo import Instruction, Module, parse_module
-from jfsdp.plan.program.scopes import find_argument
+from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.op_names import find_argument
+from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
-from jfsdp.plan.wire.axes import is_own
-from jfsdp.plan.wire.ledger import OWN, Ledger, make_ledger, one_microbatch
-from jfsdp.plan.wire.theory import SCALARS_BYTES
-from jfsdp.plan.wire.traps import Check, Finding, gb
+from jfsdp.plan.traffic.axes import is_own
+from jfsdp.plan.traffic.checks import Check, Finding, gb
+from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
+from jfsdp.plan.traffic.theory import SCALARS_BYTES
 from jfsdp.train.step.step import Trace
 
 # What a program of another strategy, mesh or step than the layout's is found guilty of.

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jfsdp.plan.program.hlo import Computation, Instruction, Module
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module
 
 Mask = Any  # an int, one bit per parameter of the entry; or a tuple of Masks, one per element of a tuple
 Place = tuple[Instruction, tuple[int, ...]]  # an element of what an instruction makes

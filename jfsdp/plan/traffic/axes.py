@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
-from jfsdp.layout.table import Layout
-from jfsdp.plan.program.collectives import Collective
+from jfsdp.plan.hlo.collectives import Collective
 
 
 def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:

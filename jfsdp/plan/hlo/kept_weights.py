@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.engine.engine import SCOPE
 from jfsdp.engine.movements import GATHER
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
-from jfsdp.layout.table import Layout
-from jfsdp.plan.program.hlo import Computation, Instruction, Module, Shape
-from jfsdp.plan.program.rounds import walk
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
+from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.time.work import is_matmul
-from jfsdp.plan.wire.attribution import Part
+from jfsdp.plan.traffic.attribution import Part
 
 # In the names that JAX gives to what a derivative runs backward, and engine "manual" to its own.
 _BACKWARD = ("transpose(", f"{SCOPE}.backward")

@@ -27,9 +27,9 @@ from jfsdp.engine.dataflow import (
 )
 from jfsdp.engine.engine import SCOPE, UNIT_CALL
 from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
 from jfsdp.layout.precision import is_key
-from jfsdp.layout.table import Layout
 from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
 
