@@ -121,13 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
-    """Go on as the run to resume did in what its command leaves out of what a run keeps (`rules.RULES`)."""
+    """Go on as the run to resume did in what its command leaves out of what a run keeps (`resume_rules.RULES`)."""
     kept = resume_rules.kept(stored)
     again = parse(argv, kept)
     left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
     if left_out:
         shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in left_out.items())
         print(f"note: left out, so as the run had it: {shown}")
+    for name, instead in resume_rules.removed(stored).items():
+        was = stored["config"][name]
+        print(f"note: this run had --{name.replace('_', '-')} {was}, an option that was removed; use {instead}")
     return again
 
 

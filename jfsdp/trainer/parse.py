@@ -24,10 +24,18 @@ def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
       kind: the dataclass of the options.
 
     Raises:
-      ValueError: naming the option, its text, and what it takes.
+      ValueError: naming the option, its text, and what it takes; for a name with two values.
     """
     reads = {field.name: field.metadata.get("read") for field in dataclasses.fields(kind)}
-    return {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
+    found = {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
+    for name, value in found.items():
+        named = (
+            [item for item in value if isinstance(item, tuple)] if reads.get(name) and isinstance(value, tuple) else []
+        )
+        keys = [item[0] for item in dict.fromkeys(named) if isinstance(item[0], str)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"--{name.replace('_', '-')}: {twice[0]!r} has two values; give one")
+    return found
 
 
 def _read(read: Callable[[str], Any] | None, value: Any) -> Any:

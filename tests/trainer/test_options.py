@@ -90,6 +90,7 @@ def test_an_option_becomes_its_argument(changes, name, value):
     [
         ({"mesh": "8"}, "--mesh '8': '8' is not AXIS=SIZE"),
         ({"mesh": "fsdp=2,fsdp=4"}, "axis 'fsdp' is given twice"),
+        ({"quantized": ("a=nf4", "a=int8")}, "--quantized: 'a' has two values"),
         ({"mesh": "fsdp=8,"}, "'' is not AXIS=SIZE"),
         ({"mesh": "fsdp=2.5"}, "'fsdp=2.5' is not AXIS=SIZE"),
         ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false, node or a"),

@@ -106,6 +106,12 @@ def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
     )
 
 
+def removed(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Return the removed options that a run of 0.2 had at other values than their defaults: what to write instead."""
+    before = stored.get("config", {})
+    return {name: now for name, (default, now) in REMOVED.items() if before.get(name, default) != default}
+
+
 def kept(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a command which leaves them out has from the run that it resumes, with their values."""
     before = stored.get("config", {})

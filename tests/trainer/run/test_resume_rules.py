@@ -124,5 +124,14 @@ def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):
     assert "output_dtype was 'float32'" in told and "a loss that casts" in told
 
 
+def test_removed_options_that_a_run_had_are_named_with_what_replaces_them():
+    had = {"checkpoint_minutes": 15.0, "engine": "manual", "reduce": None, "extensions": []}
+    assert resume_rules.removed({"config": had}) == {
+        "checkpoint_minutes": "--checkpoint-every STEPS",
+        "engine": "--program",
+    }
+    assert resume_rules.removed({}) == {}
+
+
 def test_of_a_run_of_which_nothing_is_known_nothing_differs():
     assert resume_rules.refused({}, {"seed": 1}) == {} and resume_rules.changed({}, {"seed": 1}, CONFIG) == {}
