@@ -1,4 +1,4 @@
-"""What can be said of a step without a compiler: its state, its bytes on the wire by formula, and a roofline."""
+"""Lower bounds of a step, without a compiler: its state, the bytes that it sends by formula, and a roofline."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Bound:
 
 @checked
 def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None = None) -> Bound:
-    """Say what needs no compiler: what the step needs and takes at least.
+    """Return lower bounds of what a step needs and takes. Compiles nothing.
 
     Activations, gathered units and logits are not in it: the compiler decides them.
 

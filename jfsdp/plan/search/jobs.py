@@ -112,7 +112,7 @@ def _check_documents(num: int, planned: Planned, options: StepOptions) -> None:
 
 
 def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
-    """Say of the step of a training script's options what needs no compiler; see `make_bound`."""
+    """Return the lower bounds of the step that a training script's options describe; see `make_bound`."""
     _, _, step, batch, work, _ = shard_planned(options, num_devices=cluster.num_devices)
     return make_bound(step, batch, cluster, work)
 

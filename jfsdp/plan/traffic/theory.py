@@ -1,4 +1,4 @@
-"""What a strategy must put on the wire, from the Layout alone.
+"""The bytes that a step must send, from its layout and its spec.
 
 [Note: what theory counts]
 The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
@@ -60,7 +60,7 @@ class Expected:
 
 
 def expected_wire(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = None) -> tuple[Expected, ...]:
-    """Return what a step must put on the wire for its weights; see [Note: what theory counts].
+    """Return what a step must send for its weights; see [Note: what theory counts].
 
     Args, Raises: as `movements`.
     """
