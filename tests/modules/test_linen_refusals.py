@@ -12,6 +12,7 @@ from flax.core import DenyList
 from jfsdp.modules.linen import LinenModel
 from tests.modules.linen_models import SPLIT, Block, Carry, Net, X, mean_square, shard
 from tests.modules.parity import DIM, TX, assert_close, check_linen, data, flat, train_sharded
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 
@@ -144,8 +145,8 @@ def test_boxed_parameters_are_unboxed():
 
 @pytest.mark.parametrize("source", [Net(), (Net(),), (Net, X), (X, Net())], ids=["bare", "one", "class", "order"])
 def test_what_is_no_linen_model_is_refused_with_the_form_to_pass(source):
-    with pytest.raises(ValueError, match=r"\((linen_)?module, example_inputs\)"):
-        fully_shard(source)
+    error = TypeError if isinstance(source, nn.Module) else ValueError
+    refuses(lambda: fully_shard(source), "module, example_inputs)", error=error)
 
 
 @pytest.mark.parametrize("example", [(1, 64), [1, 64], 64])
