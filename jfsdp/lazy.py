@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return a package's `__getattr__`, `__dir__` and `__all__`, read from the `if TYPE_CHECKING` block of its file.
 
-    The imports in that block are the only table of public names and where they are defined. Submodules that the
-    package imports from itself resolve too, and are not part of `__all__`.
+    The imports in that block are the only table of public names and where they are defined, so a package needs its
+    sources, which wheels have. Submodules that the package imports from itself resolve too, and are not part of
+    `__all__`.
     """
-    (block,) = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.If)]
+    (block,) = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
 
@@ -26,4 +28,8 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(homes[name]), name)
 
-    return get, lambda: [*homes], [name for name, home in homes.items() if home != package]
+    return (
+        get,
+        lambda: sorted({*vars(sys.modules[package]), *homes}),
+        [name for name, home in homes.items() if home != package],
+    )

@@ -52,7 +52,7 @@ ALLOWED = {
     "trainer": ("arguments", "lazy", "compat", "layout", "engine", "train", "checkpoint", "launch", "extras"),
     "plan": ("arguments", "lazy", "compat", "layout", "engine", "train", "launch.hosts", *PLANNED, "extras"),
     "launch": ("arguments", "compat", "extras"),
-    "testing": ("arguments", "engine", "layout", "plan"),
+    "testing": ("arguments", "engine", "layout", "train", "plan"),
     "lazy": (),
     "optim": ("layout", "train"),
     "peft": ("checkpoint",),
@@ -190,7 +190,7 @@ def run_without(packages, code):
 
 def test_the_library_needs_no_extra():
     code = (
-        "import jfsdp\nfor module in (jfsdp, jfsdp.checkpoint, jfsdp.optim, jfsdp.peft, jfsdp.plan):\n"
+        "import jfsdp\nfor module in (jfsdp, jfsdp.checkpoint, jfsdp.optim, jfsdp.peft, jfsdp.plan, jfsdp.trainer):\n"
         "    [getattr(module, n) for n in module.__all__]"
     )
     done = run_without(EXTRAS["train"][:1] + EXTRAS["train"][2:], code)  # flax itself brings rich

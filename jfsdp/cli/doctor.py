@@ -16,7 +16,7 @@ from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.option_errors import spell
-from jfsdp.trainer.options import Decimal, Location, text
+from jfsdp.trainer.options import Decimal, Location, optional
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Doctor:
     """Examine all processes of a run together."""
     run_dir: Location = None
     """With --processes: a directory that all are to see. none: the working directory."""
-    mesh: Annotated[tuple[tuple[str, int], ...] | None, text("AXIS=SIZE,...")] = option(None, read=read_mesh)
+    mesh: Annotated[tuple[tuple[str, int], ...] | None, optional(str, "AXIS=SIZE,...")] = option(None, read=read_mesh)
     """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
     timeout: Decimal = option(None, least=1)
     """With --processes: seconds that each part may take, before all end and say which it was. none: 60."""

@@ -35,7 +35,12 @@ SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for a
 _SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse unknown axes, sizes that none can have, and more than one -1.
+
+    Raises:
+      ValueError: naming the axis and its size.
+    """
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
         raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}")
@@ -53,7 +58,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     Raises:
       ValueError: if the product of the sizes is not `num_devices`.
     """
-    _check_sizes(sizes)
+    check_sizes(sizes)
     ordered = {name: sizes[name] for name in AXES if name in sizes}
     known = math.prod(size for size in ordered.values() if size != -1)
     rest = num_devices // known
@@ -98,7 +103,7 @@ def make_mesh(
     Raises:
       ValueError: if the sizes do not multiply to the number of devices, or for an axis that jfsdp does not know.
     """
-    _check_sizes(unknown)
+    check_sizes(unknown)
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")
@@ -130,7 +135,7 @@ def make_abstract_mesh(sizes: Mapping[str, int], *, sharding_factor: int | None 
     if -1 in sizes.values():
         raise ValueError(f"a mesh without devices needs every size; got {dict(sizes)}")
     full = {name: sizes.get(name, 1) for name in AXES}
-    _check_sizes(sizes)
+    check_sizes(sizes)
     full = full if sharding_factor is None else regroup(full, sharding_factor)
     return AbstractMesh(tuple(full.values()), tuple(full), axis_types=(AxisType.Auto,) * len(full))
 

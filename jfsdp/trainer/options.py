@@ -77,7 +77,9 @@ Mesh = Annotated[tuple[tuple[str, int], ...], text("AXIS=SIZE,...")]
 Fields = tuple[Annotated[tuple[str, Any], text("KEY=VALUE", lambda pair: parse.write((pair,)))], ...]
 read_quantized = parse.pairs("--quantized", "GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
 read_rate_scale = parse.pairs("--rate-scale", "GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor)
-read_xla = parse.pairs("--xla", "NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_literal)
+read_xla = parse.pairs(
+    "--xla", "NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_xla_value
+)
 read_offload = parse.words("--offload", parse.OFFLOADABLE, ", separated by commas (activations: --remat offload:NAME)")
 read_config = parse.pairs("--model-config", "KEY=VALUE, such as num_layers=2", parse.read_literal)
 

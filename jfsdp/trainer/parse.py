@@ -23,25 +23,21 @@ def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       kind: the dataclass of the options.
 
+    Of several values for one name the last counts: a command line appends to a recipe.
+
     Raises:
-      ValueError: naming the option, its text, and what it takes; for a name with two values.
+      ValueError: naming the option, its text, and what it takes.
     """
     reads = {field.name: field.metadata.get("read") for field in dataclasses.fields(kind)}
-    found = {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
-    for name, value in found.items():
-        named = (
-            [item for item in value if isinstance(item, tuple)] if reads.get(name) and isinstance(value, tuple) else []
-        )
-        keys = [item[0] for item in dict.fromkeys(named) if isinstance(item[0], str)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"--{name.replace('_', '-')}: {twice[0]!r} has two values; give one")
-    return found
+    return {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
 
 
 def _read(read: Callable[[str], Any] | None, value: Any) -> Any:
     if read and isinstance(value, tuple):
-        parts = [read(item) if isinstance(item, str) else (item,) for item in value]
-        return tuple(itertools.chain.from_iterable(parts))
+        items = [read(item) if isinstance(item, str) else (item,) for item in value]
+        found = tuple(itertools.chain.from_iterable(items))
+        has_names = all(isinstance(item, tuple) and isinstance(item[0], str) for item in found)
+        return tuple(dict(found).items()) if has_names else found
     return read(value) if read and isinstance(value, str) else value
 
 
@@ -90,13 +86,21 @@ def words(option: str, known: tuple[str, ...] = (), remedy: str = "") -> Callabl
 
 
 def read_literal(text: str) -> Any:
-    """Read a Python literal, true, false or none; any other text stays as it is."""
+    """Read a Python literal (a list as a tuple), true, false or none; any other text stays unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_xla_value(text: str) -> Any:
+    """Read true, false, none or a whole number; any other text stays unchanged."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def read_factor(text: str) -> float:
@@ -196,6 +200,12 @@ def write(value: Any) -> str:
     """Return the text of a value, as its option takes it."""
     if not isinstance(value, tuple):
         return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    if value and value[0][0] in ("save", "offload") and isinstance(value[0], tuple):
+    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value):
+        return ",".join(map(write, value))
+    if {name for name, _ in value} <= {"save", "offload"} and value:
         return "+".join(f"{'names' if field == 'save' else field}:{','.join(names)}" for field, names in value)
-    return ",".join(f"{item[0]}={write(item[1])}" if isinstance(item, tuple) else str(item) for item in value)
+    return ",".join(f"{name}={_literal(part)}" for name, part in value)
+
+
+def _literal(value: Any) -> str:
+    return str(value) if isinstance(value, tuple) else write(value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
+from jfsdp.trainer.option_errors import REMOVED
 from jfsdp.trainer.parse import read_fields
 
 ENTRY_POINT_GROUP = "jfsdp.recipes"
@@ -69,7 +70,9 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     fields = read_recipe(name)
     unknown = [field for field in fields if field not in known and field not in ignore]
     if unknown:
-        raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}; options are {', '.join(known)}")
+        removed = [f"; use {REMOVED[field][1]}" for field in unknown if field in REMOVED]
+        remedy = removed[0] if removed else f"; options are {', '.join(known)}"
+        raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}{remedy}")
     given = {field: value for field, value in fields.items() if field in known}
     return dataclasses.replace(options, **read_plain(type(options), given, f"recipe {name!r}"))  # type: ignore[type-var]
 

@@ -17,6 +17,7 @@ from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.axes import is_own
 from jfsdp.plan.traffic.checks import excess_elements
 from jfsdp.plan.traffic.ledger import OWN, make_ledger
+from jfsdp.testing import assert_collectives
 from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
 from tests import hlo
 from tests.plan import programs
@@ -97,6 +98,7 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(kind):
         (note,) = (note for note in report.notes if "are the model's own" in note)
         assert ("by theory (ratio 1.00" if known else "theory is silent of them") in note
     assert report.ledger.own_ratio == pytest.approx(1, abs=1e-3)
+    assert_collectives(module, layout, trace=trace)
 
 
 @pytest.mark.parametrize(

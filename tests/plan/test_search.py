@@ -24,6 +24,7 @@ from jfsdp.trainer.parse import read_fields, write
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import changed, made
+from tests.refusals import refuses
 
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = made(StepOptions, model="llama-tiny", seq_len=64)
@@ -251,6 +252,19 @@ def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
     for mesh in ("fsdp=4,tensor=2", "fsdp=4,tensor=-1"):
         given = changed(TINY, mesh=mesh)
         assert {write(one.mesh) for one in placements(given, NODE, ONE)} == {"fsdp=-1,tensor=2"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ((("foo", 8),), ("mesh axis 'foo'", "replica")),
+        ((("fsdp", 0),), ("'fsdp': 0", "-1")),
+        ((("fsdp", -1), ("replica", -1)), ("only one",)),
+        ((("fsdp", 4),), ("--mesh fsdp=4", "4 devices", "the 8 of the cluster", "-1")),
+    ],
+)
+def test_a_mesh_that_no_cluster_has_is_refused_by_what_is_wrong(mesh, words):
+    refuses(lambda: mesh_sizes(mesh, 8), *words)
 
 
 def tensor_meshes(options, cluster=NODE, space=None, given=None):

@@ -224,6 +224,12 @@ def test_resolving_changes_no_attribute_of_a_step():
     assert dict(vars(step)) == before, "what calls find out is in the cache"
 
 
+def test_a_batch_of_another_structure_has_no_part_in_a_spec():
+    step = step_of(Net, loss, EIGHT, {}, AGAIN)
+    step.resolve(BATCH)
+    refuses(lambda: step.resolve(BATCH | {"w": BATCH["x"]}), "the batch changed", "another train_step")
+
+
 def test_a_spec_knows_the_passes_of_its_pipeline():
     spec = decide(Layers, loss, {"pipe": 2, "fsdp": 2}, PIPED, AGAIN)
     assert spec.passes and spec.schedule and spec.passes.forward == 3 and spec.passes.calls

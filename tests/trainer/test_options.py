@@ -18,6 +18,7 @@ from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
 from jfsdp.trainer.option_errors import check_known, check_numbers, spell
 from jfsdp.trainer.options import ShardingOptions
+from jfsdp.trainer.parse import write
 from jfsdp.trainer.recipes import load_recipe, option_value
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import made
@@ -90,7 +91,6 @@ def test_an_option_becomes_its_argument(changes, name, value):
     [
         ({"mesh": "8"}, "--mesh '8': '8' is not AXIS=SIZE"),
         ({"mesh": "fsdp=2,fsdp=4"}, "axis 'fsdp' is given twice"),
-        ({"quantized": ("a=nf4", "a=int8")}, "--quantized: 'a' has two values"),
         ({"mesh": "fsdp=8,"}, "'' is not AXIS=SIZE"),
         ({"mesh": "fsdp=2.5"}, "'fsdp=2.5' is not AXIS=SIZE"),
         ({"reshard_after_forward": "half"}, "--reshard-after-forward 'half' is not none, true, false, node or a"),
@@ -215,7 +215,7 @@ def test_what_the_cpu_cannot_compute_in_float16_has_a_remedy():
         (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
         (["--epochs", "3"], ["--epochs:", "--help"]),
         (["--eod-id", "3"], ["--eod-id:", "eod_id", "FILE.bin.json"]),
-        (["--no-deterministic"], ["--no-deterministic:", "--xla xla_gpu_deterministic_ops=true"]),
+        (["--no-deterministic"], ["--no-deterministic:", "XLA_FLAGS=--xla_gpu_deterministic_ops=true"]),
     ],
 )
 def test_an_unknown_option_is_refused_with_close_ones(args, words):
@@ -253,3 +253,27 @@ def test_a_recipe_with_values_of_another_type_is_refused_by_field(fields, tmp_pa
 def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():
     assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=gpt2-stdlib"]) == "gpt2-stdlib"
     assert option_value("--recipe", ["--steps", "2"]) is None
+
+
+TEXTS = {
+    "xla": ("a=1", "a=1,2", "b=1.5", "c=none"),
+    "model_config": ("x=[1,2]", "y=1e-3", "stacked=False"),
+    "rate_scale": ("head=2.0", "embed=0.12345678"),
+    "quantized": ("a=nf4", "b=int8"),
+    "mesh": "replica=2,fsdp=-1",
+    "remat": "names:a,b+offload:c",
+    "reshard_after_forward": "node",
+    "offload": ("params,grads",),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_text_of_a_value_is_read_as_that_value(name):
+    value = getattr(made(TrainConfig, **{name: TEXTS[name]}), name)
+    parts = [write((part,)) for part in value] if isinstance(TEXTS[name], tuple) else write(value)
+    assert getattr(made(TrainConfig, **{name: parts}), name) == value
+
+
+def test_of_two_values_for_a_name_the_last_counts_and_xla_takes_texts():
+    assert made(TrainConfig, xla=TEXTS["xla"]).xla == (("a", "1,2"), ("b", "1.5"), ("c", None))
+    assert made(TrainConfig, quantized=("a=nf4", "a=int8")).quantized == (("a", "int8"),)

@@ -38,7 +38,12 @@ def together(check: Callable[[], Any]) -> list[Any]:
     return [other["value"] for other in gathered]
 
 
-_KINDS: dict[str, type[Exception]] = {"damaged": DamagedError, "value": ValueError, "other": RuntimeError}
+_KINDS: dict[str, type[Exception]] = {
+    "damaged": DamagedError,
+    "value": ValueError,
+    "type": TypeError,
+    "other": RuntimeError,
+}
 
 
 def _kind(error: Exception) -> str:

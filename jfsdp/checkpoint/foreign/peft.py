@@ -168,7 +168,7 @@ def adapter_source(
         if not math.isclose(scale, one.scale):
             raise ValueError(
                 f"{one.path}: the scale of its adapter is {scale:g} in {adapter.path} and {one.scale:g} in the model; "
-                "give fully_shard the alpha of the adapter, as jfsdp.peft.read_loras says it"
+                "wrap the model with what the adapter says: jfsdp.lora(model, jfsdp.peft.read_loras(PATH))"
             )
     return found
 

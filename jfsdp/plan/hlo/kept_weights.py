@@ -15,7 +15,7 @@ from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.time.work import is_matmul
 from jfsdp.plan.traffic.attribution import Part
 
-# In the names that JAX gives to what a derivative runs backward, and engine "manual" to its own.
+# In the names that JAX gives to what a derivative runs backward, and program "manual" to its own.
 _BACKWARD = ("transpose(", f"{SCOPE}.backward")
 _WAITS = ("bitcast", "copy", "copy-start", "copy-done", "fusion-done", "async-done")
 _PASSES = (*_WAITS, "get-tuple-element", "reshape", "transpose", "convert")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
+from jfsdp.layout.mesh import check_sizes, make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
 from jfsdp.plan.bound import Bound, make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
@@ -74,6 +74,7 @@ def mesh_sizes(mesh: tuple[tuple[str, int], ...], num_devices: int) -> dict[str,
     Raises:
       ValueError: for a mesh of another size than the cluster's, naming both.
     """
+    check_sizes(dict(mesh))
     sizes, how = {"fsdp": 1, **dict(mesh)}, "divide" if -1 in dict(mesh).values() else "make"
     try:
         return resolve_sizes(sizes, num_devices)

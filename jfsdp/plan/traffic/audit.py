@@ -104,7 +104,7 @@ def audit(
     module = read_module(compiled)
     num_devices = _check_devices(module, layout)
     collectives = find_collectives(module, num_devices, dict(layout.mesh_sizes))
-    spec = spec or one_microbatch(layout)
+    spec = spec or one_microbatch(layout, calls)
     ledger = make_ledger(layout, collectives, spec, calls=calls, gpus_per_node=gpus_per_node, trace=trace)
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * spec.accumulate
     check = Check(layout, module, ledger, movements(layout, spec, calls), allowed)

@@ -147,7 +147,7 @@ def make_ledger(
     Raises:
       ValueError: as `movements`.
     """
-    spec = spec or one_microbatch(layout)
+    spec = spec or one_microbatch(layout, calls)
     moves = movements(layout, spec, calls)
     attribution = Attribution(layout, moves)
     parts, unknown, unknown_bytes, own = [], [], 0.0, []
@@ -170,9 +170,10 @@ def make_ledger(
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts), own_theory)
 
 
-def one_microbatch(layout: Layout) -> StepSpec:
-    """Return the spec of a step of program "manual" with one microbatch, in which no unit is called again."""
-    return StepSpec(deferred=deferred_axes(layout, accumulate=1, once=False))
+def one_microbatch(layout: Layout, calls: Mapping[str, int] | None = None) -> StepSpec:
+    """Return the spec of a step of program "manual" with one microbatch, whose units are called so often."""
+    repeats = any(num > 1 for num in (calls or {}).values())
+    return StepSpec(deferred=deferred_axes(layout, accumulate=1, once=False, repeats=repeats))
 
 
 class _Rows:

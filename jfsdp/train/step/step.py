@@ -127,11 +127,13 @@ class BatchStep:
 
         Raises, Warns: as `resolve_step`; ValueError for a batch that cannot be split.
         """
+        batch = as_arrays(batch)
+        check_same_batch(batch, self._cache.batch_shape)
         if self._cache.spec is None:
-            batch = as_arrays(batch)
             self._check_batch(batch, self.config.accumulate)
             with model_mesh(self.mesh):
                 self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
+            self._cache.batch_shape = batch_shape(batch)
         return self._cache.spec
 
     @property
@@ -150,7 +152,6 @@ class BatchStep:
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self._shard(batch, self.config.accumulate)
-        check_same_batch(batch, self._cache.batch_shape)
         self.resolve(batch)
         if self.config.check_loss and not self._cache.is_checked:
             with model_mesh(self.mesh):

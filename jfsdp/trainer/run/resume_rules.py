@@ -42,7 +42,7 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
         "frozen": sorted(set(config.frozen)) or None,
         "lora": sorted(map(_lora, config.lora)) or None,
         "quantized": sorted(write((pair,)) for pair in config.quantized) or None,
-        "rate_scale": [f"{glob}={factor:g}" for glob, factor in config.rate_scale] or None,
+        "rate_scale": [write((pair,)) for pair in config.rate_scale] or None,
         "preference": config.preference and [config.preference, config.beta, config.reference],
     }
 
@@ -67,6 +67,16 @@ def describe(differing: Mapping[str, Sequence[Any]]) -> str:
     return "; ".join(f"{name} was {was!r}, is {now!r}{removed.get(name, '')}" for name, (was, now) in differing.items())
 
 
+def decided(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decided of a run, with the texts of pairs spelled as `what_decides` and `build` do."""
+    theirs = dict(stored.get("decides", {}))
+    for name, option in {"rate_scale": "rate_scale", "model_config.fields": "model_config"}.items():
+        if theirs.get(name):
+            read = read_fields(TrainConfig, {option: theirs[name]})[option]
+            theirs[name] = [write((pair,)) for pair in read]
+    return theirs
+
+
 def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return what keeps a run from going on, by name: all that decides but what goes on and is said.
 
@@ -74,7 +84,7 @@ def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
       stored: the `config.json` of the run, or empty.
       decides: what the losses depend on now.
     """
-    theirs = {name: x for name, x in stored.get("decides", {}).items() if name not in REMOVED or x != REMOVED[name][0]}
+    theirs = {name: x for name, x in decided(stored).items() if name not in REMOVED or x != REMOVED[name][0]}
     found, said = differences(theirs, decides), options_of("said, kept", "said")
     return {name: pair for name, pair in found.items() if name not in said}
 
@@ -87,7 +97,7 @@ def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: Train
         {name: write(one[name]) if isinstance(one[name], tuple) else one[name] for name in rounding}
         for one in (before, now)
     )
-    return differences(stored.get("decides", {}), decides) | differences(was, found)
+    return differences(decided(stored), decides) | differences(was, found)
 
 
 def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:

@@ -124,11 +124,19 @@ def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):
     assert "output_dtype was 'float32'" in told and "a loss that casts" in told
 
 
+def test_texts_of_an_older_run_are_compared_by_what_they_mean(whole):
+    theirs = {"rate_scale": ["head=2.0", "embed=1e-1"], "model_config.fields": ["x=1e-3", "stacked=False"]}
+    ours = {"rate_scale": ["head=2.0", "embed=0.1"], "model_config.fields": ["x=0.001", "stacked=false"]}
+    assert not resume_rules.refused({"decides": whole | theirs}, whole | ours)
+    other = ours | {"rate_scale": ["head=2.0000001", "embed=0.1"]}
+    assert list(resume_rules.refused({"decides": whole | theirs}, whole | other)) == ["rate_scale"]
+
+
 def test_removed_options_that_a_run_had_are_named_with_what_replaces_them():
     had = {"checkpoint_minutes": 15.0, "engine": "manual", "reduce": None, "extensions": []}
     assert resume_rules.removed({"config": had}) == {
         "checkpoint_minutes": "--checkpoint-every STEPS",
-        "engine": "--program",
+        "engine": "--program xla or --program manual",
     }
     assert resume_rules.removed({}) == {}
 
