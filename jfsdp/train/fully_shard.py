@@ -94,7 +94,8 @@ def fully_shard(
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
-        root); globs that match one unit must not contradict each other.
+        root); globs that match one unit must not contradict each other. An `mp_policy` replaces all of the model's
+        for these units, `frozen_dtype` included, but for `loss_scale`: units share one loss.
 
     Raises:
       TypeError: for arguments of a wrong type.

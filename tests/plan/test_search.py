@@ -397,7 +397,7 @@ def test_real_plans_are_no_faster_than_their_bounds():
     assert sum(text.startswith("compiling ") for text in told) == len(planned)
 
 
-def test_the_best_is_tried_under_every_engine_depth_and_storage():
+def test_the_best_is_tried_under_every_program_depth_and_storage():
     result = search(space=changed(SMALL, xla=()))
     tried = {(one.options.program, one.options.prefetch, one.options.storage) for one in result.tried}
     assert tried == {
