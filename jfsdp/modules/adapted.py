@@ -97,9 +97,13 @@ class AdaptedModel:
         return out, params, after | {name: x + 1 if name == DROPOUT_COUNT else x for name, x in own.items()}
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-        """Return the user's own model, decoded, with each adapter added to its matrix."""
+        """Return the user's own model, decoded, with each adapter added to its matrix.
+
+        Those matrices are in the model's own dtype: one of fewer bits at rest would round away what adapters add.
+        """
         values = decode_all(self.codecs, params)
-        merged = {path: merge(values[path], one, values) for path, one in self.adapters.items()}
+        own = {path: values[path].astype(self.base.params[path].dtype) for path in self.adapters}
+        merged = {path: merge(own[path], one, values) for path, one in self.adapters.items()}
         return self.base.plain({**values, **merged}, {name: state[name] for name in self.base.state})
 
 

@@ -12,7 +12,7 @@ from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.precision import item_bytes
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.plan import Work, rows_of
+from jfsdp.plan.plan import Work, check_cluster, rows_of
 from jfsdp.plan.traffic.theory import expected_wire
 from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
@@ -89,8 +89,10 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     Raises:
       ValueError: for options and batches that training would refuse.
     """
+    check_cluster(step, cluster)
+    spec = step.resolve(batch)
     layout, work = step.layout, work or rows_of(step, batch)
-    rows = [row for row in expected_wire(layout, step.resolve(batch)) if row.wire_bytes]
+    rows = [row for row in expected_wire(layout, spec) if row.wire_bytes]
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
     wire_s = sum(
         row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.driver.schedule import Prefetch
+from jfsdp.engine.options import is_gpu
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
@@ -27,6 +29,7 @@ from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, large
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
+from jfsdp.train.checks import check_lowers
 from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
@@ -69,8 +72,22 @@ class Work:
 
 def rows_of(step: TrainStep, batch: Any) -> Work:
     """Return the work of a step whose items are the rows of its batch, of unknown FLOPs."""
-    rows = max(x.shape[0] for x in jax.tree.leaves(batch) if x.shape) // num_data_shards(dict(step.layout.mesh_sizes))
+    rows = max(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+    rows //= num_data_shards(dict(step.layout.mesh_sizes))
     return Work(rows, rows, "row", None, matmul_dtype(step.layout))
+
+
+def check_cluster(step: TrainStep, cluster: Cluster) -> None:
+    """Refuse a cluster of another number of devices than the step's mesh.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    if step.mesh.size != cluster.num_devices:
+        raise ValueError(
+            f"the mesh has {step.mesh.size} devices and the cluster {cluster.num_devices}; make the mesh over "
+            "jfsdp.plan.topology_devices(cluster), or change nodes and gpus_per_node"
+        )
 
 
 def matmul_dtype(layout: Layout) -> str:
@@ -272,7 +289,14 @@ def make_plan(
       ValueError: for options that XLA does not know, and batches that cannot be split.
       EagerComputation: if the model or its loss computes something while it is traced.
     """
-    state, work = step.abstract_state(), work or rows_of(step, batch)
+    check_cluster(step, cluster)
+    check_lowers(step.mesh)
+    if not is_gpu(step.mesh):
+        raise ValueError(
+            f"make_plan: the mesh has devices of platform {step.mesh.devices.flat[0].platform!r}, and a plan compiles "
+            "for GPUs; make it with jfsdp.make_mesh(devices=jfsdp.plan.topology_devices(cluster), ...)"
+        )
+    state = step.abstract_state()
     on_progress("lowering")
     with without_cache():
         with _explaining_eager_computation():
@@ -281,6 +305,7 @@ def make_plan(
         on_progress("compiling")
         compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
+    work = work or rows_of(step, batch)
     module = parse_module(compiled.text)
     collectives = find_collectives(module, cluster.num_devices, dict(step.layout.mesh_sizes))
     timeline = simulate(module, collectives, Rates(cluster, documents_per_row=work.documents_per_row))

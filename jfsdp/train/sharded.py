@@ -384,7 +384,8 @@ class ShardedModel:
     def to_flax(self, state: TrainState) -> Any:
         """Return the plain model with the weights of a state: an `nnx.Module`, or the variables of a Linen module.
 
-        Layout:  [D+pad/axes F] -> [D F] on the first device of this process, in the dtype at rest.
+        Layout:  [D+pad/axes F] -> [D F] on the first device of this process, in the dtype at rest;
+                 matrices with an adapter in the dtype that the model makes them in.
         Cost:    one all-gather per parameter, one after another. With several processes each calls it.
         Memory:  the whole model on that device; of one parameter at a time, all of it on every device. The arrays are
                  copies: the state may be trained on.

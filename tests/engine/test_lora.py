@@ -201,3 +201,18 @@ LIKE_OTHERS = ("no remat", "flat")
 def test_every_setting_equals_one_device(case, form):
     model, mesh, options = CASES[case]
     check(model, mesh, form, **({"program": "xla"} | options))
+
+
+@pytest.mark.parametrize(
+    "rest", [{"mp_policy": jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")}, {"quantized": NF4}]
+)
+def test_a_base_of_few_bits_takes_nothing_from_the_merged_matrices(rest):
+    model = fully_shard(Tower, units=[Block], lora=lora("lora"), mesh=jfsdp.make_mesh(), **rest)
+    tx, batch = optax.adam(1e-3), make_batches(1)[0]
+    state = model.init(tx)
+    first = model.to_flax(state)
+    for _ in range(2):
+        state, _ = model.train_step(token_loss, tx, check_loss=False)(state, batch)
+    whole, run = model.to_flax(state), model.forward(lambda model, batch: model(batch["tokens"]))
+    before, after, meant = (np.asarray(x) for x in (first(batch["tokens"]), whole(batch["tokens"]), run(state, batch)))
+    assert np.abs(after - meant).max() < 1e-3 * np.abs(after - before).max()

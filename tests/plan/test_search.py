@@ -8,11 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
-from jfsdp.plan.bound import matmul_elements
+import jfsdp
+from jfsdp.plan.bound import make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
+from jfsdp.plan.plan import make_plan
 from jfsdp.plan.search import space as spaces
 from jfsdp.plan.search.candidates import Outcome, pareto_front
 from jfsdp.plan.search.jobs import bound_job, mesh_sizes, shard_planned
@@ -407,3 +411,14 @@ def test_the_best_is_tried_under_every_program_depth_and_storage():
         ("manual", 2, "per_parameter"),
         ("manual", 1, "flat"),
     }
+
+
+def test_a_step_is_planned_for_as_many_gpus_as_its_mesh_has():
+    model = jfsdp.fully_shard(lambda rngs: nnx.Linear(8, 8, rngs=rngs), placements=jfsdp.placements(min_size=0))
+    step = model.train_step(lambda model, batch: (model(batch["x"]) ** 2).mean() * batch["num"], optax.sgd(0.1))
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), "float32"), "num": 1.0}
+    refuses(lambda: make_plan(step, batch, NODE), "platform 'cpu'", "topology_devices")
+    for ask in (make_plan, make_bound):
+        refuses(functools.partial(ask, step, batch, TWO_NODES), "8 devices", "16")
+    assert make_bound(step, batch, NODE).items == 2
+    refuses(lambda: make_bound(step, {}, NODE), "the batch changed")

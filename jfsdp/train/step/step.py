@@ -129,8 +129,8 @@ class BatchStep:
         """
         batch = as_arrays(batch)
         check_same_batch(batch, self._cache.batch_shape)
+        self._check_batch(batch, self.config.accumulate)
         if self._cache.spec is None:
-            self._check_batch(batch, self.config.accumulate)
             with model_mesh(self.mesh):
                 self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
             self._cache.batch_shape = batch_shape(batch)
