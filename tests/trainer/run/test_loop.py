@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jfsdp.engine.spec import StepSpec
 from jfsdp.launch.watch import Watch
 from jfsdp.trainer.run.display import Silent
 from jfsdp.trainer.run.evaluate import Evaluation
@@ -59,13 +60,11 @@ def run_loop(
     records.checkpoint_every = checkpoint_every
 
     class Step:
-        program = "xla"
-
         def shard_batch(self, batch):
             return batch
 
-        def decide(self, state, batch):
-            return "no reason"
+        def resolve(self, batch):
+            return StepSpec("xla", "no reason")
 
         def __call__(self, state, batch):
             if batch == stop_after:
