@@ -70,7 +70,9 @@ SLOW = [pytest.param(*case, marks=pytest.mark.proof) for case in (("1f1b", 1, 0)
 @pytest.mark.parametrize(("schedule", "repeats", "prefetch"), [("1f1b", 1, 1), *SLOW])
 def test_every_axis_carries_what_the_schedule_says(schedule, repeats, prefetch):
     step, module, _ = compiled(schedule, repeats, prefetch)
-    ledger = make_ledger(step.layout, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), step.spec)
+    trace = step.read_trace(step.abstract_state(), programs.job(LAYERS).batch(F * 8, SEQ))
+    found = find_collectives(module, P * F, dict(step.layout.mesh_sizes))
+    ledger = make_ledger(step.layout, found, step.spec, trace=trace)
     sent: dict[tuple[str, str, str], float] = {}
     for row in ledger.rows:
         if row.what != "scalars":
