@@ -130,6 +130,9 @@ class BatchStep:
         batch = as_arrays(batch)
         check_same_batch(batch, self._cache.batch_shape)
         self._check_batch(batch, self.config.accumulate)
+        return self._resolve(batch)
+
+    def _resolve(self, batch: Any) -> StepSpec:
         if self._cache.spec is None:
             with model_mesh(self.mesh):
                 self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
@@ -152,7 +155,8 @@ class BatchStep:
         check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self._shard(batch, self.config.accumulate)
-        self.resolve(batch)
+        check_same_batch(batch, self._cache.batch_shape)
+        self._resolve(batch)
         if self.config.check_loss and not self._cache.is_checked:
             with model_mesh(self.mesh):
                 compare_loss(self._gradients, (state.source, state.model_state, batch), self.compiler_options)
