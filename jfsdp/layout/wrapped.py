@@ -37,7 +37,7 @@ def lora(model: Any, loras: LoRA | Sequence[LoRA]) -> WrappedModel:
     Raises:
       ValueError: for an empty list, and a model that is wrapped by `lora` already.
     """
-    return _wrapped(model, "lora", loras=(loras,) if isinstance(loras, LoRA) else tuple(loras))
+    return _wrapped(model, "lora", "loras", (loras,) if isinstance(loras, LoRA) else tuple(loras))
 
 
 @checked
@@ -53,18 +53,17 @@ def quantize(model: Any, codecs: Coded) -> WrappedModel:
     Raises:
       ValueError: for an empty dict, and a model that is wrapped by `quantize` already.
     """
-    return _wrapped(model, "quantize", codecs=codecs)
+    return _wrapped(model, "quantize", "codecs", codecs)
 
 
 def as_wrapped(model: Any) -> WrappedModel:
     return model if isinstance(model, WrappedModel) else WrappedModel(model)
 
 
-def _wrapped(model: Any, function: str, **given: Any) -> WrappedModel:
-    ((field, value),) = given.items()
+def _wrapped(model: Any, function: str, field: str, value: Any) -> WrappedModel:
     wrapped = as_wrapped(model)
     if not value:
         raise ValueError(f"{function}: {field} is empty; pass the model alone, or give one")
     if getattr(wrapped, field):
         raise ValueError(f"{function}: the model is wrapped by jfsdp.{function} already; pass all {field} in one call")
-    return dataclasses.replace(wrapped, **given)
+    return dataclasses.replace(wrapped, **{field: value})
