@@ -72,19 +72,22 @@ def checked(public: Public) -> Public:
             meant = f" (did you mean {near[0]}=?)" if near else ""
             raise TypeError(f"{who}: {error}{meant}; its arguments are {', '.join(known)}") from None
         for name in known:
-            if name in given and (problem := _problem(name, given[name], hints().get(name, Any))):
+            if name in given and (problem := find_problem(name, given[name], hints().get(name, Any))):
                 raise type(problem)(f"{who}: {problem}")
         return public(*args, **kwargs)
 
     return typing.cast(Public, call)
 
 
-def _problem(name: str, value: Any, hint: Any) -> Exception | None:
-    """Return the error of a value, or of the first wrong one in it: ValueError where only its range is wrong."""
+def find_problem(name: str, value: Any, hint: Any) -> Exception | None:
+    """Return the error of a value for an annotation, or of the first wrong one in it.
+
+    It is a ValueError where only a range is wrong, else a TypeError. The texts of wrong values begin with `name`.
+    """
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = functools.partial(_wrong, name, value, hint)
     if kind in _UNIONS:
-        found = [_problem(name, value, one) for one in inner]
+        found = [find_problem(name, value, one) for one in inner]
         errors = [error for error in found if error is not None]
         if len(errors) < len(found):
             return None
@@ -92,20 +95,26 @@ def _problem(name: str, value: Any, hint: Any) -> Exception | None:
         return within[0] if within else wrong(next((e for e in map(type, errors) if e is ValueError), TypeError))
     if kind is Annotated:
         least, most = (*hint.__metadata__, math.inf)[:2]
-        if problem := _problem(name, value, inner[0]):
+        if problem := find_problem(name, value, inner[0]):
             return wrong(type(problem))
         return None if is_traced(value) or least <= value <= most else wrong(ValueError)
     if not (inner and issubclass(kind, Collection)):
         is_nan = isinstance(value, numbers.Real) and value != value
         return None if _is(value, kind) else wrong(ValueError if kind is float and is_nan else TypeError)
+    if kind is tuple and inner[-1] is not Ellipsis:
+        if not isinstance(value, tuple) or len(value) != len(inner):
+            return wrong(TypeError)
+        return next(
+            filter(None, (find_problem(f"{name}[{at}]", *one) for at, one in enumerate(zip(value, inner)))), None
+        )
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
         words = f"a key must be {_in_words(inner[0])}"
-        keys = [TypeError(f"{name}[{key!r}]: {words}") for key in value if _problem("", key, inner[0])]
-        values = (_problem(f"{name}[{key!r}]", x, inner[1]) for key, x in value.items())
+        keys = [TypeError(f"{name}[{key!r}]: {words}") for key in value if find_problem("", key, inner[0])]
+        values = (find_problem(f"{name}[{key!r}]", x, inner[1]) for key, x in value.items())
         return next(filter(None, (*keys, *values)), None)
     if issubclass(kind, Mapping) or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
         return wrong(TypeError)
-    return next(filter(None, (_problem(f"{name}[{at}]", x, inner[0]) for at, x in enumerate(value))), None)
+    return next(filter(None, (find_problem(f"{name}[{at}]", x, inner[0]) for at, x in enumerate(value))), None)
 
 
 def _wrong(name: str, value: Any, hint: Any, error: type[Exception]) -> Exception:
@@ -146,6 +155,8 @@ def _in_words(hint: Any) -> str:
     if kind is Annotated:
         least, *most = hint.__metadata__
         return f"{_in_words(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
+    if kind is tuple and inner[-1] is not Ellipsis:
+        return f"a tuple of {' and '.join(map(_in_words, inner))}"
     if inner and issubclass(kind, Collection):
         of = "" if inner[0] is Any else f" of {_in_words(inner[0])}"
         return "a dict" if issubclass(kind, Mapping) else f"a list{of}"

@@ -23,8 +23,7 @@ from typing import Any
 import tyro
 
 from jfsdp.extras import MissingExtra, load, need
-from jfsdp.trainer.help_groups import option
-from jfsdp.trainer.option_errors import check_numbers
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.run import directory as runs
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -34,7 +33,7 @@ MOST_BYTES = 200  # of a function and its answer: rows have 256
 
 
 @dataclasses.dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(Options):
     """What to train.
 
     Attributes:
@@ -140,7 +139,6 @@ def compute_with_peft(
 
 def main(config: FinetuneConfig) -> int:
     """Train, compare, export, read again; return the exit status."""
-    check_numbers(config)
     begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
     run_dir = config.run_dir or runs.new_run_dir("finetune")
     if run_dir.exists():

@@ -30,8 +30,7 @@ from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.search.jobs import plan_job
-from jfsdp.trainer.help_groups import option
-from jfsdp.trainer.option_errors import check_numbers
+from jfsdp.trainer.help_groups import Options, option
 
 Constants = dict[str, float]
 START: Constants = {"a100": 0.95, "h100": 0.8, "spread": 0.03, "passes": 1.5}
@@ -41,7 +40,7 @@ NEAR = 0.12
 
 
 @dataclasses.dataclass(frozen=True)
-class FitOptions:
+class FitOptions(Options):
     """Where programs are kept."""
 
     programs: Path = Path("programs")
@@ -69,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"{run.id}: {run.source['repository']}: {run.source['path']}\n  {run.command}")
         return 0
     try:
-        check_numbers(options)
         options.programs.mkdir(parents=True, exist_ok=True)
         with without_plugin_chatter():
             topology_devices(published_runs()[0].cluster)

@@ -65,7 +65,7 @@ def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainCo
             default = dataclasses.replace(default, simulate_devices=int(launched))
         with ending_with_its_reader():
             return read_command(TrainConfig, args, default=default, prog="train.py", description=description)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
 
 

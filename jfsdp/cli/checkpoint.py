@@ -14,7 +14,7 @@ import tyro
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Number, ShardingOptions, optional
 from jfsdp.trainer.parse import read_fields, write
 
@@ -117,7 +117,7 @@ class Diff:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prune:
+class Prune(Options):
     """Delete checkpoints of a run, but for the newest, and what the other options keep.
 
     What is left out is as the run was told. A run that is being written to is left alone. Exit status: 0; 2 where PATH

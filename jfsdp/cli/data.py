@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Location, Name
 from jfsdp.trainer.run.display import harmless
 
 
 @dataclasses.dataclass(frozen=True)
-class Show:
+class Show(Options):
     """Show documents and conversations as they are trained on: the trained tokens in colour, and the counts of all.
 
     Where the output is no terminal, what is trained stands between [[ and ]]. All records are read and checked, as by

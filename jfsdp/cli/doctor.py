@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from jfsdp.cli.console import GIB, make_console, make_table
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Decimal, Location, optional
 from jfsdp.trainer.parse import read_mesh
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Doctor:
+class Doctor(Options):
     """Examine this machine: versions, devices, XLA flags, NCCL settings, limits of the host.
 
     With --processes, examine a cluster as a run would use it: start it as the run, in every process, by srun or

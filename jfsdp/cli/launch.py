@@ -15,12 +15,12 @@ import tyro
 from jfsdp.launch.environment import DEVICES, LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(Options):
     """Start the processes of a run on this host, end all when one fails, and start them again.
 
     jfsdp launch [OPTIONS] script.py ARGUMENTS

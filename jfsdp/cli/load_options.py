@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Location, Mesh, Name, optional
 from jfsdp.trainer.parse import read_mesh
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenOptions:
+class OpenOptions(Options):
     """A run or a directory of Hugging Face, and what to open it with."""
 
     path: tyro.conf.Positional[

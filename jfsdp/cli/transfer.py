@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from jfsdp.cli.console import progress_of
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
 from jfsdp.trainer.parse import read_fields
 
@@ -73,7 +73,7 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ModelOptions:
+class _ModelOptions(Options):
     """Which model the weights are of."""
 
     model: Name = None
@@ -231,7 +231,7 @@ _Base = Annotated[str, tyro.conf.arg(metavar="BASE", help="A directory of safete
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge:
+class Merge(Options):
     """Add an adapter of PEFT's to the weights that it was trained for, piece by piece, and write them as TARGET.
 
     Sums are in float32, and the result has the dtype of the weights. Files beside the weights are copied. Exit status:

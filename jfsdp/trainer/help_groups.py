@@ -13,8 +13,9 @@ from typing import Annotated, Any, TypedDict
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from jfsdp.trainer.option_errors import check_numbers
-from jfsdp.trainer.parse import read_fields
+from jfsdp.arguments import find_problem
+from jfsdp.trainer.option_errors import MOST
+from jfsdp.trainer.parse import hints_of, read_fields
 
 FIRST = "most used"
 Read = Callable[[str], Any] | None
@@ -41,12 +42,30 @@ def option(
     Args:
       group: under which it is shown; "": none.
       resume: what a resumed run does with another value; see jfsdp/trainer/run/resume_rules.py.
-      least: the least number that it takes; see `check_numbers`.
+      least: the least number that it takes; see `Options`.
       read: makes a text its value; see `read_fields`.
       python: what does the same in Python, in Markdown.
     """
-    told = {"group": group, "resume": resume, "least": least, "read": read, "python": python}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"group": group, "resume": resume, "least": least, "read": read, "python": python}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Options:
+    """Base of the options of a command, a dataclass: checks types and ranges, whoever makes them.
+
+    Raises:
+      TypeError: naming the field, its value, and what it must be.
+      ValueError: for a number below the least that its field says, or beyond what is ever counted.
+    """
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, least = getattr(self, field.name), field.metadata.get("least")
+            if problem := find_problem(field.name, value, hints[field.name]):
+                raise problem
+            if value is not None and least is not None and not least <= value <= MOST:
+                raise ValueError(f"{field.name}={value} must be a number from {least:g} to {MOST:,}")
 
 
 def groups_of(kind: Any) -> dict[str, list[str]]:
@@ -70,13 +89,11 @@ def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_
     """
     config, registry = (tyro.conf.OmitArgPrefixes,), show_groups(kind)
     given = tyro.cli(kind, args=args, default=default, config=config, registry=registry, **shown)
-    options = dataclasses.replace(given, **read_fields(kind, vars(given)))
-    check_numbers(options)
-    return options
+    return kind(**read_fields(kind, given))
 
 
 def show_groups(kind: Any) -> ConstructorRegistry:
-    """Return the rule by which `tyro.cli` shows a command's options in groups, and makes one flat object of them."""
+    """Return the rule by which `tyro.cli` shows a command's options in groups, and returns their texts in one dict."""
     spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))
     assert isinstance(spec, StructConstructorSpec), kind
     registry = ConstructorRegistry()
@@ -86,14 +103,13 @@ def show_groups(kind: Any) -> ConstructorRegistry:
         if info.type is not kind:
             return None
         shared = {name for title, names in groups_of(kind).items() if title in GROUPS for name in names}
-        left = {field.name: _described(field, info.default, field.name in shared) for field in spec.fields}
-        groups = {title: [left.pop(name) for name in names] for title, names in groups_of(kind).items()}
+        others = {field.name: _described(field, info.default, field.name in shared) for field in spec.fields}
+        groups = {title: [others.pop(name) for name in names] for title, names in groups_of(kind).items()}
 
-        def make(**given: Any) -> Any:
-            flat = {name: value for title in groups for name, value in given.pop(title).items()}
-            return kind(**flat, **given)
+        def flatten(**given: Any) -> dict[str, Any]:
+            return {name: value for title in groups for name, value in given.pop(title).items()} | given
 
-        return StructConstructorSpec(make, (*left.values(), *(_group(*group) for group in groups.items())))
+        return StructConstructorSpec(flatten, (*others.values(), *(_group(*group) for group in groups.items())))
 
     return registry
 

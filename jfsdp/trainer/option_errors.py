@@ -1,4 +1,4 @@
-"""Options as a command line spells them, and what is refused of their names and numbers."""
+"""Options as a command line spells them, and what is refused of their names."""
 
 from __future__ import annotations
 
@@ -28,18 +28,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "token_dtype": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
 }
 """Removed options of 0.2: the default, and what to write instead."""
-
-
-def check_numbers(options: Any) -> None:
-    """Refuse numbers below the least that their fields say, and beyond what is ever counted; None is none.
-
-    Raises:
-      ValueError: naming the option, its value, and what it takes.
-    """
-    for field in dataclasses.fields(options):
-        value, least = getattr(options, field.name), field.metadata.get("least")
-        if value is not None and least is not None and not least <= value <= MOST:
-            raise ValueError(f"{spell(field.name)} {value} must be a number from {least:g} to {MOST:,}")
 
 
 def check_known(args: Sequence[str], kind: type) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.trainer import parse
-from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.option_errors import spell
-from jfsdp.trainer.parse import Pairs
+from jfsdp.trainer.parse import Pairs, pairs, words
 
 if TYPE_CHECKING:
     import optax
@@ -74,18 +74,12 @@ File = Annotated[str | None, optional(str, "FILE")]
 Dtype = Annotated[str | None, optional(str, "DTYPE")]
 Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 Mesh = Annotated[tuple[tuple[str, int], ...], text("AXIS=SIZE,...")]
+read_config = pairs("KEY=VALUE, such as num_layers=2", parse.read_literal)
 Fields = tuple[Annotated[tuple[str, Any], text("KEY=VALUE", lambda pair: parse.write((pair,)))], ...]
-read_quantized = parse.pairs("--quantized", "GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
-read_rate_scale = parse.pairs("--rate-scale", "GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor)
-read_xla = parse.pairs(
-    "--xla", "NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_xla_value
-)
-read_offload = parse.words("--offload", parse.OFFLOADABLE, ", separated by commas (activations: --remat offload:NAME)")
-read_config = parse.pairs("--model-config", "KEY=VALUE, such as num_layers=2", parse.read_literal)
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingOptions:
+class ShardingOptions(Options):
     """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
 
     model: Name = option(None, "most used", "refused", python="`shard(model)`")
@@ -95,7 +89,13 @@ class ShardingOptions:
     )
     """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
     working directory or from what is installed."""
-    model_config: Fields = option((), "model", "refused", read=read_config, python="the model's configuration")
+    model_config: Fields = option(
+        (),
+        "model",
+        "refused",
+        read=read_config,
+        python="the model's configuration",
+    )
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh, python="`shard(mesh=)`")
@@ -108,7 +108,7 @@ class ShardingOptions:
     """What is sharded: ddp, zero1, zero2 or full_shard.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
     opt_over: Annotated[tuple[str, ...] | None, optional(str, "AXIS,...")] = option(
-        None, "sharding and memory", "rounding", read=parse.words("--opt-over"), python="`shard(opt_over=)`"
+        None, "sharding and memory", "rounding", read=words(), python="`shard(opt_over=)`"
     )
     """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
     devices, also where parameters are sharded in groups. none: fsdp."""
@@ -125,7 +125,11 @@ class ShardingOptions:
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
     offload:C: all but these, which wait in host memory. Both are joined by +. The library's own default is none."""
     offload: Annotated[Words, tyro.conf.arg(metavar="WHAT,...")] = option(
-        (), "sharding and memory", "rounding", read=read_offload, python="`shard(offload_policy=)`"
+        (),
+        "sharding and memory",
+        "rounding",
+        read=words("params", "grads", "opt_state", remedy=" (activations: --remat offload:NAME)"),
+        python="`shard(offload_policy=)`",
     )
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
     program: Annotated[str | None, optional(str, "xla|manual")] = option(
@@ -148,7 +152,7 @@ class ShardingOptions:
     reduce_dtype: Dtype = option(None, "precision", "refused", python="`mp(reduce_dtype=)`")
     """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
     frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
-        (), "frozen weights and adapters", "refused", read=parse.words("--frozen"), python="`shard(frozen=)`"
+        (), "frozen weights and adapters", "refused", read=words(), python="`shard(frozen=)`"
     )
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
@@ -157,7 +161,11 @@ class ShardingOptions:
     )
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
     quantized: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
-        (), "frozen weights and adapters", "refused", read=read_quantized, python="`jfsdp.quantize`"
+        (),
+        "frozen weights and adapters",
+        "refused",
+        read=pairs("GLOB=CODEC, such as '**.mlp.*.kernel=nf4'"),
+        python="`jfsdp.quantize`",
     )
     """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
@@ -196,7 +204,11 @@ class ShardingOptions:
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
     rate_scale: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
-        (), "optimizer", "refused", read=read_rate_scale, python="`optax.multi_transform`"
+        (),
+        "optimizer",
+        "refused",
+        read=pairs("GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor),
+        python="`optax.multi_transform`",
     )
     """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
     holds."""
@@ -224,7 +236,11 @@ class StepOptions(ShardingOptions):
     skip_nonfinite: bool = option(False, "optimizer", "said, kept", python="`step(skip_nonfinite=)`")
     """Skip steps whose loss or gradient is not finite, and count them."""
     xla: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
-        (), "XLA and debugging", "rounding", read=read_xla, python="`step(compiler_options=)`"
+        (),
+        "XLA and debugging",
+        "rounding",
+        read=pairs("NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_xla_value),
+        python="`step(compiler_options=)`",
     )
     """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
     `jfsdp plan` prints what is used."""

@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-OFFLOADABLE = ("params", "grads", "opt_state")
+from jfsdp.trainer.option_errors import spell
+
 Pairs = tuple[tuple[str, Any], ...]
 _WORDS = {"true": True, "false": False, "none": None}
 _LORA = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": bool, "targets": tuple, "also": tuple}
 
 
-def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of options with their texts read, once each, by the field's `read`.
+@functools.cache
+def hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of the fields of options."""
+    return typing.get_type_hints(kind, include_extras=include_extras)
 
-    Values that are none are kept; lists and dicts, as JSON has them, become tuples, so that options are hashable.
+
+def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of options with their values read, once each, as a command line's texts are.
+
+    Numbers and truth values are read as their texts would be; None and unknown names are kept. Lists and dicts, as
+    JSON has them, become tuples, so that options are hashable. Of several values for one name the last counts: a
+    command line appends to a recipe.
 
     Args:
       kind: the dataclass of the options.
 
-    Of several values for one name the last counts: a command line appends to a recipe.
-
     Raises:
       ValueError: naming the option, its text, and what it takes.
     """
-    reads = {field.name: field.metadata.get("read") for field in dataclasses.fields(kind)}
-    return {name: _read(reads.get(name), _frozen(value)) for name, value in fields.items()}
+    known, hints = {field.name: field for field in dataclasses.fields(kind)}, hints_of(kind, include_extras=True)
+    values = dict(fields)
+    for name in values.keys() & known.keys():
+        try:
+            values[name] = _read(known[name].metadata.get("read"), hints[name], values[name])
+        except ValueError as error:
+            raise ValueError(f"{spell(name)} {_shown(fields[name])}: {error}") from None
+    return values
 
 
-def _read(read: Callable[[str], Any] | None, value: Any) -> Any:
-    if read and isinstance(value, tuple):
-        items = [read(item) if isinstance(item, str) else (item,) for item in value]
-        found = tuple(itertools.chain.from_iterable(items))
-        has_names = all(isinstance(item, tuple) and isinstance(item[0], str) for item in found)
-        return tuple(dict(found).items()) if has_names else found
-    return read(value) if read and isinstance(value, str) else value
+def _read(read: Callable[[str], Any] | None, hint: Any, value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        specs = [one for one in getattr(hint, "__metadata__", ()) if hasattr(one, "instance_from_str")]
+        value = specs[0].instance_from_str([write(value)]) if specs else value
+        return read(value) if read and isinstance(value, str) else value
+    if read and isinstance(value, Mapping):
+        value = [write(((name, _frozen(part)),)) for name, part in value.items()]
+    value = _frozen(value)
+    if not read or not isinstance(value, tuple):
+        return value
+    items = [read(item) if isinstance(item, str) else (item,) for item in value]
+    found = tuple(itertools.chain.from_iterable(items))
+    has_names = all(isinstance(item, tuple) and isinstance(item[0], str) for item in found)
+    return tuple(dict(found).items()) if has_names else found
+
+
+def _shown(value: Any) -> str:
+    return repr(value[0] if isinstance(value, tuple | list) and len(value) == 1 else value)
 
 
 def _frozen(value: Any) -> Any:
@@ -47,7 +74,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def pairs(option: str, form: str, read: Callable[[str], Any] = str) -> Callable[[str], Pairs]:
+def pairs(form: str, read: Callable[[str], Any] = str) -> Callable[[str], Pairs]:
     """Return a reader of NAME=VALUE; the value may contain `=`.
 
     Args:
@@ -56,30 +83,28 @@ def pairs(option: str, form: str, read: Callable[[str], Any] = str) -> Callable[
 
     def read_pair(text: str) -> Pairs:
         name, equals, value = text.partition("=")
-        try:
+        with contextlib.suppress(ValueError):
             if name and equals:
                 return ((name, read(value)),)
-        except ValueError:
-            pass
-        raise ValueError(f"{option} {text!r} is not {form}")
+        raise ValueError(f"{text!r} is not {form}")
 
     return read_pair
 
 
-def words(option: str, known: tuple[str, ...] = (), remedy: str = "") -> Callable[[str], tuple[str, ...]]:
+def words(*known: str, remedy: str = "") -> Callable[[str], tuple[str, ...]]:
     """Return a reader of words with commas between them.
 
     Args:
-      known: the words that there are; empty: any.
+      known: the words that there are; none: any.
     """
 
     def read_words(text: str) -> tuple[str, ...]:
         found = tuple(word for word in text.split(",") if word)
         if not found:
-            raise ValueError(f"{option} {text!r} names nothing; leave it out")
+            raise ValueError(f"{text!r} names nothing; leave it out")
         unknown = [word for word in found if known and word not in known]
         if unknown:
-            raise ValueError(f"{option} {unknown[0]!r} is unknown; use any of {', '.join(known)}{remedy}")
+            raise ValueError(f"{unknown[0]!r} is unknown; use any of {', '.join(known)}{remedy}")
         return found
 
     return read_words
@@ -116,13 +141,11 @@ def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if name in sizes:
-            raise ValueError(f"--mesh {text!r}: axis {name!r} is given twice")
+            raise ValueError(f"axis {name!r} is given twice")
         try:
             sizes[name] = int(size)
         except ValueError:
-            raise ValueError(
-                f"--mesh {text!r}: {part!r} is not AXIS=SIZE, such as fsdp=8 (size -1: the rest)"
-            ) from None
+            raise ValueError(f"{part!r} is not AXIS=SIZE, such as fsdp=8 (size -1: the rest)") from None
     return tuple(sizes.items())
 
 
@@ -135,7 +158,7 @@ def read_profile(text: str) -> tuple[int, int]:
     """Read START:STOP."""
     start, _, stop = text.partition(":")
     if not (start.isdigit() and stop.isdigit()):
-        raise ValueError(f"--profile {text!r} is not START:STOP, such as 10:12")
+        raise ValueError("not START:STOP, such as 10:12")
     return int(start), int(stop)
 
 
@@ -144,7 +167,7 @@ def read_reshard(text: str) -> bool | int | str | None:
     if text.lower() in _WORDS or text == "node":
         return _WORDS.get(text.lower(), text)
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--reshard-after-forward {text!r} is not none, true, false, node or a number of devices")
+        raise ValueError("use none, true, false, node or a number of devices")
     return int(text)
 
 
@@ -157,12 +180,10 @@ def read_remat(text: str) -> str | Pairs:
         kind, _, names = part.partition(":")
         field = {"names": "save", "offload": "offload"}.get(kind)
         if field is None or field in fields or not names.strip(","):
-            raise ValueError(
-                f"--remat {text!r} is unknown; use none, full, dots, names:a,b, offload:c, or names:a,b+offload:c"
-            )
-        fields[field] = words("--remat")(names)
+            raise ValueError("unknown; use none, full, dots, names:a,b, offload:c, or names:a,b+offload:c")
+        fields[field] = words()(names)
     if twice := set(fields.get("save", ())) & set(fields.get("offload", ())):
-        raise ValueError(f"--remat {text!r}: {', '.join(sorted(twice))} cannot be both saved and offloaded")
+        raise ValueError(f"{', '.join(sorted(twice))} cannot be both saved and offloaded")
     return tuple(fields.items())
 
 
@@ -175,16 +196,14 @@ def read_lora(text: str) -> tuple[Pairs]:
         key, value = (first, last) if equals else (key, word)
         if key not in _LORA:
             problem = f"there is no {key!r}" if key else f"{word!r} is not KEY=VALUE"
-            raise ValueError(f"--lora {text!r}: {problem}; the keys are {', '.join(_LORA)}")
+            raise ValueError(f"{problem}; the keys are {', '.join(_LORA)}")
         found.setdefault(key, []).extend([value] if value else [])
     if not found.get("targets"):
-        raise ValueError(
-            f"--lora {text!r}: has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel"
-        )
-    return (tuple((key, _lora_value(text, key, values)) for key, values in found.items()),)
+        raise ValueError("has no targets; name the matrices: targets=**.q_proj.kernel,**.v_proj.kernel")
+    return (tuple((key, _lora_value(key, values)) for key, values in found.items()),)
 
 
-def _lora_value(text: str, key: str, values: list[str]) -> Any:
+def _lora_value(key: str, values: list[str]) -> Any:
     kind = _LORA[key]
     if kind is tuple:
         return tuple(values)
@@ -193,7 +212,7 @@ def _lora_value(text: str, key: str, values: list[str]) -> Any:
         return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError):
         what = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-        raise ValueError(f"--lora {text!r}: {key}={','.join(values)} is not {what}") from None
+        raise ValueError(f"{key}={','.join(values)} is not {what}") from None
 
 
 def write(value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import typing
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar
@@ -74,25 +73,22 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
         remedy = removed[0] if removed else f"; options are {', '.join(known)}"
         raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}{remedy}")
     given = {field: value for field, value in fields.items() if field in known}
-    return dataclasses.replace(options, **read_plain(type(options), given, f"recipe {name!r}"))  # type: ignore[type-var]
+    return with_fields(options, given, f"recipe {name!r}")
 
 
-def read_plain(kind: type, plain: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return fields of options from plain data: what JSON holds, and texts as a command line has them.
+def with_fields(options: Options, plain: Mapping[str, Any], what: str) -> Options:
+    """Return options with fields from plain data: what JSON holds, read as a command line is.
 
     Args:
-      kind: the dataclass of the options.
       what: holds them, for the message.
 
     Raises:
-      ValueError: naming the field, its value and its type.
+      ValueError: naming the field, its value and what it takes.
     """
-    fields, hints = read_fields(kind, plain), typing.get_type_hints(kind)
-    for field, value in fields.items():
-        if not _is_of(value, hints[field]):
-            shown = str(hints[field]).removeprefix("<class '").removesuffix("'>")
-            raise ValueError(f"{what}: {field}={value!r} is no {shown}; write another value")
-    return fields
+    try:
+        return dataclasses.replace(options, **read_fields(type(options), plain))  # type: ignore[type-var]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}; write another value") from error
 
 
 def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[str] = frozenset()) -> Options:
@@ -107,21 +103,6 @@ def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[
     if option_value("--factory", args) and not option_value("--model", args):
         return dataclasses.replace(default, model=None)  # type: ignore[type-var]
     return default
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Tell whether a value is of the type of a field: of the few that options have."""
-    if kinds := typing.get_args(hint):
-        if typing.get_origin(hint) is not tuple:
-            return any(_is_of(value, kind) for kind in kinds)
-        if kinds[-1] is Ellipsis and isinstance(value, tuple):
-            kinds = kinds[:1] * len(value)
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, value, kinds))
-    if isinstance(value, bool):
-        return hint in (bool, Any)
-    if hint is Any:
-        return True
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def option_value(option: str, args: Sequence[str]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,18 +21,10 @@ from jfsdp.trainer.options import StepOptions, make_optimizer, shard_job, train_
 PACKING = ("segment_ids", "positions")
 
 
-class RunStep(NamedTuple):
-    """A job's model sharded, its optimizer, and its training step."""
-
-    model: ShardedModel
-    tx: optax.GradientTransformation
-    step: TrainStep
-
-
 def make_step(
     options: StepOptions, job: Job, mesh: Any, schedule: Callable[[int], Any], *, check_loss: bool = True
-) -> RunStep:
-    """Build a job's step on a mesh as the options say. Allocates nothing.
+) -> tuple[ShardedModel, optax.GradientTransformation, TrainStep]:
+    """Shard a job's model on a mesh and build its optimizer and step, as the options say. Allocates nothing.
 
     Raises:
       ValueError: for values and combinations that cannot be.
@@ -40,7 +32,7 @@ def make_step(
     arguments = train_arguments(options)
     model = shard_job(options, job, mesh)
     tx = make_optimizer(options, job, schedule)
-    return RunStep(model, tx, model.train_step(job.loss, tx, **arguments, check_loss=check_loss))
+    return model, tx, model.train_step(job.loss, tx, **arguments, check_loss=check_loss)
 
 
 def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:

@@ -11,7 +11,7 @@ from jfsdp.trainer.data import DataConfig, open_data
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.sources.pairs import PairSource
+from jfsdp.trainer.sources.tokens import PairSource
 from tests.trainer.chats import (
     CHATML,
     ENDED,

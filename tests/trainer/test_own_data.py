@@ -9,7 +9,7 @@ import pytest
 from examples import vit
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.sources.source import check_source, open_source
+from jfsdp.trainer.sources.source import open_source, source_of
 from tests.refusals import refuses
 
 CONFIG = TrainConfig(model=None, factory="examples.vit:job")
@@ -42,7 +42,7 @@ class Counting:
 
 def source(job=None, **changes):
     job = dataclasses.replace(job or vit.job(), **changes)
-    return open_source(CONFIG, job, check_source(CONFIG, job))
+    return open_source(CONFIG, job, source_of(job).check(CONFIG, job))
 
 
 def shares(num, rows=8):
@@ -109,7 +109,7 @@ def test_data_that_cannot_be_used_are_refused():
     next(ends)
     refuses(lambda: next(ends), "job 'vit'", "data ended", "repeat")
     given = dataclasses.replace(CONFIG, data="a.jsonl", prompt="x", seq_len=8)
-    refuses(lambda: check_source(given, vit.job()), "--data, --prompt, --seq-len", "leave them out")
+    refuses(lambda: source_of(vit.job()).check(given, vit.job()), "--data, --prompt, --seq-len", "leave them out")
     refuses(lambda: dataclasses.replace(vit.job(), data="tokens"), "eval_data=", "data=f(share)")
 
 

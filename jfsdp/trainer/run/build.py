@@ -13,16 +13,14 @@ from jfsdp.engine.options import check_options
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import make_mesh, num_data_shards
 from jfsdp.train.sharded import ShardedModel
-from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.loop import LoopConfig
 from jfsdp.trainer.run.resume_rules import what_decides
 from jfsdp.trainer.run.weights import check_paths, check_policies, find_job, with_tokenizer
-from jfsdp.trainer.sources.source import check_source
-from jfsdp.trainer.step import make_batch, make_schedule, make_step
+from jfsdp.trainer.sources.source import source_of
+from jfsdp.trainer.step import make_schedule, make_step
 
 
 @dataclasses.dataclass
@@ -34,7 +32,6 @@ class Parts:
         batch.
       job, model, tx, step: the job, its model sharded, its optimizer and its training step.
       schedule: the learning rate by number of updates made before.
-      loop: when things happen.
       row_items, global_batch: items per row (tokens; 1 where rows are not tokens), and rows per step of all devices
         together.
       decides: all that the losses depend on, but for the data: a run is not resumed under another.
@@ -47,20 +44,10 @@ class Parts:
     tx: optax.GradientTransformation
     step: TrainStep
     schedule: Callable[[int], Any]
-    loop: LoopConfig
     row_items: int
     global_batch: int
     decides: dict[str, Any]
     tracker: Callable[[dict[str, Any]], Any] | None
-
-    def trace(self, like: TrainState) -> None:
-        """Refuse what a trace of the step refuses, before weights are read and anything is written.
-
-        Cost: a trace, which the first step uses again.
-        """
-        cross_documents = self.config.cross_documents
-        batch = make_batch(self.job, self.global_batch, self.row_items, cross_documents=cross_documents)
-        self.step.trace(like, batch)
 
 
 def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -> Parts:
@@ -87,8 +74,13 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         raise ValueError(
             "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
         )
+    if config.profile is not None and not 1 <= config.profile[0] <= min(config.profile[1], config.steps):
+        raise ValueError(
+            f"--profile {config.profile[0]}:{config.profile[1]} is not START:STOP with START from 1 to STOP, and not "
+            f"after --steps {config.steps}"
+        )
     job = find_job(config)
-    row_items = check_source(config, job)
+    row_items = source_of(job).check(config, job)
     config = with_tokenizer(config, job, stored)
     check_paths(config, stored)
     if config.xla:
@@ -100,7 +92,6 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
-    loop = make_loop(config, model.loss_scale is not None)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = what_decides(config) | {
         **{f"model_config.{name}": value for name, value in _fields(job, config).items()},
@@ -110,7 +101,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
         "decay_steps": decay_steps,
         "warmup": warmup,
     }
-    return Parts(config, job, model, tx, step, schedule, loop, row_items, global_batch, decides, tracker)
+    return Parts(config, job, model, tx, step, schedule, row_items, global_batch, decides, tracker)
 
 
 _ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alone
@@ -147,18 +138,6 @@ def find_tracker(spec: str) -> Callable[[dict[str, Any]], Any]:
         return tracker
 
     return begin_whole
-
-
-def make_loop(config: TrainConfig, is_scaled: bool) -> LoopConfig:
-    """Say when things happen. A step whose loss is scaled skips what is not finite by itself."""
-    return LoopConfig(
-        steps=config.steps,
-        log_every=config.log_every,
-        eval_every=config.eval_every,
-        snapshot_every=config.snapshot_every,
-        profile=config.profile,
-        skips_nonfinite=config.skip_nonfinite or is_scaled,
-    )
 
 
 _MOST_AT_ONCE = 10_000  # rows that a message proposes to compute at once

@@ -96,16 +96,16 @@ class TrainConfig(StepOptions):
     """With --resume STEP, begin the data anew instead of with what was not seen yet."""
     fall_back: bool = option(False, "checkpoint", "free", python="`ckpt.restore(fall_back=)`")
     """If the checkpoint to resume from is damaged, take the newest whole one before it."""
-    snapshot_every: Count = option(0, "checkpoint", "free", python="`Snapshots`")
+    snapshot_every: Count = option(0, "checkpoint", "free", least=0, python="`Snapshots`")
     """Steps between snapshots in the memory of the hosts, for a restart on the same hosts. 0: none."""
-    eval_every: Count = option(0, "evaluation and logging", "free", python="`model.forward`")
+    eval_every: Count = option(0, "evaluation and logging", "free", least=0, python="`model.forward`")
     """Steps between evaluations. 0: only after the last step."""
     eval_batches: Count = option(32, "evaluation and logging", "free", least=0, python="your loop")
     """Held-out batches per evaluation, always the same ones. 0: all."""
-    log_every: Count = option(10, "evaluation and logging", "free", python="your loop")
+    log_every: Count = option(10, "evaluation and logging", "free", least=0, python="your loop")
     """Steps between lines of metrics.jsonl. 0: only evaluations and the last step."""
     sample_tokens: Count = option(200, "evaluation and logging", "free", least=0, python="`model.forward`")
-    """Length of the text that a token model generates at the end, up to --seq-len. 0: none."""
+    """Length of the text that a token model with a cache (`Job.cache`) generates at the end, up to --seq-len. 0: none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = option("", "evaluation and logging", "free")
     """How that text begins."""
     tracker: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(

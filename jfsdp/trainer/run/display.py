@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 
-class Display(Protocol):
-    """Shows messages and records."""
+class Display:
+    """Shows messages and records; this one, of a process that does not write, shows nothing."""
 
     def say(self, text: str) -> None:
         """Print a line for good."""
@@ -19,33 +19,18 @@ class Display(Protocol):
     def advance(self, step: int) -> None:
         """Show that a step was dispatched."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
 
 def make_display(total: int, first: int, is_writer: bool) -> Display:
     """Return the display for this process: silent if it is not the one that writes."""
     if not is_writer:
-        return Silent()
+        return Display()
     return Bar(total, first) if sys.stdout.isatty() else Lines(total)
 
 
-class Silent:
-    """Shows nothing."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def show(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Lines(Silent):
+class Lines(Display):
     """Prints one plain line per logged step."""
 
     def __init__(self, total: int):
@@ -59,7 +44,7 @@ class Lines(Silent):
         print(f"step {record['step']:>{width}}/{self._total}  {describe(record)}", flush=True)
 
 
-class Bar(Silent):
+class Bar(Display):
     """Draws a progress bar with the figures of the last logged step; evaluations stay above it."""
 
     def __init__(self, total: int, first: int):

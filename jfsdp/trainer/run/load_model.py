@@ -21,7 +21,7 @@ from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.job import Job, find_job, job_names
 from jfsdp.trainer.options import make_optimizer, shard_job
-from jfsdp.trainer.recipes import read_plain
+from jfsdp.trainer.recipes import with_fields
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
@@ -126,7 +126,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     """Return the configuration of a run, with what generation decides itself."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     kept = {name: value for name, value in stored.items() if name in known}
-    config = TrainConfig(**read_plain(TrainConfig, kept, "config.json of the run"))
+    config = with_fields(TrainConfig(), kept, "config.json of the run")
     own = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")

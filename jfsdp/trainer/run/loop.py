@@ -6,78 +6,27 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
+from jfsdp.checkpoint.manager import Checkpointer
+from jfsdp.checkpoint.snapshot import Snapshots
 from jfsdp.launch.hosts import check_alike
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput, Pace
-from jfsdp.trainer.run.metrics import Record, Throughput, memory_bytes
+from jfsdp.trainer.run.metrics import Record, Throughput, closing, memory_bytes
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.step import seen_keys
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopConfig:
-    """When things happen; 0 means never. All steps count from 1, and the last step does everything.
-
-    Attributes:
-      steps: the total of the run, whatever was done before a resume.
-      log_every, eval_every, snapshot_every: periods in steps.
-      profile: first and last step of a trace; None takes none.
-      skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
-    """
-
-    steps: int
-    log_every: int = 10
-    eval_every: int = 0
-    snapshot_every: int = 0
-    profile: tuple[int, int] | None = None
-    skips_nonfinite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
-        for field in ("log_every", "eval_every", "snapshot_every"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}={getattr(self, field)} must be 0 (never) or positive")
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            raise ValueError(f"profile={self.profile[0]}:{self.profile[1]} is not START:STOP with 1 <= START <= STOP")
-        if self.profile is not None and self.profile[0] > self.steps:
-            raise ValueError(
-                f"profile={self.profile[0]}:{self.profile[1]} begins after the last step, steps={self.steps}; lower it"
-            )
-
-
-class Saver(Protocol):
-    """What the loop asks of a `Checkpointer`."""
-
-    def is_due(self, step: int) -> bool: ...
-
-    def save(self, step: int, state: TrainState, extra: Any, *, config: Any, metrics: Mapping[str, float]) -> float: ...
-
-    def num_bytes(self) -> int: ...
-
-
-class SnapshotSaver(Protocol):
-    """What the loop asks of `Snapshots`."""
-
-    def take(self, step: int, state: TrainState, extra: Any) -> float: ...
-
-
-class Writer(Protocol):
-    """What the loop asks of a log."""
-
-    def write(self, record: Record) -> None: ...
 
 
 @dataclasses.dataclass
@@ -85,7 +34,8 @@ class Loop:
     """The parts of a run, and how they work together.
 
     Attributes:
-      config: when things happen.
+      config: of the run: when things happen. All steps count from 1; the last one does everything.
+      skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
       step: the training step.
       batches: this process's share of each batch, endless.
       throughput: counts steps and time.
@@ -104,18 +54,19 @@ class Loop:
         two steps would compete for the threads that both need.
     """
 
-    config: LoopConfig
+    config: TrainConfig
+    skips_nonfinite: bool
     step: TrainStep
     batches: Iterator[Any]
     throughput: Throughput
     learning_rate: Callable[[int], Any]
     evaluate: Callable[[TrainState], Evaluation] | None
-    checkpoints: Saver
-    snapshots: SnapshotSaver
+    checkpoints: Checkpointer
+    snapshots: Snapshots
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
     display: Display
-    writers: Sequence[Writer]
+    writers: Sequence[Any]
     run_dir: Path
     watch: Watch
     goodput: Goodput
@@ -138,8 +89,10 @@ class Loop:
         metrics: Metrics = {}
         step = self.last_saved = first
         self.goodput.write()
-        try:
-            while step < self.config.steps:
+        is_last = first >= self.config.steps
+        with contextlib.ExitStack() as stack:
+            stack.push(closing(self._stop_trace))
+            while not is_last:
                 step += 1
                 self._start_trace(step, first)
                 begin = time.perf_counter()
@@ -159,19 +112,13 @@ class Loop:
                         in_flight.pop(0).block_until_ready()
                     if not is_first:
                         self.pace.add(data_s, host_s)
-                    self._stop_trace(step, metrics)
+                    if self.config.profile and step >= self.config.profile[1]:
+                        self._stop_trace(metrics)
                     self.display.advance(step)
-                    may_gather = self._is_due(self.config.log_every or 1, step)
+                    may_gather = _is_due(self.config.log_every or 1, step)
                     is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
                     is_save = is_last or self.checkpoints.is_due(step)
                 self._after_step(state, metrics, step, is_last, is_save)
-                if is_last:
-                    break
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self._stop_trace(None, None)
-            raise
-        self._stop_trace(None, None)
         return state, step
 
     def _take_step(self, state: TrainState, batch: Any, is_first: bool) -> tuple[TrainState, Metrics]:
@@ -209,13 +156,13 @@ class Loop:
     def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
         config = self.config
         interrupted = is_last and step < config.steps
-        is_eval = not interrupted and (is_last or self._is_due(config.eval_every, step))
-        if is_last or is_eval or self._is_due(config.log_every, step):
+        is_eval = not interrupted and (is_last or _is_due(config.eval_every, step))
+        if is_last or is_eval or _is_due(config.log_every, step):
             metrics["loss"].block_until_ready()
             with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
             self._check_finite(metrics, step)
-        is_snapshot = self._is_due(config.snapshot_every, step) and not is_last
+        is_snapshot = _is_due(config.snapshot_every, step) and not is_last
         if not (is_save or is_snapshot):
             return
         metrics["loss"].block_until_ready()
@@ -244,15 +191,12 @@ class Loop:
     def _check_finite(self, metrics: Metrics, step: int) -> None:
         """End a run that has diverged: it trains in vain, and may not push good states out of those that are kept."""
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-        if not self.config.skips_nonfinite and not all(map(math.isfinite, values.values())):
+        if not self.skips_nonfinite and not all(map(math.isfinite, values.values())):
             raise ValueError(
                 f"step {step}: the run has diverged (loss {values['loss']}, gradient norm {values['grad_norm']}); its "
                 "state is not saved, and earlier checkpoints stand. Go on from them by the same command with --resume "
                 "and a lower --learning-rate, or with --resume --skip-nonfinite"
             )
-
-    def _is_due(self, period: int, step: int) -> bool:
-        return period > 0 and step % period == 0
 
     def _log(self, state: TrainState, metrics: Metrics, step: int, is_eval: bool) -> None:
         values = numbers(jax.device_get(metrics))
@@ -286,8 +230,8 @@ class Loop:
             jax.profiler.start_trace(str(self.run_dir / "profile"))
             self._is_tracing = True
 
-    def _stop_trace(self, step: int | None, metrics: Metrics | None) -> None:
-        if not self._is_tracing or (step is not None and self.config.profile and step < self.config.profile[1]):
+    def _stop_trace(self, metrics: Metrics | None = None) -> None:
+        if not self._is_tracing:
             return
         if metrics is not None:
             metrics["loss"].block_until_ready()
@@ -296,6 +240,10 @@ class Loop:
         self.display.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
 
     _is_tracing: bool = dataclasses.field(default=False, init=False)
+
+
+def _is_due(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
 
 
 def describe_evaluation(evaluation: Evaluation | None, item: str) -> Record:

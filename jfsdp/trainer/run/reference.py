@@ -22,7 +22,7 @@ from jfsdp.trainer.run.build import Parts
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.evaluate import shard_batch
 from jfsdp.trainer.run.load_model import load_frozen, without_adapters
-from jfsdp.trainer.sources.pairs import PairSource
+from jfsdp.trainer.sources.tokens import PairSource
 
 FILE = "reference.npy"
 

@@ -20,7 +20,7 @@ from jfsdp.compat import warn
 from jfsdp.launch.environment import RESTART
 from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
-from jfsdp.layout.layout import Layout, num_parameters
+from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.lint import advise
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
@@ -35,9 +35,9 @@ from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closin
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.run.weights import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
-from jfsdp.trainer.sources.pairs import PairSource
 from jfsdp.trainer.sources.source import Source, open_source
-from jfsdp.trainer.step import describe_attention
+from jfsdp.trainer.sources.tokens import PairSource, TokenSource
+from jfsdp.trainer.step import describe_attention, make_batch
 
 _ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
 
@@ -82,9 +82,7 @@ class Run:
           OSError: if the disk is full or not writable.
         """
         try:
-            with contextlib.ExitStack() as held:
-                if self.is_writer:
-                    held.enter_context(runs.only_writer(self.run_dir))
+            with runs.only_writer(self.run_dir) if self.is_writer else contextlib.nullcontext():
                 self._run()
         finally:
             with contextlib.suppress(OSError):
@@ -95,7 +93,10 @@ class Run:
             self.first = self._check_directory()
         with self.watch.at("reading the data", _ALL_DATA):
             self.source = open_source(self.config, self.parts.job, self.parts.row_items)
-            decides = self._check_decides()
+            decides = self.parts.decides | self.source.decides()
+            check_alike({name: str(value) for name, value in decides.items()} | {"step to resume from": self.first})
+            if self.config.resume is not None:
+                runs.check_same(self.run_dir, decides)
         self.display = make_display(self.config.steps, self.first, self.is_writer)
         with contextlib.ExitStack() as stack:
             stack.push(closing(self.display.close))
@@ -108,15 +109,15 @@ class Run:
     def _check_directory(self) -> int:
         """Check the directory before any work is done; return how many steps are done already."""
         if self.is_writer and self.config.resume is not None and (self.run_dir / "checkpoints").is_dir():
-            with open_checkpoints(self.config, self.run_dir) as left:
-                left.remove_unfinished()  # a disk that was full has space again
+            with open_checkpoints(self.config, self.run_dir) as checkpoints:
+                checkpoints.remove_unfinished()  # a disk that was full has space again
         wait_for_all("removed unfinished saves")
         runs.check_writable(self.run_dir)
         if self.config.resume is None:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
         wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
-        self.like = self.parts.model.abstract_state(self.parts.tx)
+        self.like = self.parts.step.abstract_state()
         if self.config.snapshot_every:
             try:
                 self.snapshots.check_room(self.like)
@@ -129,15 +130,6 @@ class Run:
             first = self.snapshot = newest
         return first
 
-    def _check_decides(self) -> dict[str, Any]:
-        """Refuse to resume under another configuration; return what `config.json` is to say."""
-        decides = self.parts.decides | self.source.decides()
-        shown = {name: str(value) for name, value in decides.items()}
-        check_alike(shown | {"step to resume from": self.first})
-        if self.config.resume is not None:
-            runs.check_same(self.run_dir, decides)
-        return decides
-
     def _greet(self) -> None:
         layout, source, config = self.parts.model.layout, self.source, self.config
         mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
@@ -145,17 +137,19 @@ class Run:
         say(f"run directory: {self.run_dir}")
         say(f"data {source.describe(self.theirs)}")
         sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
+        count = num_parameters(layout.leaves)
+        num_trained = num_parameters([leaf for leaf in layout.leaves if leaf.trainable])
+        trained = "" if num_trained == count else f" ({num_trained:,} trained)"
         say(
-            f"model {self.parts.job.name}{sizes}: {num_parameters(layout.leaves):,} parameters{_trained(layout)}, "
+            f"model {self.parts.job.name}{sizes}: {count:,} parameters{trained}, "
             f"{layout.strategy.name} on "
             f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
             f"{source.describe_batch(self.parts.global_batch)} per step"
         )
         if config.global_batch is not None:
             say(f"global batch: {config.batch_per_device} rows per device in {config.accumulate} microbatches")
-        if attention := describe_attention(
-            self.parts.job, self.parts.model, self.parts.row_items, cross_documents=config.cross_documents
-        ):
+        crossed = {"cross_documents": config.cross_documents}
+        if attention := describe_attention(self.parts.job, self.parts.model, self.parts.row_items, **crossed):
             say(f"attention: {attention}")
         for warning in advise(layout):
             say(f"note: {warning}")
@@ -163,20 +157,26 @@ class Run:
             say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
+        parts, config = self.parts, self.config
         iterator = self.source.train_batches(**self._share(1))
         with self.watch.at("tracing the step, and the first weights or restoring", PATIENT):
-            self.parts.trace(self.like)
+            rows, crossed = parts.global_batch, config.cross_documents
+            # Refuses what it can before weights are read and anything is written; the first step uses it again.
+            parts.step.trace(self.like, make_batch(parts.job, rows, parts.row_items, cross_documents=crossed))
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
             begun, given = None if self.first else state, {"watch": self.watch, "say": self.display.say}
-            given["share"] = self._share(self.config.accumulate)
-            self.source.reference = find_reference(self.source, self.parts, begun, self.run_dir, **given)
-        described = json.loads(json.dumps(self._describe(decides), default=str))
+            given["share"] = self._share(config.accumulate)
+            self.source.reference = find_reference(self.source, parts, begun, self.run_dir, **given)
+        described = {"config": dataclasses.asdict(config), "decides": decides, "changes": self.changes}
+        theirs = describe_model(parts.job, parts.row_items, self.theirs)
+        described |= {"begun": self.begun} | ({} if theirs is None else {"pretrained": theirs})
+        described = json.loads(json.dumps(described, default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
-            checkpoints = open_checkpoints(self.config, self.run_dir)
+            checkpoints = open_checkpoints(config, self.run_dir)
             stack.push(closing(iterator.close))
             with self.watch.at("trackers, and removing old snapshots", PATIENT):
                 loop = self.loop = self._make_loop(stack, iterator, checkpoints, stop, described)
@@ -195,18 +195,12 @@ class Run:
             with self.watch.at("the end: sample and summary", PATIENT):
                 self._finish(loop, state, steps)
 
-    def _describe(self, decides: dict[str, Any]) -> dict[str, Any]:
-        described = {"config": dataclasses.asdict(self.config), "decides": decides, "changes": self.changes}
-        described["begun"] = self.begun
-        theirs = describe_model(self.parts.job, self.parts.row_items, self.theirs)
-        return described if theirs is None else described | {"pretrained": theirs}
-
     def _share(self, accumulate: int) -> dict[str, int]:
         """Return this process's part of each batch, as the data iterators take it."""
         num_rows = self.parts.global_batch // accumulate
-        own = self.parts.step.own_rows(num_rows)
-        share = {"process_index": own.start // len(own), "process_count": num_rows // len(own)}
-        return {"batch_size": len(own), **share}
+        rows = self.parts.step.own_rows(num_rows)
+        share = {"process_index": rows.start // len(rows), "process_count": num_rows // len(rows)}
+        return {"batch_size": len(rows), **share}
 
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
         """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
@@ -280,7 +274,7 @@ class Run:
     def _make_loop(
         self, stack: contextlib.ExitStack, iterator: Any, checkpoints: Any, stop: StopSignal, described: dict[str, Any]
     ) -> Loop:
-        parts, mesh = self.parts, self.parts.step.mesh
+        parts, job, mesh = self.parts, self.parts.job, self.parts.step.mesh
         device = mesh.devices.flat[0]
         writers: list[Any] = []
         if self.is_writer:
@@ -292,11 +286,14 @@ class Run:
                 writers.append(parts.tracker(described | {"run_dir": str(self.run_dir)}))
         for writer in writers:
             stack.push(closing(writer.close))
+        items = parts.global_batch * self.source.num_rows * parts.row_items
+        sizes = (items, mesh.devices.size, job.flops_per_token, device.device_kind, self.source.item, parts.row_items)
         return Loop(
-            config=parts.loop,
+            config=self.config,
+            skips_nonfinite=self.config.skip_nonfinite or parts.step.loss_scale is not None,
             step=parts.step,
             batches=map(self.source.prepare, iterator),
-            throughput=self._make_throughput(mesh.devices.size, device.device_kind),
+            throughput=Throughput(*sizes),
             learning_rate=parts.schedule,
             evaluate=self._make_evaluator(),
             checkpoints=checkpoints,
@@ -311,11 +308,6 @@ class Run:
             described=described,
             max_in_flight=1 if device.platform == "cpu" else 2,
         )
-
-    def _make_throughput(self, num_devices: int, device_kind: str) -> Throughput:
-        parts, job = self.parts, self.parts.job
-        items, flops = parts.global_batch * self.source.num_rows * parts.row_items, job.flops_per_token
-        return Throughput(items, num_devices, flops, device_kind, self.source.item, parts.row_items)
 
     def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:
         if not self.source.has_eval:
@@ -342,9 +334,9 @@ class Run:
     def _finish(self, loop: Loop, state: TrainState, steps: int) -> None:
         loop.goodput.to("start")
         paces, is_done = loop.pace.of_all(), steps == self.config.steps
-        samples = self.source.makes_text and self.config.sample_tokens
-        if is_done and samples and not loop.stop.is_agreed(may_gather=True):
-            self._sample(state)
+        source = self.source if is_done and self.config.sample_tokens else None
+        if isinstance(source, TokenSource) and not loop.stop.is_agreed(may_gather=True):
+            self._sample(source, state)
         if not self.is_writer:
             return
         from jfsdp.trainer.run.curves import save_loss_curve
@@ -379,18 +371,12 @@ class Run:
             say(f"held-out loss{after} {loss:.4f} nats per {self.source.counted}{accuracy(summary)}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
-    def _sample(self, state: TrainState) -> None:
+    def _sample(self, source: TokenSource, state: TrainState) -> None:
         try:
-            texts = self.source.sample(self.parts.model, self._evaluated(state))
+            texts = source.sample(self.parts.job, self.parts.model, self._evaluated(state))
         except ValueError as error:
             self.display.say(f"no sample: {error}")
             return
         if self.is_writer:
             (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
         self.display.say(f"sample (more in sample.txt):\n{harmless(texts[0])}")
-
-
-def _trained(layout: Layout) -> str:
-    """Say how many parameters are trained, where not all are."""
-    count = num_parameters([leaf for leaf in layout.leaves if leaf.trainable])
-    return "" if count == num_parameters(layout.leaves) else f" ({count:,} trained)"

@@ -37,9 +37,9 @@ class Share:
 
 
 class OwnSource:
-    """What the functions `data` and `eval_data` of a job return; see `jfsdp.trainer.sources.source.Source`."""
+    """What the functions `data` and `eval_data` of a job return. It has what a run asks of a `TokenSource`."""
 
-    makes_text, num_rows = False, 1
+    num_rows = 1
 
     def __init__(self, config: TrainConfig, job: Job, row_items: int):
         self.job, self.seed, self.row_items = job, config.seed, row_items
@@ -79,9 +79,6 @@ class OwnSource:
 
     def prepare(self, batch: Batch) -> Batch:
         return batch
-
-    def sample(self, model: Any, state: Any) -> list[str]:
-        raise ValueError("a job with custom data writes no text")
 
     def _batches(self, field: str, share: Share) -> DataIterator:
         found, num_rows = getattr(self.job, field)(share), share.batch_size * share.process_count

@@ -1,30 +1,33 @@
-"""Text and tokens as the data of a run."""
+"""Texts, and choices between two answers, as the data of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from jfsdp.trainer.data import (
-    DataConfig,
-    DataIterator,
-    make_eval_iterator,
-    make_train_iterator,
-    open_data,
-)
+from jfsdp.layout.mesh import num_data_shards
 from jfsdp.trainer.data.documents import START
+from jfsdp.trainer.data.iterator import Batch, DataIterator
+from jfsdp.trainer.data.pipeline import make_eval_iterator, make_pass_iterator, make_train_iterator
+from jfsdp.trainer.data.tokens import DataConfig, open_data
+from jfsdp.trainer.generate import Generator, Sampling
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import without_packing
 
 
 class TokenSource:
-    """Documents as rows of `seq_len` tokens; see `jfsdp.trainer.sources.source.Source`."""
+    """Documents as rows of `seq_len` tokens: the data of a run, opened once, in every process.
 
-    item, makes_text = "token", True
-    form, counted, num_rows = "tokens", "token", 1
+    Attributes:
+      item: what rates are per: "token" or "row".
+      counted: what losses are per: "token", "row" or "pair".
+      num_rows: rows of items that a row of a batch has: 2 where it is a pair.
+    """
+
+    item, form, counted, num_rows = "token", "tokens", "token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "eval_fraction", "chat_template", "answers", "eod_token")
@@ -51,8 +54,6 @@ class TokenSource:
     def check(cls, config: TrainConfig, job: Job) -> int:
         """Refuse a job that is not trained on tokens, and data that are none; return the tokens of a row."""
         seq_len = job.seq_len if config.seq_len is None else config.seq_len
-        if seq_len < 1:
-            raise ValueError(f"seq_len={seq_len} must be at least 1")
         batch = job.batch(1, seq_len)
         if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
             raise ValueError(
@@ -63,23 +64,25 @@ class TokenSource:
 
     @property
     def has_eval(self) -> bool:
+        """Tell whether anything is held out."""
         return bool(len(self.data.eval))
 
     def describe(self, theirs: Mapping[str, Any]) -> str:
+        """Describe the data in a line, and where they contradict `theirs`, the `config.json` of the first weights."""
         tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
-        told, length = (
+        line, length = (
             f"{self.config.data!r}: {self.data.found}{self._padding()}",
             theirs.get("max_position_embeddings"),
         )
         if tokenizer:
-            told += f"; tokenizer {self.config.tokenizer}"
+            line += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:
-            told += f"; NOTE: rows of {self.seq_len} tokens exceed the weights' max_position_embeddings={length}"
+            line += f"; NOTE: rows of {self.seq_len} tokens exceed the weights' max_position_embeddings={length}"
         ends = [] if end is None else np.atleast_1d(end).tolist()
         if tokenizer and ends and not self.data.has_conversations and tokenizer.eod_id not in ends:
             ours = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
-            told += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
-        return f"{told}; {len(self.data.eval)} held out"
+            line += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
+        return f"{line}; {len(self.data.eval)} held out"
 
     def _padding(self) -> str:
         """Say how much of a row is padding because of its bounded number of documents, where that is much.
@@ -100,29 +103,71 @@ class TokenSource:
         )
 
     def describe_batch(self, rows: int) -> str:
+        """Say what a step of so many rows takes."""
         return f"{rows} rows of {self.seq_len} tokens"
 
     def decides(self) -> dict[str, Any]:
+        """Return all of the data that losses depend on, as `config.json` is to say it."""
         names = ("eval_fraction", "cross_documents")
         data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
         return data | {name: getattr(self.config, name) for name in names}
 
     def train_batches(self, **share: int) -> DataIterator:
+        """Start the endless training batches of this process; see `make_train_iterator`."""
         return make_train_iterator(self.data, **share)
 
     def eval_batches(self, **share: int) -> DataIterator:
+        """Start a pass over the held-out batches of this process; see `make_eval_iterator`."""
         return make_eval_iterator(self.data, **share)
 
-    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, batch: Batch) -> Batch:
+        """Bring a batch into the form that the model is given."""
         return without_packing(batch) if self.config.cross_documents else batch
 
-    def sample(self, model: Any, state: Any) -> list[str]:
-        from jfsdp.trainer.run.sample import sample_texts
+    def sample(self, job: Job, model: Any, state: Any) -> list[str]:
+        """Generate one text for each data shard: the prompt and what follows, up to the end of a document.
 
-        if self.data.tokenizer is None:
+        Raises:
+          ValueError: for token files, a job without a cache, and a prompt that fills a row.
+        """
+        tokenizer, config = self.data.tokenizer, self.config
+        if tokenizer is None:
             raise ValueError("token files come without a tokenizer")
-        config = self.config
-        options = {name: getattr(config, name) for name in ("prompt", "seed")}
-        return sample_texts(
-            model, state, self.data.tokenizer, num_tokens=config.sample_tokens, max_len=self.seq_len, **options
-        )
+        prompt = np.concatenate([[tokenizer.eod_id], tokenizer.encode(config.prompt)])
+        generate = Generator(model, job, Sampling(0.8, seed=config.seed), stop=[tokenizer.eod_id])
+        prompts = [prompt] * num_data_shards(dict(model.layout.mesh_sizes))
+        answers = generate(state, prompts, min(config.sample_tokens, self.seq_len - len(prompt)))
+        return [tokenizer.decode([id for id in (*prompt, *answer) if id != tokenizer.eod_id]) for answer in answers]
+
+
+class PairSource(TokenSource):
+    """Pairs of answers, one row [2 T] each; see `TokenSource`.
+
+    Attributes:
+      reference: float32 [N 2], by number of document: the log-likelihoods of both answers by the frozen reference. To
+        be set before a batch is prepared.
+    """
+
+    form, counted, num_rows = "pairs", "pair", 2
+
+    def __init__(self, config: TrainConfig, job: Job, seq_len: int):
+        super().__init__(config, job, seq_len)
+        self.reference = np.zeros((0, 2), np.float32)
+
+    @property
+    def num_documents(self) -> int:
+        """Return how many rows `reference` has."""
+        splits = (split for split in (self.data.train, self.data.eval) if len(split))
+        return 1 + max(split.number(len(split) - 1) for split in splits)
+
+    def every_batch(self, **share: int) -> Iterator[Batch]:
+        """Pass once over all pairs, of training and held out."""
+        for split in (self.data.train, self.data.eval):
+            if len(split):
+                yield from make_pass_iterator(self.data, split, **share)
+
+    def describe_batch(self, rows: int) -> str:
+        return f"{rows} pairs of {self.seq_len} tokens each"
+
+    def prepare(self, batch: Batch) -> Batch:
+        return {name: x for name, x in batch.items() if name != "index"} | {"reference": self.reference[batch["index"]]}

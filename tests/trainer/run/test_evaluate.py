@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 from examples import vit
-from jfsdp.trainer.data import ByteTokenizer
 from jfsdp.trainer.job import find_job
+from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.evaluate import Evaluator
-from jfsdp.trainer.run.sample import sample_texts
+from jfsdp.trainer.sources.tokens import TokenSource
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 TINY = {
@@ -73,31 +74,26 @@ def test_nothing_held_out_is_an_error(sharded):
         Evaluator(model, job.loss, lambda: list(_batches())[2:])(state)
 
 
-def test_a_greedy_sample_is_what_the_unsharded_model_says(sharded):
+@pytest.fixture
+def sample(sharded, tmp_path):
     job, model, state = sharded
-    texts = sample_texts(model, state, ByteTokenizer(), num_tokens=5, max_len=64, prompt="def ", temperature=0.0)
-    plain, ids = make_plain(job), [256, *b"def "]
-    for end in range(5, 10):
-        padded = jnp.asarray([ids + [0] * (10 - end)])
-        ids.append(int(jnp.argmax(plain(padded)[0, end - 1, :257])))
-    expected = ids[1 : ids.index(256, 1)] if 256 in ids[1:] else ids[1:]
-    assert texts == [ByteTokenizer().decode(expected)] * 8
+    (tmp_path / "a.txt").write_text("def f(): pass\n" * 20)
+
+    def sample(seq_len=64, **options):
+        config = TrainConfig(data=str(tmp_path), tokenizer="byte", eval_fraction=0.0, sample_tokens=6, **options)
+        return TokenSource(config, job, seq_len).sample(job, model, state)
+
+    return sample
 
 
-def test_samples_repeat_with_their_seed_and_differ_between_rows(sharded):
-    _, model, state = sharded
-
-    def sample(seed):
-        return sample_texts(model, state, ByteTokenizer(), num_tokens=6, max_len=64, seed=seed)
-
-    assert sample(1) == sample(1) != sample(2)
-    assert len(set(sample(1))) > 1
+def test_samples_begin_with_the_prompt_repeat_with_their_seed_and_differ_between_rows(sample):
+    texts = sample(seed=1, prompt="def ")
+    assert len(texts) == 8 and len(set(texts)) > 1 and all(text.startswith("def ") for text in texts)
+    assert sample(seed=1, prompt="def ") == texts != sample(seed=2, prompt="def ")
 
 
-def test_a_prompt_that_fills_the_window_is_refused(sharded):
-    _, model, state = sharded
-    with pytest.raises(ValueError, match="nothing is left to generate"):
-        sample_texts(model, state, ByteTokenizer(), num_tokens=6, max_len=4, prompt="def ")
+def test_a_prompt_that_fills_a_row_is_refused(sample):
+    refuses(lambda: sample(seq_len=5, prompt="def "), "0 tokens to generate")
 
 
 # ---- a loss of its own for evaluation ----
