@@ -14,8 +14,8 @@ from jfsdp.plan.search.jobs import shard_planned
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.sources.tokens import PairSource
 from jfsdp.trainer.sources.source import open_source
+from jfsdp.trainer.sources.tokens import PairSource
 from tests import hlo
 from tests.options import made
 from tests.thin import thin

@@ -105,7 +105,8 @@ class TrainConfig(StepOptions):
     log_every: Count = option(10, "evaluation and logging", "free", least=0, python="your loop")
     """Steps between lines of metrics.jsonl. 0: only evaluations and the last step."""
     sample_tokens: Count = option(200, "evaluation and logging", "free", least=0, python="`model.forward`")
-    """Length of the text that a token model with a cache (`Job.cache`) generates at the end, up to --seq-len. 0: none."""
+    """Length of the text that a token model with a cache (`Job.cache`) generates at the end, up to --seq-len. 0:
+    none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = option("", "evaluation and logging", "free")
     """How that text begins."""
     tracker: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(

@@ -37,7 +37,7 @@ class Share:
 
 
 class OwnSource:
-    """What the functions `data` and `eval_data` of a job return. It has what a run asks of a `TokenSource`."""
+    """The data of a job, from its `data` and `eval_data`; has the methods of `TokenSource` that a run calls."""
 
     num_rows = 1
 

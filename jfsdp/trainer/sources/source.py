@@ -1,4 +1,4 @@
-"""What a run asks of its data: which kind a job takes."""
+"""The kinds of data of a run, and which of them a job takes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class TokenSource:
         )
 
     def describe_batch(self, rows: int) -> str:
-        """Say what a step of so many rows takes."""
+        """Describe the batch of a step."""
         return f"{rows} rows of {self.seq_len} tokens"
 
     def decides(self) -> dict[str, Any]:
