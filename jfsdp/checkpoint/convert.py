@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ import numpy as np
 
 from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
-from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.logical_arrays import Logical
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
@@ -28,6 +28,7 @@ from jfsdp.checkpoint.source import (
     Watched,
     cell_of,
     contiguous,
+    float_dtype,
     grid,
     no_progress,
     subset,
@@ -51,14 +52,7 @@ def choose_dtypes(arrays: Mapping[str, jax.ShapeDtypeStruct], casts: Sequence[st
     chosen: dict[str, Any] = {}
     for cast in casts:
         pattern, equals, dtype = cast.rpartition("=")
-        try:
-            wanted = jnp.dtype(dtype)
-        except TypeError as error:
-            raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
-        if not jnp.issubdtype(wanted, jnp.floating) or wanted.itemsize < 2:
-            raise ValueError(
-                f"dtype {dtype!r} does not hold weights without a scale; such as float32, bfloat16, float16"
-            )
+        wanted = float_dtype(dtype)
         names = select_leaves("dtype", pattern if equals else "params", arrays, {})
         chosen |= {name: wanted for name in names if jnp.issubdtype(arrays[name].dtype, jnp.floating)}
     return chosen
@@ -144,34 +138,25 @@ def write_source(
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.writer import Writer
-    from jfsdp.checkpoint.store import check_free, make_room, take, unfinished
+    from jfsdp.checkpoint.store import claimed, make_room, unfinished
 
-    target = local_path(target)
-    check_free(target)
-    arrays = source.arrays
-    needed = total_bytes(arrays.values())
-    partial, writer, held = unfinished(target), Writer(), list[Lock]()
-    counted = Counted(source)
-    pieces = {name: _lazy(counted, name) for name in arrays}
-    impls = key_impls or {}
-    described = {name: Logical(x.shape, x.dtype, impls.get(name)).to_dict() for name, x in arrays.items()}
-    whole = make_manifest(described, step=None, name=target.name, metrics={}, num_processes=1) | dict(manifest)
+    target, counted, impls = local_path(target), Counted(source), key_impls or {}
+    needed = total_bytes(source.arrays.values())
+    pieces = {name: _lazy(counted, name) for name in source.arrays}
+    described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
+    whole = make_manifest(described, target.name) | dict(manifest)
 
     def check() -> None:
         refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
 
-    try:
-        make_room(target, needed, lambda: take(target, held))
+    with claimed(target), contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, unfinished(target), ignore_errors=True)
+        writer = stack.enter_context(contextlib.closing(Writer()))
+        make_room(target, needed)
         with readable_errors(target, needed):
-            writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
+            writer.start(unfinished(target), target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()
-            return counted.lines()
-    finally:
-        writer.close()
-        if held:  # else it is another one's
-            shutil.rmtree(partial, ignore_errors=True)
-        for lock in held:
-            lock.release()
+    return counted.lines()
 
 
 def _lazy(source: Source, name: str) -> Any:

@@ -83,12 +83,16 @@ def _compare(first: Source, second: Source, name: str) -> Difference | None:
     largest, scale, count, at = -1.0, 0.0, 0, ()
     for index in pieces_of(first.arrays[name]):
         one, two = first.read(name, index), second.read(name, index)
-        differs = _differs(one, two)
-        scale = max(scale, _largest(one))
+        wide_one, wide_two = _wide(one), _wide(two)
+        differs = one != two if one.dtype == two.dtype else wide_one != wide_two
+        differs &= ~(np.isnan(wide_one) & np.isnan(wide_two))
+        scale = max(scale, float(np.abs(wide_one)[np.isfinite(wide_one)].max(initial=0.0)))
         if not differs.any():
             continue
         count += int(np.count_nonzero(differs))
-        gap = np.where(differs, _gap(one, two), -1.0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            gap = np.abs(wide_one - wide_two)
+        gap = np.where(differs, np.where(np.isnan(gap), np.inf, gap), -1.0)
         place = np.unravel_index(int(np.argmax(gap)), gap.shape)
         if gap[place] > largest:
             largest = float(gap[place])
@@ -98,27 +102,5 @@ def _compare(first: Source, second: Source, name: str) -> Difference | None:
     return Difference(name, largest, largest / scale if scale else 0.0, count, at)
 
 
-def _differs(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    if one.dtype == two.dtype:
-        return (one != two) & ~(_is_nan(one) & _is_nan(two))
-    return (_wide(one) != _wide(two)) & ~(_is_nan(one) & _is_nan(two))
-
-
-def _is_nan(block: np.ndarray) -> np.ndarray:
-    return np.isnan(block) if jnp.issubdtype(block.dtype, jnp.inexact) else np.zeros(block.shape, bool)
-
-
 def _wide(block: np.ndarray) -> np.ndarray:
     return block.astype(np.complex128 if np.iscomplexobj(block) else np.float64)
-
-
-def _gap(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    with np.errstate(invalid="ignore", over="ignore"):
-        gap = np.abs(_wide(one) - _wide(two))
-    return np.where(np.isnan(gap), np.inf, gap)
-
-
-def _largest(block: np.ndarray) -> float:
-    wide = np.abs(_wide(block))
-    finite = wide[np.isfinite(wide)]
-    return float(finite.max()) if finite.size else 0.0

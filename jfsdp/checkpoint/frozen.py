@@ -53,14 +53,9 @@ def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
       ValueError: naming the first leaf that differs, and how many.
     """
     if not isinstance(like.step, jax.Array):
-        raise ValueError(
-            f"checkpoint {path}: holds what was trained alone, without the {len(base)} frozen leaves; restore with "
-            "like=a live state that has them, as jfsdp.checkpoint.load_pretrained or model.init returns it"
-        )
+        raise ValueError(f"checkpoint {path}: has no frozen leaves ({len(base)}); pass like=a live state that has them")
     there = frozen_digests(like)
     differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))
     if differing:
-        raise ValueError(
-            f"checkpoint {path}: was trained on another base: {differing[0]} and {len(differing) - 1} more frozen "
-            "leaves have other values, or other dtypes or codes at rest; begin from the weights that it began from"
-        )
+        what = f"{differing[0]} and {len(differing) - 1} more differ; begin from the weights that it began from"
+        raise ValueError(f"checkpoint {path}: was trained on another base: {what}")

@@ -11,16 +11,15 @@ for a layer alike): such a state is the same in both forms.
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jfsdp.checkpoint.source import Index, Source
-
-_NUMBER = re.compile(r"(?P<mark>[._])(?P<number>\d+)(?=\.|$)")
 
 
 class OtherLayers:
@@ -38,14 +37,18 @@ class OtherLayers:
         shapes = {name: tuple(wanted[name].shape) for name in missing} if isinstance(wanted, Mapping) else {}
         same = {name: found for name in missing if (found := self._find_same(name, shapes.get(name)))}
         rest = [name for name in missing if name not in same]
-        stacks = {name: stack for name in rest if (stack := self._find_stack(name))}
-        slices = {name: at for name in rest if (at := _find_slice(name, source.arrays))}
-        taken = {member for group in (*stacks.values(), *same.values()) for member in group}
-        taken |= _used_up(slices.values(), source.arrays)
-        self._stacks, self._slices, self._same = stacks, slices, {name: group[0] for name, group in same.items()}
+        self._same = {name: group[0] for name, group in same.items()}
+        self._stacks = {name: stack for name in rest if (stack := self._find_stack(name))}
+        self._slices = {name: at for name in rest if (at := _find_slice(name, source.arrays))}
+        taken = {member for group in (*self._stacks.values(), *same.values()) for member in group}
+        rows = collections.Counter(stack for stack, _ in set(self._slices.values()))
+        taken |= {stack for stack, num in rows.items() if num == source.arrays[stack].shape[0]}
         arrays = {name: array for name, array in source.arrays.items() if name not in taken}
-        arrays |= {name: _stack_shape(source.arrays, stack) for name, stack in stacks.items()}
-        arrays |= {name: _row_shape(source.arrays[stack]) for name, (stack, _) in slices.items()}
+        for name, stack in self._stacks.items():
+            first = source.arrays[stack[0]]
+            arrays[name] = jax.ShapeDtypeStruct((len(stack), *first.shape), first.dtype)
+        for name, (stack, _) in self._slices.items():
+            arrays[name] = jax.ShapeDtypeStruct(source.arrays[stack].shape[1:], source.arrays[stack].dtype)
         arrays |= {name: source.arrays[other] for name, other in self._same.items()}
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = arrays
 
@@ -74,7 +77,7 @@ class OtherLayers:
         """Return the names of an optimizer's state of one element that is no array of layers in either form."""
         if shape != (1,) or not name.startswith("opt_state."):
             return None
-        whole = _find_whole(name, self._source.arrays)
+        whole = next((stack for stack, _ in _rows(name) if stack in self._source.arrays), None)
         found = (whole,) if whole else self._find_stack(name)
         return found if found and self._source.arrays[found[0]].shape == shape else None
 
@@ -87,6 +90,12 @@ class OtherLayers:
         return tuple(members[number] for number in range(len(members)))
 
 
+def _rows(name: str) -> Iterator[tuple[str, int]]:
+    """Yield the stacks that an array of a list may be a row of: the name without one of its numbers, and that."""
+    for match in re.finditer(r"[._](\d+)(?=\.|$)", name):
+        yield name[: match.start()] + name[match.end() :], int(match[1])
+
+
 def _members(names: Iterable[str]) -> dict[str, dict[int, str]]:
     """Group names that have a number in them by the name without it: stack -> number -> name.
 
@@ -96,9 +105,8 @@ def _members(names: Iterable[str]) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = {}
     unclear: set[str] = set()
     for name in names:
-        for match in _NUMBER.finditer(name):
-            stack = name[: match.start()] + name[match.end() :]
-            if found.setdefault(stack, {}).setdefault(int(match["number"]), name) != name:
+        for stack, row in _rows(name):
+            if found.setdefault(stack, {}).setdefault(row, name) != name:
                 unclear.add(stack)
     return {stack: members for stack, members in found.items() if stack not in unclear}
 
@@ -149,32 +157,6 @@ def list_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
 
 def _find_slice(name: str, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, int] | None:
     """Return the stack and the row in it that a wanted member of a list is, if there is one and no more than one."""
-    found = set()
-    for match in _NUMBER.finditer(name):
-        stack, row = name[: match.start()] + name[match.end() :], int(match["number"])
-        if stack in arrays and arrays[stack].shape and row < arrays[stack].shape[0]:
-            found.add((stack, row))
-    return found.pop() if len(found) == 1 else None
-
-
-def _used_up(slices: Iterable[tuple[str, int]], arrays: Mapping[str, jax.ShapeDtypeStruct]) -> set[str]:
-    """Return the stacks all of whose rows are wanted."""
-    rows: dict[str, set[int]] = {}
-    for stack, row in slices:
-        rows.setdefault(stack, set()).add(row)
-    return {stack for stack, wanted in rows.items() if len(wanted) == arrays[stack].shape[0]}
-
-
-def _find_whole(name: str, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> str | None:
-    """Return the stack that a wanted member of a list belongs to, whatever its shape."""
-    stacks = (name[: match.start()] + name[match.end() :] for match in _NUMBER.finditer(name))
-    return next((stack for stack in stacks if stack in arrays), None)
-
-
-def _stack_shape(arrays: Mapping[str, jax.ShapeDtypeStruct], stack: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    first = arrays[stack[0]]
-    return jax.ShapeDtypeStruct((len(stack), *first.shape), first.dtype)
-
-
-def _row_shape(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+    rows = {(stack, row) for stack, row in _rows(name) if stack in arrays}
+    found = [(stack, row) for stack, row in rows if arrays[stack].shape and row < arrays[stack].shape[0]]
+    return found[0] if len(found) == 1 else None

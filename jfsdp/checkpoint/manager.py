@@ -18,7 +18,7 @@ from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest,
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import only_first
-from jfsdp.checkpoint.policy import Keep, KeepBest, parse_best
+from jfsdp.checkpoint.policy import Keep, parse_best
 from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
 from jfsdp.compat import warn
 from jfsdp.train.state import TrainState
@@ -38,7 +38,7 @@ class Checkpointer:
       directory: where steps stand; made if it is missing. One writer at a time.
       keep: how many of the newest steps to keep; None keeps all.
       keep_every: keep, beside these, every step that is a multiple of this.
-      keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`, or a `KeepBest`.
+      keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`.
       every_steps: when `is_due` says that it is time to save; 0: never.
       frozen: False leaves out the leaves that are not trained, as `save` does.
 
@@ -53,14 +53,13 @@ class Checkpointer:
         keep: int | None = 3,
         *,
         keep_every: int | None = None,
-        keep_best: KeepBest | str | None = None,
+        keep_best: str | None = None,
         every_steps: Size = 0,
         frozen: bool = True,
     ):
         self._frozen = frozen
-        best = parse_best(keep_best) if isinstance(keep_best, str) else keep_best
         self._every_steps = every_steps
-        self._keep = Keep(last=keep, every=keep_every, best=best)
+        self._keep = Keep(keep, keep_every, None if keep_best is None else parse_best(keep_best))
         self.directory = local_path(directory)
         check_path(self.directory)
         with readable_errors(self.directory):
@@ -110,46 +109,29 @@ class Checkpointer:
         """
         start, step = time.perf_counter(), int(step)
         self.wait()
-        self._warn_of_metric(step, metrics or {})
+        best = self._keep.best
+        if best is not None and best.metric not in (metrics or {}):
+            problem = f"step {step} is saved without the metric {best.metric!r}, so it is not among the best"
+            warn(f"{problem}; its metrics are {', '.join(metrics or ()) or 'none'}")
         only_first(lambda: self._prepare(step))
         if self._writer is None:
             from jfsdp.checkpoint.disk.writer import Writer
 
             self._writer = Writer()
-        start_save(
-            self._writer,
-            self.directory / str(step),
-            state,
-            extra=extra,
-            config=config,
-            metrics=metrics,
-            frozen=self._frozen,
-            on_commit=self._prune_or_warn,
-        )
+        path, on_commit = self.directory / str(step), self._prune_or_warn
+        start_save(self._writer, path, state, extra, config, metrics, frozen=self._frozen, on_commit=on_commit)
         self._needed = bytes_of(state)
         return time.perf_counter() - start
-
-    def _warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        best = self._keep.best
-        if best is not None and best.metric not in metrics:
-            there = ", ".join(metrics) or "none"
-            told = f"step {step} is saved without the metric {best.metric!r}, so it is not among the best"
-            warn(f"{told}; its metrics are {there}")
 
     def _prepare(self, step: int) -> None:
         """Check the step, and become the only writer."""
         latest = self.latest()
         if self._lock is not None and not self.directory.is_dir():
-            raise FileNotFoundError(
-                errno.ENOENT, "was removed while a run saved to it, with all its checkpoints", str(self.directory)
-            )
+            raise FileNotFoundError(errno.ENOENT, "was removed while a run saved to it", str(self.directory))
         if step in self.steps():
             raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
         if latest is not None and step < latest:
-            raise ValueError(
-                f"checkpoint {self.directory / str(step)}: steps must grow, and {latest} is there; move later "
-                "steps away, or save to another directory"
-            )
+            raise ValueError(f"checkpoint {self.directory}: step {step} is older than {latest}; move later steps away")
         self._become_writer()
 
     def remove_unfinished(self) -> None:
@@ -171,38 +153,31 @@ class Checkpointer:
                 shutil.rmtree(left, ignore_errors=True)
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
-    def surplus(self) -> list[int]:
-        """Return the steps that are not to be kept."""
-        metrics = {step: self._metrics(step) for step in self.steps()}
-        kept = self._keep.kept(metrics)
-        return [step for step in metrics if step not in kept]
-
-    def check_metric(self) -> None:
-        """Refuse to choose the best by a metric that no step has.
-
-        Raises:
-          ValueError: listing those there are.
-        """
-        best, steps = self._keep.best, self.steps()
-        found = {name for step in steps for name in self._metrics(step)}
-        if best is not None and best.metric not in found:
-            raise ValueError(
-                f"keep_best: no step has a metric {best.metric!r}; there are {', '.join(sorted(found)) or 'none'}"
-            )
-
-    def prune(self) -> list[int]:
+    def prune(self, *, dry_run: bool = False) -> list[int]:
         """Delete the steps that are not to be kept; return them. For one process, when nothing is being saved.
 
+        Args:
+          dry_run: only return them.
+
         Raises:
-          ValueError: if another run writes to the directory.
+          ValueError: if another run writes to the directory, or no step has the metric that chooses the best; lists
+            those there are.
         """
-        self.check_metric()
+        best, found = self._keep.best, {name for step in self.steps() for name in self._metrics(step)}
+        if best is not None and best.metric not in found:
+            there = ", ".join(sorted(found)) or "none"
+            raise ValueError(f"keep_best: no step has a metric {best.metric!r}; there are {there}")
+        if dry_run:
+            return self._surplus()
         self._become_writer()
         return self._prune()
 
+    def _surplus(self) -> list[int]:
+        metrics = {step: self._metrics(step) for step in self.steps()}
+        return sorted(metrics.keys() - self._keep.kept(metrics))
+
     def _prune(self) -> list[int]:
-        """Do what `prune` does; in process 0, once a newer step is complete."""
-        surplus, aside = self.surplus(), self.directory / _DELETED
+        surplus, aside = self._surplus(), self.directory / _DELETED
         for step in surplus:
             aside.mkdir(exist_ok=True)
             os.rename(self.directory / str(step), aside / str(step))
@@ -247,23 +222,23 @@ class Checkpointer:
         """
         self.wait()
         steps = only_first(self.steps)
-        step = max(steps, default=None) if step is None else step
         if not steps:
             raise ValueError(f"checkpoint {self.directory}: holds no complete step yet")
-        if step is None or step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"checkpoint {self.directory}: has no step {step}; the complete steps are {there}")
-        path = self.directory / str(step)
-        try:
-            state = restore(path, like, only=only, skip=skip, one_replica=one_replica)
-        except DamagedError as error:
-            earlier = [other for other in steps if other < step]
-            if not fall_back or not earlier:
-                raise
-            warn(f"{error}. Falling back to step {earlier[-1]}")
-            how: dict[str, Any] = {"only": only, "skip": skip, "one_replica": one_replica, "fall_back": True}
-            return self.restore(like, earlier[-1], **how)
-        extras, index = self.extras(step), jax.process_index()
+        found = steps[-1] if step is None else step
+        if found not in steps:
+            there = ", ".join(map(str, steps))
+            raise ValueError(f"checkpoint {self.directory}: has no step {found}; the complete steps are {there}")
+        while True:
+            try:
+                state = restore(self.directory / str(found), like, only=only, skip=skip, one_replica=one_replica)
+                break
+            except DamagedError as error:
+                earlier = [other for other in steps if other < found]
+                if not fall_back or not earlier:
+                    raise
+                found = earlier[-1]
+                warn(f"{error}. Falling back to step {found}")
+        extras, index = self.extras(found), jax.process_index()
         return state, extras[index if index < len(extras) else 0]
 
     def extras(self, step: int) -> list[Any]:

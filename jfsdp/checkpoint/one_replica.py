@@ -46,17 +46,11 @@ def _sum(mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
     def add(block: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(block):
             return jax.lax.complex(add(block.real), add(block.imag))
-        bits = _as_bits(block)
+        bits = block
+        if jnp.issubdtype(block.dtype, jnp.floating):
+            bits = jax.lax.bitcast_convert_type(block, jnp.dtype(f"uint{8 * block.dtype.itemsize}"))
         total = jax.lax.psum(bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits, axes).astype(bits.dtype)
         return total if total.dtype == block.dtype else jax.lax.bitcast_convert_type(total, block.dtype)
 
-    return jax.jit(
-        jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
-        out_shardings=NamedSharding(mesh, spec),
-    )
-
-
-def _as_bits(block: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(block.dtype, jnp.floating):
-        return block
-    return jax.lax.bitcast_convert_type(block, jnp.dtype(f"uint{8 * block.dtype.itemsize}"))
+    summed = jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(summed, out_shardings=NamedSharding(mesh, spec))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
-from jfsdp.arguments import checked
 
-
-@checked
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
     """Keep the best checkpoints by a metric that is given to `save`.
@@ -23,14 +21,6 @@ class KeepBest:
     mode: str = "min"
     num: int = 1
 
-    def __post_init__(self) -> None:
-        if not self.metric:
-            raise ValueError("keep_best metric '' has no name; give that of a metric passed to save, such as eval_loss")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"keep_best mode {self.mode!r} must be 'min' or 'max'")
-        if self.num < 1:
-            raise ValueError(f"keep_best num={self.num} must be at least 1")
-
 
 def parse_best(text: str) -> KeepBest:
     """Read `METRIC[:min|max[:N]]`.
@@ -38,10 +28,10 @@ def parse_best(text: str) -> KeepBest:
     Raises:
       ValueError: if it is not of this form.
     """
-    metric, *rest = text.split(":")
-    if not metric or len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
+    found = re.fullmatch(r"([^:]+)(?::(min|max)(?::([1-9]\d*))?)?", text)
+    if found is None:
         raise ValueError(f"keep_best {text!r} is not METRIC[:min|max[:N]], such as eval_loss or eval_correct:max:2")
-    return KeepBest(metric, rest[0] if rest else "min", int(rest[1]) if len(rest) == 2 else 1)
+    return KeepBest(found[1], found[2] or "min", int(found[3] or 1))
 
 
 @dataclasses.dataclass(frozen=True)

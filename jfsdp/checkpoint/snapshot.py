@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ import numpy as np
 
 from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.files import DamagedError
-from jfsdp.checkpoint.disk.logical_arrays import Part, Stored, contents, holders, logical_arrays
+from jfsdp.checkpoint.disk.logical_arrays import Stored, block_bytes, choose_writers, contents, logical_arrays
+from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
 from jfsdp.checkpoint.source import Index
@@ -61,9 +62,7 @@ class Snapshots:
     """
 
     def __init__(self, directory: PathLike, run: Any):
-        if not str(directory):
-            raise ValueError("Snapshots: directory='' is no path; name one in memory, such as '/dev/shm/my-run'")
-        self.directory, self.run = Path(directory), run
+        self.directory, self.run = local_path(directory), run
         self._step: int | None = None  # that is being written
         self._thread: threading.Thread | None = None
         self._problem = ""
@@ -81,14 +80,15 @@ class Snapshots:
 
         def check() -> None:
             self._make()
-            needed = _COPIES * sum(_block_bytes(stored) for stored, _ in _host_blocks(contents(like)))
+            arrays = contents(like)
+            writers = choose_writers(arrays, _host_devices(arrays))
+            needed = _COPIES * sum(block_bytes(x) * len(devices) for x, devices in zip(arrays, writers, strict=True))
             there = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
             free = shutil.disk_usage(self.directory).free + there
             if needed > free:
                 raise ValueError(
                     f"{self.directory} has {free / 2**20:,.1f} MiB free, and two snapshots of what this host holds "
-                    f"need {needed / 2**20:,.1f} MiB; make it larger (mount -o remount,size=), name a larger directory "
-                    f"in {SNAPSHOTS}, or leave --snapshot-every out"
+                    f"need {needed / 2**20:,.1f} MiB; name a larger one in {SNAPSHOTS}, or leave --snapshot-every out"
                 )
 
         together(check)
@@ -108,7 +108,7 @@ class Snapshots:
         self.wait()
         if self._start is None:
             self._start = gather_json(uuid.uuid4().hex)[0]
-        pieces = copy_pieces(state, _first_of_host)
+        pieces = copy_pieces(state, _host_devices(contents(state)))
         arrays = {name: array.to_dict() for name, array in logical_arrays(state).items()}
         footer = {"run": self.run, "start": self._start, "processes": jax.process_count(), "arrays": arrays}
         footer["extra"] = json.loads(json.dumps(extra))
@@ -124,9 +124,16 @@ class Snapshots:
         """
         arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
         parts = [part for stored in contents(like) for block in own_blocks(stored) for part in block.parts]
-        usable = together(
-            lambda: [[step, start] for step in self._steps() if (start := self._usable_start(step, arrays, parts))]
-        )
+
+        def find_usable() -> list[tuple[int, str]]:
+            sources = [(step, source) for step in self._steps() if (source := self._open(step))]
+            return [
+                (step, source.footer["start"])
+                for step, source in sources
+                if source.footer["arrays"] == arrays and all(source.has(part.name, part.index) for part in parts)
+            ]
+
+        usable = together(find_usable)
         common = set.intersection(*(set(map(tuple, found)) for found in usable))
         if not common and (steps := self._steps()):
             warn(
@@ -143,18 +150,13 @@ class Snapshots:
           DamagedError: in every process, for a block that is not as it was written.
         """
 
-        def open_own() -> dict[int, _File]:
-            files = self._open(step)
-            if jax.process_index() not in files:
-                raise ValueError(
-                    f"{self.directory} has no snapshot of step {step} to go on from; ask `newest` which there is"
-                )
-            return files
+        def open_own() -> _Source:
+            if source := self._open(step):
+                return source
+            raise ValueError(f"{self.directory} has no snapshot of step {step} to go on from; ask `newest`")
 
-        files = in_all(open_own)
-        source = _Source(files)
-        state = fill(like, source, list(source.arrays))
-        return state, gather_json(files[jax.process_index()].footer["extra"])
+        source = in_all(open_own)
+        return fill(like, source, list(source.arrays)), gather_json(source.footer["extra"])
 
     def keep(self, step: int | None) -> None:
         """Remove all snapshots but one (None: all), where a run begins to write others.
@@ -183,9 +185,7 @@ class Snapshots:
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"{self.directory} cannot be made ({error.strerror}); name a directory in memory in {SNAPSHOTS}"
-            ) from error
+            raise ValueError(f"{self.directory} cannot be made ({error.strerror}); name one in {SNAPSHOTS}") from error
         self._check_owner()
 
     def _check_owner(self) -> None:
@@ -245,72 +245,62 @@ class Snapshots:
         except (OSError, ValueError) as error:
             self._problem = f"{where}: {getattr(error, 'strerror', None) or error}"
 
-    def _open(self, step: int) -> dict[int, _File]:
-        """Open what this host has of a step, by the process that wrote it."""
-        found: dict[int, _File] = {}
+    def _open(self, step: int) -> _Source | None:
+        """Open what this host has of a step; None where this process has written nothing of it in this run."""
+        found: dict[Path, dict[str, Any]] = {}
         for path in (self.directory / str(step)).glob("*"):
             if path.name.isdecimal():
                 with contextlib.suppress(OSError, ValueError, KeyError):
-                    file = _File(path)
-                    if file.footer["run"] == self.run and file.footer["processes"] == jax.process_count():
-                        found[int(path.name)] = file
-        own = found.get(jax.process_index())
-        return {process: file for process, file in found.items() if own and file.start == own.start}
-
-    def _usable_start(self, step: int, arrays: dict[str, Any], parts: Sequence[Part]) -> str | None:
-        """Return in which start a step was taken; None where this process does not find all these parts of it."""
-        files = self._open(step)
-        own = files.get(jax.process_index())
-        if own is None or own.footer["arrays"] != arrays:
+                    footer = _read_footer(path)
+                    if footer["run"] == self.run and footer["processes"] == jax.process_count():
+                        found[path] = footer
+        own = found.get(self.directory / str(step) / str(jax.process_index()))
+        if own is None:
             return None
-        source = _Source(files)
-        return own.start if all(source.find(part.name, part.index) is not None for part in parts) else None
+        return _Source(own, {path: footer for path, footer in found.items() if footer["start"] == own["start"]})
 
 
-class _File:
-    """What one process wrote of a step."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with path.open("rb") as file:
-            file.seek(-8, os.SEEK_END)
-            size = int.from_bytes(file.read(8), "little")
-            file.seek(-_DIGEST - 8 - size, os.SEEK_END)
-            end, digest = file.read(size), file.read(_DIGEST)
-            if hashlib.sha256(end).digest() != digest:
-                raise ValueError(f"{path} is not as it was written")
-            self.footer: dict[str, Any] = json.loads(end)
-            self.start: str = self.footer["start"]
-
-    def read(self, start: int, size: int, digest: str) -> np.ndarray:
-        raw = np.fromfile(self.path, np.uint8, size, offset=start)
-        if raw.size != size or hashlib.sha256(raw.data).hexdigest() != digest:
-            raise DamagedError(f"snapshot {self.path}: bytes {start} to {start + size} are not as they were written")
-        return raw
+def _read_footer(path: Path) -> dict[str, Any]:
+    """Read the footer of the file that one process wrote of a step."""
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        size = int.from_bytes(file.read(8), "little")
+        file.seek(-_DIGEST - 8 - size, os.SEEK_END)
+        end, digest = file.read(size), file.read(_DIGEST)
+    if hashlib.sha256(end).digest() != digest:
+        raise ValueError(f"{path} is not as it was written")
+    return json.loads(end)
 
 
 class _Source:
-    """The blocks of all files of a host as a source of arrays, which has no more than they."""
+    """The blocks of all files of a host as a source of arrays, which has only these.
 
-    def __init__(self, files: Mapping[int, _File]):
+    Args:
+      footer: of this process's own file.
+      footers: of all files.
+    """
+
+    def __init__(self, footer: dict[str, Any], footers: Mapping[Path, dict[str, Any]]):
+        self.footer = footer
         self._blocks = {
-            (name, json.dumps(bounds)): (file, rest)
-            for file in files.values()
-            for name, bounds, *rest in file.footer["blocks"]
+            (name, json.dumps(bounds)): (path, *rest)
+            for path, found in footers.items()
+            for name, bounds, *rest in found["blocks"]
         }
-        arrays = next(iter(files.values())).footer["arrays"]
         self.arrays = {
             name: jax.ShapeDtypeStruct(tuple(array["shape"]), jax.numpy.dtype(array["dtype"]))
-            for name, array in arrays.items()
+            for name, array in footer["arrays"].items()
         }
 
-    def find(self, name: str, index: Index) -> Any:
-        return self._blocks.get((name, json.dumps(_bounds(index))))
+    def has(self, name: str, index: Index) -> bool:
+        return (name, json.dumps(_bounds(index))) in self._blocks
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        file, where = self.find(name, index)
-        shape = tuple(dim.stop - dim.start for dim in index)
-        return file.read(*where).view(self.arrays[name].dtype).reshape(shape)
+        path, start, size, digest = self._blocks[name, json.dumps(_bounds(index))]
+        raw = np.fromfile(path, np.uint8, size, offset=start)
+        if raw.size != size or hashlib.sha256(raw.data).hexdigest() != digest:
+            raise DamagedError(f"snapshot {path}: bytes {start} to {start + size} are not as they were written")
+        return raw.view(self.arrays[name].dtype).reshape([dim.stop - dim.start for dim in index])
 
 
 def _bounds(index: Index) -> list[list[int]]:
@@ -321,33 +311,9 @@ def _partial(process: int) -> str:
     return f"{process}.partial"
 
 
-def _host_blocks(arrays: list[Stored]) -> Iterator[tuple[Stored, Any]]:
-    """Yield each block that this host holds of each array, once, by the device whose process writes it.
-
-    Of the devices that hold it that is the one that has least to write so far, the largest arrays first; all processes
-    of the host come to the same answer.
-    """
+def _host_devices(arrays: list[Stored]) -> set[Any]:
+    """Return the devices of this host that hold arrays."""
     devices = list(set[Any]().union(*(stored.value.sharding.device_set for stored in arrays)))
     host_of = dict(zip(devices, hosts(devices), strict=True))
     own = next(host_of[device] for device in devices if device.process_index == jax.process_index())
-    load = {device: 0 for device, host in host_of.items() if host == own}
-    for stored in sorted(arrays, key=_block_bytes, reverse=True):
-        for copies in holders(stored.value).values():
-            if on_host := [device for device in copies if device in load]:
-                device = min(on_host, key=load.__getitem__)
-                load[device] += _block_bytes(stored)
-                yield stored, device
-
-
-def _first_of_host(arrays: list[Stored]) -> list[list[Any]]:
-    """List the shards of each array that this process writes."""
-    chosen = {(id(stored), device) for stored, device in _host_blocks(arrays)}
-    return [
-        [shard for shard in stored.value.addressable_shards if (id(stored), shard.device) in chosen]
-        for stored in arrays
-    ]
-
-
-def _block_bytes(stored: Stored) -> int:
-    shape = stored.value.sharding.shard_shape(tuple(stored.value.shape))
-    return int(np.prod(shape, dtype=np.int64)) * stored.value.dtype.itemsize
+    return {device for device, host in host_of.items() if host == own}

@@ -213,8 +213,27 @@ class Recast:
             return block
         with np.errstate(over="ignore"):
             cast = block.astype(self._dtypes[name], copy=False)
-        _check_range(name, block, cast)
+        if cast.dtype.itemsize <= block.dtype.itemsize and count_nonfinite(cast):
+            was_finite = np.isfinite(block)
+            if (was_finite & ~np.isfinite(cast)).any():
+                most = float(np.abs(block[was_finite]).astype(np.float64).max())
+                raise ValueError(f"{name}: has values up to {most:.4g}, beyond the range of {cast.dtype}; take float32")
         return cast
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """Return a dtype that floating arrays may be cast to.
+
+    Raises:
+      ValueError: for any other.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
+    if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise ValueError(f"dtype {dtype!r} does not hold weights without a scale; such as float32, bfloat16")
+    return found
 
 
 class Encoded:
@@ -242,9 +261,7 @@ class Encoded:
         out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)
         rows = tuple(part.stop - part.start for part in rest)
         for piece in grid(rows, cell_of(rows, _ENCODING_BYTES * (stop - start))):
-            there = (
-                slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
-            )
+            there = (slice(x.start + at.start, x.start + at.stop) for x, at in zip(rest, piece, strict=True))
             block = self._source.read(values, (*there, slice(start, stop)))
             found = codec.encode(block, np)[0] if name == values else codec.scales(block, np)
             out[piece] = found[..., skipped : skipped + last.stop - last.start]
@@ -252,22 +269,6 @@ class Encoded:
 
 
 _ENCODING_BYTES = 24  # that numpy takes for a value while it is encoded
-
-
-def _check_range(name: str, block: np.ndarray, cast: np.ndarray) -> None:
-    """Refuse a cast to which finite values are no longer finite.
-
-    Raises:
-      ValueError: naming the array and its largest value.
-    """
-    if cast.dtype == block.dtype or cast.dtype.itemsize > block.dtype.itemsize or not count_nonfinite(cast):
-        return
-    was_finite = np.isfinite(block)
-    if (was_finite & ~np.isfinite(cast)).any():
-        largest = float(np.abs(block[was_finite]).astype(np.float64).max())
-        raise ValueError(
-            f"{name}: has values up to {largest:.4g}, beyond the range of {cast.dtype}; take bfloat16 or float32"
-        )
 
 
 def count_nonfinite(values: np.ndarray) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, bytes_below, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.logical_arrays import Logical, Stored, contents, logical_arrays, rebuild
+from jfsdp.checkpoint.disk.logical_arrays import Stored, contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -52,23 +53,28 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
     from jfsdp.checkpoint.disk.writer import Writer
 
     path = local_path(path)
-    writer, held = Writer(), []
-    try:
-        only_first(lambda: check_free(path))
-        start_save(writer, path, state, extra=extra, config=config, frozen=frozen, claim=lambda: take(path, held))
+    with contextlib.ExitStack() as stack:
+        only_first(lambda: stack.enter_context(claimed(path)))
+        writer = stack.enter_context(contextlib.closing(Writer()))
+        start_save(writer, path, state, extra, config, None, frozen=frozen)
         with readable_errors(path, bytes_of(state)):
             wait_for(writer)
-    finally:
-        writer.close()
-        for lock in held:
-            lock.release()
 
 
-def take(path: Path, held: list[Lock]) -> None:
-    """Become the only one who writes a checkpoint; the lock is added to `held`."""
-    lock = path.with_name(f"{path.name}{UNFINISHED}.lock")
-    held.append(Lock(lock, f"checkpoint {path}: is being written by", "or choose another path"))
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Be the only one who writes a checkpoint, at a path where nothing is yet."""
+    check_path(path)
     check_free(path)
+    with readable_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f"{path.name}{UNFINISHED}.lock")
+        lock = Lock(lock, f"checkpoint {path}: is being written by", "or choose another path")
+    try:
+        check_free(path)
+        yield
+    finally:
+        lock.release()
 
 
 def check_free(path: Path) -> None:
@@ -82,18 +88,13 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
 
 
-def make_room(path: Path, needed: int, claim: Callable[[], None]) -> None:
-    """Make the directory that a checkpoint is written into, in the place of what a killed process left of one.
+def make_room(path: Path, needed: int) -> None:
+    """Make the directory that a checkpoint of so many bytes is written into; an unfinished one is removed.
 
-    Args:
-      needed: bytes.
-      claim: called before that is removed; raises if another one is writing there.
+    The caller has claimed the path.
     """
-    check_path(path)
     check_space(path, needed - bytes_below(unfinished(path)))  # which makes way
     with readable_errors(path, needed):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        claim()
         shutil.rmtree(unfinished(path), ignore_errors=True)
         unfinished(path).mkdir()
 
@@ -102,37 +103,32 @@ def start_save(
     writer: Any,
     path: Path,
     state: TrainState,
+    extra: Any,
+    config: Any,
+    metrics: Mapping[str, float] | None,
     *,
-    extra: Any = None,
-    config: Any = None,
-    metrics: Mapping[str, float] | None = None,
-    frozen: bool = True,
+    frozen: bool,
     on_commit: Callable[[], Any] = lambda: None,
-    claim: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy a state to the host and begin to write it. Every process calls this; see `Checkpointer.save`.
-
-    Args:
-      claim: see `make_room`; called in process 0.
-    """
+    """Copy a state to the host and begin to write it. Every process calls this; see `Checkpointer.save`."""
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
 
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
         kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"
         raise TypeError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
     if state.step.is_deleted():
-        raise ValueError(
-            f"checkpoint {path}: the arrays of `state` are gone, a train step took their memory for its result; save "
-            "the state that it returned"
-        )
+        raise ValueError(f"checkpoint {path}: a step took the arrays of `state`; save the state that it returned")
     base = None
     if not frozen:
         state, base = without_frozen(state), frozen_digests(state)
     arrays = logical_arrays(state)
     check_dtypes(arrays)
-    documents = _documents(path, state, arrays, extra, config, metrics, base)
+    given = together(lambda: (extra, _check_beside(extra, config, metrics or {})))
+    manifest = make_manifest(arrays, path.name, step=int(state.step), metrics=given[0][1], base=base)
+    documents = {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config}
+    documents[EXTRA] = [extra for extra, _ in given]
     needed, partial = total_bytes(arrays.values()), unfinished(path)
-    only_first(lambda: make_room(path, needed, claim))
+    only_first(lambda: make_room(path, needed))
     in_all(lambda: check_open_files(path))
     pieces = in_all(lambda: copy_pieces(state))  # orbax would wait long for a process that cannot hold its copy
     with readable_errors(path, needed):
@@ -157,42 +153,20 @@ def bytes_of(state: TrainState) -> int:
     return total_bytes(logical_arrays(state).values())
 
 
-def _documents(
-    path: Path,
-    state: TrainState,
-    arrays: Mapping[str, Logical],
-    extra: Any,
-    config: Any,
-    metrics: Mapping[str, float] | None,
-    base: Mapping[str, int] | None,
-) -> dict[str, Any]:
-    """Return what stands beside the arrays of a state, by file."""
-
+def _check_beside(extra: Any, config: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Check that the documents next to a state are plain JSON; return metrics as numbers."""
+    for name, value in (("extra", extra), ("config", config)):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}; documents next to a state must be plain JSON") from error
     numbers: dict[str, float] = {}
-
-    def check() -> Any:
-        for name, value in (("extra", extra), ("config", config)):
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{name}: {error}; what goes beside a state must be plain JSON") from error
-        for name, value in (metrics or {}).items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"metrics: {name!r} is {value!r}; give a number, or a scalar array") from error
-        return extra
-
-    extras = together(check)
-    manifest = make_manifest(
-        {name: array.to_dict() for name, array in arrays.items()},
-        step=int(state.step),
-        name=path.name,
-        metrics=numbers,
-        num_processes=jax.process_count(),
-        base=base,
-    )
-    return {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config, EXTRA: extras}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metrics: {name!r} is {value!r}; give a number, or a scalar array") from error
+    return numbers
 
 
 @checked
@@ -239,17 +213,30 @@ def restore(
 
 
 def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[CheckpointSource, OtherLayers, list[str]]:
-    """Open a checkpoint, and see that it is of the state that is asked for; return it also under that one's names."""
-    source, asked = CheckpointSource(path), logical_arrays(like)
-    wanted = choose(asked, only, skip)
+    """Open a checkpoint; return it, the same under the names of `like`, and the names to read.
+
+    Raises:
+      ValueError: where it holds other names, logical shapes or dtypes than are requested; lists them.
+    """
+    source, requested = CheckpointSource(path), logical_arrays(like)
     base = {f"params.{name}" for name in source.manifest.get("base", ())}
-    wanted = [name for name in wanted if name not in base]
+    wanted = [name for name in choose(requested, only, skip) if name not in base]
     if not wanted:
-        raise ValueError(
-            f"checkpoint {path}: holds no frozen leaves, and only= and skip= choose no others; widen one of them"
+        raise ValueError(f"checkpoint {path}: holds no frozen leaves, and only= and skip= choose no others")
+    view = OtherLayers(source, {name: requested[name] for name in wanted})
+    whole, impls = only is None and skip is None, source.key_impls
+    there = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
+    ours = {name: _show(requested[name], requested[name].key_impl) for name in wanted}
+    if lines := list_differences(there, ours):
+        stored = (source.manifest["layout"] or {}).get("leaves", ())
+        trainable = {leaf["path"]: leaf["trainable"] for leaf in stored}
+        frozen = whole and differing_frozen(trainable, {x.path: x.trainable for x in like.layout.leaves})
+        remedy = frozen or (
+            "build the model and the optimizer as they were saved (`jfsdp checkpoint inspect` shows them), or read "
+            "what fits into a live state: only=, skip="
         )
-    view = OtherLayers(source, {name: asked[name] for name in wanted})
-    check_matches(source, view, like, wanted, only is None and skip is None)
+        raise ValueError(f"checkpoint {path} is of another model or optimizer:\n{lines}\n  {remedy}")
+    _check_scales(source, like, wanted)
     return source, view, wanted
 
 
@@ -303,32 +290,6 @@ def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any
                 f"{what}={pattern!r} matches no array; names begin with {', '.join(tops)}; {told}"
             ) from None
     return chosen
-
-
-def check_matches(
-    source: CheckpointSource, view: Source, like: TrainState, wanted: Collection[str], whole: bool
-) -> None:
-    """Compare what a checkpoint holds with what is asked for, by name, logical shape and dtype.
-
-    Raises:
-      ValueError: listing missing, extra and differing names.
-    """
-    impls = source.key_impls
-    there = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
-    asked = logical_arrays(like)
-    ours = {name: _show(asked[name], asked[name].key_impl) for name in wanted}
-    kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype")
-    lines = list_differences(there, ours, owners=("checkpoint has", "the model has"), kinds=kinds)
-    if lines:
-        stored = (source.manifest["layout"] or {}).get("leaves", ())
-        there = {leaf["path"]: leaf["trainable"] for leaf in stored}
-        frozen = whole and differing_frozen(there, {x.path: x.trainable for x in like.layout.leaves})
-        remedy = frozen or (
-            "build the model and the optimizer as they were saved (`jfsdp checkpoint inspect` shows them), or read "
-            "what fits into a live state: only=, skip="
-        )
-        raise ValueError(f"checkpoint {source.path} is of another model or optimizer:\n{lines}\n  {remedy}")
-    _check_scales(source, like, wanted)
 
 
 def _check_scales(source: CheckpointSource, like: TrainState, wanted: Collection[str]) -> None:

@@ -32,24 +32,19 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
     Args:
       one_replica: only the first of the devices that hold a block reads it, and sends it to the others.
     """
-    placed = in_all(lambda: _read(arrays, source, one_replica))
-    return [_join(stored, placed[id(stored)], one_replica) for stored in arrays]
-
-
-def _read(arrays: list[Stored], source: Source, one_replica: bool) -> dict[int, list[jax.Array]]:
-    """Read the blocks of stored arrays onto their devices; return them by the id of their array."""
     blocks = [block for stored in arrays for block in own_blocks(stored, one_replica)]
-    tasks = ((block.num_bytes, functools.partial(block.read, source)) for block in blocks)
     placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
-    for block, values in zip(blocks, read_ahead(tasks, IN_FLIGHT_BYTES, threads=_THREADS), strict=True):
-        placed[id(block.stored)] += block.put(values)
-    return placed
 
+    def read() -> None:
+        tasks = ((block.num_bytes, functools.partial(block.read, source)) for block in blocks)
+        for block, values in zip(blocks, read_ahead(tasks, IN_FLIGHT_BYTES, threads=_THREADS), strict=True):
+            placed[id(block.stored)] += block.put(values)
 
-def _join(stored: Stored, pieces: list[jax.Array], one_replica: bool) -> jax.Array:
-    sharding = stored.value.sharding
-    array = jax.make_array_from_single_device_arrays(tuple(stored.value.shape), sharding, pieces)
-    return from_first_replica(array) if one_replica else array
+    in_all(read)
+    made: list[jax.Array] = [
+        jax.make_array_from_single_device_arrays(tuple(x.value.shape), x.value.sharding, placed[id(x)]) for x in arrays
+    ]
+    return [from_first_replica(array) for array in made] if one_replica else made
 
 
 def peak_bytes(arrays: list[Stored]) -> int:

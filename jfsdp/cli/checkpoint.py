@@ -153,8 +153,7 @@ class Prune(Options):
         keep, every, best = (value or None for value in rules.values())
         run = Checkpointer(paths[-1].parent, keep, keep_every=every, keep_best=best)
         sizes = {int(path.name): bytes_below(path) for path in paths}
-        run.check_metric()
-        gone = run.surplus() if self.dry_run else run.prune()
+        gone = run.prune(dry_run=self.dry_run)
         run.close()
         freed, left = sum(sizes[step] for step in gone), [step for step in sizes if step not in gone]
         if self.json:

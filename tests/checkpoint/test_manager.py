@@ -187,7 +187,7 @@ def test_a_step_that_is_there_is_not_overwritten(checkpoints):
 def test_a_step_older_than_the_newest_is_refused_and_nothing_is_deleted(checkpoints, older):
     run = checkpoints(keep=2)
     save_steps(run, 20, 30)
-    words = "steps must grow, and 30 is there" if older > 0 else "step=-1 must be a whole number, at least 0"
+    words = "is older than 30" if older > 0 else "step=-1 must be a whole number, at least 0"
     with pytest.raises(ValueError, match=words):
         save_steps(run, older)
     assert run.steps() == [20, 30]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jfsdp
-from jfsdp.checkpoint.policy import Keep, KeepBest
+from jfsdp.checkpoint.policy import Keep, KeepBest, parse_best
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 1.0, 50: float("nan"), 60: 2.5}
 BEST = KeepBest("loss")
@@ -97,8 +97,9 @@ def test_a_run_that_prunes_after_every_save_never_loses_a_best_step_that_a_run_w
     [
         (lambda: Keep(last=0), "keep=0 must be at least 1, or None"),
         (lambda: Keep(every=0), "keep_every=0 must be at least 1, or None"),
-        (lambda: KeepBest("loss", mode="least"), "keep_best mode 'least' must be 'min' or 'max'"),
-        (lambda: KeepBest("loss", num=0), "keep_best num=0 must be at least 1"),
+        (lambda: parse_best("loss:least"), "keep_best 'loss:least' is not METRIC"),
+        (lambda: parse_best("loss:min:0"), "keep_best 'loss:min:0' is not METRIC"),
+        (lambda: parse_best(""), "keep_best '' is not METRIC"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(make, words):

@@ -14,8 +14,9 @@ import jfsdp
 from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
-from jfsdp.checkpoint.store import take
+from jfsdp.checkpoint.store import claimed
 from tests.checkpoint.arrays import Arrays
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 
@@ -59,18 +60,15 @@ def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
 
 def test_fractions_are_not_made_integers(large):
     whole = fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
-    with pytest.raises(ValueError, match=r"another shape or kind: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
+    with pytest.raises(ValueError, match=r"another shape or dtype: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
         jfsdp.checkpoint.load_pretrained(large, whole, optax.sgd(1.0))
 
 
 def test_a_target_that_another_one_writes_is_left_alone(large, tmp_path):
-    held: list[Any] = []
-    take(tmp_path / "t", held)
-    (tmp_path / "t.jfsdp-tmp").mkdir()
-    with pytest.raises(ValueError, match="t: is being written by process"):
-        convert(large, tmp_path / "t")
-    assert (tmp_path / "t.jfsdp-tmp").exists()
-    held[0].release()
+    with claimed(tmp_path / "t"):
+        (tmp_path / "t.jfsdp-tmp").mkdir()
+        refuses(lambda: convert(large, tmp_path / "t"), tmp_path / "t", "is being written by process")
+        assert (tmp_path / "t.jfsdp-tmp").exists()
     convert(large, tmp_path / "t")
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 

@@ -354,12 +354,12 @@ BAD = {
         ("import", "HF", "OUT", "--factory", "examples.vit:job"),
         "says nothing of how others call its parameters",
     ),
-    "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "these are safetensors"),
+    "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "is safetensors"),
     "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
     "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),
     "prune a step": (("prune", "STEP"), "is one checkpoint; prune takes the directory of a run"),
     "keep none": (("prune", "RUN", "--keep", "0"), "--keep 0 must be a number from 1 to"),
-    "best": (("prune", "RUN", "--keep-best", "eval_loss:most"), "'most'"),
+    "best": (("prune", "RUN", "--keep-best", "eval_loss:most"), "'eval_loss:most'"),
 }
 
 

@@ -49,9 +49,7 @@ def check_path(path: Path) -> None:
       ValueError: if there is a `[` in it.
     """
     if "[" in str(path):
-        raise ValueError(
-            f"checkpoint {path}: has a '[' in its path, which orbax takes for a pattern; choose another path"
-        )
+        raise ValueError(f"checkpoint {path}: has a '[' in its path, which orbax takes for a pattern; choose another")
 
 
 def check_space(path: Path, needed: int) -> None:

@@ -24,14 +24,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 FORMAT = 2
-ARRAYS, MANIFEST, LAYOUT, CONFIG, EXTRA, SUMS = (
-    "arrays",
-    "manifest.json",
-    "layout.json",
-    "config.json",
-    "extra.json",
-    "SHA256SUMS",
-)
+ARRAYS, MANIFEST, LAYOUT = "arrays", "manifest.json", "layout.json"
+CONFIG, EXTRA, SUMS = "config.json", "extra.json", "SHA256SUMS"
 UNFINISHED = ".jfsdp-tmp"
 
 
@@ -69,18 +63,17 @@ def part_of(name: str) -> str:
 
 
 def make_manifest(
-    arrays: Mapping[str, Mapping[str, Any]],
-    *,
-    step: int | None,
+    arrays: Mapping[str, Any],
     name: str,
-    metrics: Mapping[str, float],
-    num_processes: int,
+    *,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
     base: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Say what a checkpoint holds.
 
     Args:
-      arrays: by name, its logical shape, dtype and `key_impl`.
+      arrays: the `Logical` arrays by name.
       name: that of its directory: a step of a run is told from a copy of it under another number.
       base: by name, digests of the frozen leaves that are left out; None: none is.
     """
@@ -90,11 +83,11 @@ def make_manifest(
         "format": FORMAT,
         "step": step,
         "name": name,
-        "metrics": dict(metrics),
+        "metrics": dict(metrics or {}),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"jax": jax.__version__, "orbax": importlib.metadata.version("orbax-checkpoint")},
-        "num_processes": num_processes,
-        "arrays": dict(arrays),
+        "num_processes": jax.process_count(),
+        "arrays": {name: array.to_dict() for name, array in arrays.items()},
         **({} if base is None else {"base": dict(base)}),
     }
 
@@ -115,22 +108,16 @@ def read_manifest(path: Any) -> dict[str, Any]:
     else:
         steps = [step.name for step in step_paths(path)[-4:]]
         which = f"; it is a run, with steps such as {', '.join(steps)}" if steps else ""
-        raise ValueError(
-            f"checkpoint {path}: there is none (no {MANIFEST}); pass the path given to save, or a step of a run{which}"
-        )
+        raise ValueError(f"checkpoint {path}: there is none (no {MANIFEST}); pass what save wrote, or a step{which}")
     found = manifest.get("format")
     if found != FORMAT:
-        raise ValueError(
-            f"checkpoint {path}: has format {found}, and this jfsdp reads format {FORMAT}; read it with the jfsdp that "
-            "wrote it"
-        )
+        raise ValueError(f"checkpoint {path}: has format {found}, not {FORMAT}; read it with the jfsdp that wrote it")
     numbers = [name for name in (manifest["name"], path.name) if name.isdecimal()]
     if len(set(numbers)) == 2:
         written, named = numbers
         why = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"
         raise damaged(path, why)
-    documents = {"layout": LAYOUT, "config": CONFIG, "extra": EXTRA}
-    return manifest | {name: read_json(path, file) for name, file in documents.items()}
+    return manifest | {file.removesuffix(".json"): read_json(path, file) for file in (LAYOUT, CONFIG, EXTRA)}
 
 
 def step_paths(directory: Path) -> list[Path]:

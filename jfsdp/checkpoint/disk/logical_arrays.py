@@ -9,8 +9,10 @@ holds. The low-precision copy of strategies that keep one is not written: it is 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -196,26 +198,27 @@ def _smaller(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(min, one, other))
 
 
-def owned_shards(arrays: list[Stored]) -> list[list[Any]]:
-    """List the shards of each array that this process writes: each part of it has one writer among all devices.
+def choose_writers(arrays: list[Stored], devices: Collection[Any] | None = None) -> list[list[Any]]:
+    """Choose a writer for each block of each array among these devices, or among all; return the writers by array.
 
-    Of the devices that hold the same part the one writes that has least to write so far, the largest arrays first: so
-    that replicas share the work. Every process comes to the same answer.
+    The device with the least to write so far is chosen, the largest arrays first, so that replicas share the work.
+    Every process comes to the same answer.
     """
-    copies = [len(next(iter(holders(stored.value).values()))) for stored in arrays]
-    load = {num: [0] * num for num in copies}
+    load = collections.Counter[Any]()
     found: list[list[Any]] = [[] for _ in arrays]
-    for place in sorted(range(len(arrays)), key=lambda place: -arrays[place].value.nbytes):
-        value, loads = arrays[place].value, load[copies[place]]
-        turn = loads.index(min(loads))
-        loads[turn] += value.nbytes
-        found[place] = [shard for shard in value.addressable_shards if shard.replica_id == turn]
+    for place in sorted(range(len(arrays)), key=lambda place: -block_bytes(arrays[place])):
+        copies: dict[tuple[Any, ...], list[Any]] = {}
+        value = arrays[place].value
+        for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
+            if devices is None or device in devices:
+                copies.setdefault(tuple((part.start, part.stop) for part in index), []).append(device)
+        for holders in copies.values():
+            writer = min(holders, key=load.__getitem__)
+            load[writer] += block_bytes(arrays[place])
+            found[place].append(writer)
     return found
 
 
-def holders(value: Any) -> dict[tuple[Any, ...], list[Any]]:
-    """Return the devices that hold each block of an array, by the block's bounds; all blocks have as many."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
-    for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
-        found.setdefault(tuple((part.start, part.stop) for part in index), []).append(device)
-    return found
+def block_bytes(stored: Stored) -> int:
+    """Return the bytes of what one device holds of an array."""
+    return math.prod(stored.value.sharding.shard_shape(tuple(stored.value.shape))) * stored.value.dtype.itemsize

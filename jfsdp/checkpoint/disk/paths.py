@@ -18,9 +18,7 @@ def local_path(path: Any) -> Path:
     if not str(path) or "\0" in str(path):
         raise ValueError(f"checkpoint {path!r}: is no path; name a directory")
     if "://" in str(path):
-        raise ValueError(
-            f"checkpoint {path}: is an address, and object stores are not supported; use a shared file system, and copy"
-        )
+        raise ValueError(f"checkpoint {path}: is an address; object stores are not supported, use a shared file system")
     return Path(path).expanduser().absolute()
 
 
@@ -39,9 +37,7 @@ def existing_path(path: Any, what: str = "") -> Path:
     name, remedy = str(path), ""
     if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
         command = f"hf download {name}{what} --local-dir {name.rpartition('/')[2]}"
-        remedy = (
-            f"; to get a model of the Hugging Face Hub: pip install huggingface_hub; {command}, and give its directory"
-        )
+        remedy = f"; a model of the Hugging Face Hub: pip install huggingface_hub; {command}, and give its directory"
     raise ValueError(f"{name}: there is no such file or directory{remedy}")
 
 
@@ -58,9 +54,7 @@ def find_checkpoints(path: Any) -> list[Path]:
         if steps := step_paths(directory):
             return steps
     what = "is not there" if not path.exists() else "is no checkpoint and holds none"
-    raise ValueError(
-        f"checkpoint {path}: {what}; pass what jfsdp.checkpoint.save wrote, a step of a run, or the directory of a run"
-    )
+    raise ValueError(f"checkpoint {path}: {what}; pass a checkpoint, a step of a run, or the directory of a run")
 
 
 def find_checkpoint(path: Any) -> Path:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.logical_arrays import Stored, contents, owned_shards
+from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents
 from jfsdp.checkpoint.source import Index
 from jfsdp.train.state import TrainState
 
@@ -42,19 +42,17 @@ def check_dtypes(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
 
 
-def copy_pieces(
-    state: TrainState, choose: Callable[[list[Stored]], list[list[Any]]] = owned_shards
-) -> dict[str, Pieces]:
-    """Copy to the host what this process writes of a state.
+def copy_pieces(state: TrainState, devices: Collection[Any] | None = None) -> dict[str, Pieces]:
+    """Copy to the host what this process writes of a state: its share of what these devices hold, by default of all.
 
     Layout:  padding is left out.
     Memory:  one host copy of what this process writes.
-
-    Args:
-      choose: lists the shards of each array that this process writes: by default each part once among all processes.
     """
     arrays = contents(state)
-    owned = choose(arrays)
+    owned = [
+        [shard for shard in stored.value.addressable_shards if shard.device in writers]
+        for stored, writers in zip(arrays, choose_writers(arrays, devices), strict=True)
+    ]
     for shards in owned:
         for shard in shards:
             shard.data.copy_to_host_async()

@@ -28,7 +28,8 @@ def together(check: Callable[[], Any]) -> list[Any]:
     try:
         value = check()
     except Exception as error:
-        gather_json({"error": str(error), "errno": getattr(error, "errno", None), "kind": _kind(error)})
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "other")
+        gather_json({"error": str(error), "errno": getattr(error, "errno", None), "kind": kind})
         raise
     gathered = gather_json({"value": value})
     for index, other in enumerate(gathered):
@@ -38,16 +39,7 @@ def together(check: Callable[[], Any]) -> list[Any]:
     return [other["value"] for other in gathered]
 
 
-_KINDS: dict[str, type[Exception]] = {
-    "damaged": DamagedError,
-    "value": ValueError,
-    "type": TypeError,
-    "other": RuntimeError,
-}
-
-
-def _kind(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "other")
+_KINDS = {"damaged": DamagedError, "value": ValueError, "type": TypeError, "other": RuntimeError}
 
 
 def in_all(action: Callable[[], T]) -> T:

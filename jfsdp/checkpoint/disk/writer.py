@@ -25,13 +25,7 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.future as futures
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.commit import (
-    IncompleteError,
-    check_all_wrote,
-    check_merged,
-    commit,
-    hash_own,
-)
+from jfsdp.checkpoint.disk.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_own
 from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
