@@ -113,7 +113,7 @@ class Export(_ModelOptions):
     def run(self) -> int:
         from jfsdp.checkpoint.disk.paths import find_checkpoint
         from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
-        from jfsdp.checkpoint.foreign.export import export_memory_bytes, export_safetensors
+        from jfsdp.checkpoint.foreign.export import MEMORY_BYTES, export_safetensors
         from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
         from jfsdp.checkpoint.source import Watched, total_bytes
@@ -133,7 +133,7 @@ class Export(_ModelOptions):
             config = _with_length(config, self.max_length)
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
             source = our_parameters(path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
-        bound = 6 * STREAM_BYTES + export_memory_bytes(source, self.dtype)
+        bound = 6 * STREAM_BYTES + MEMORY_BYTES
         with progress_of(self.json, "exporting", bound, total_bytes(source.arrays.values())) as progress:
             written = export_safetensors(
                 Watched(source, progress),

@@ -94,8 +94,5 @@ def parse_dims(text: str) -> Dims:
     dims = Dims(tuple(ours.split()), groups)
     flat = [name for group in groups for name in group]
     if not arrow or sorted(flat) != sorted(set(dims.ours)) or len(flat) != len(dims.ours) or () in groups:
-        raise ValueError(
-            f"dims {text!r}: write our dims, an arrow, and the same names as the other array has them, such as "
-            "'d heads size -> (heads size) d', or 'transpose'"
-        )
+        raise ValueError(f"dims {text!r}: write our dims, an arrow, and the other array's, such as 'in out -> out in'")
     return dims

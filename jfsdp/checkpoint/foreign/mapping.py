@@ -60,21 +60,14 @@ class NameMap:
 
     def __post_init__(self) -> None:
         for rule in self.rules:
-            _check_rule(rule)
-
-
-def _check_rule(rule: Sequence[str]) -> None:
-    if (
-        not isinstance(rule, (list, tuple))
-        or len(rule) not in (2, 3)
-        or not all(isinstance(part, str) for part in rule)
-    ):
-        raise ValueError(f"rule {rule!r}: write (our name, their name) or (our name, their name, dims)")
-    ours, theirs = (_NUMBER.findall(name) for name in rule[:2])
-    if lost := [number for number in ours if number not in theirs]:
-        raise ValueError(f"rule {rule!r}: number {{{lost[0]}}} of our name is missing from theirs; add it")
-    if len(rule) == 3:
-        parse_dims(rule[2])
+            parts = rule if isinstance(rule, (list, tuple)) else ()
+            if len(parts) not in (2, 3) or not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"rule {rule!r}: write (our name, their name) or (our name, their name, dims)")
+            ours, theirs = (_NUMBER.findall(name) for name in parts[:2])
+            if lost := [number for number in ours if number not in theirs]:
+                raise ValueError(f"rule {rule!r}: number {{{lost[0]}}} of our name is missing from theirs; add it")
+            for dims in parts[2:]:
+                parse_dims(dims)
 
 
 Names = NameMap | Mapping[str, Any] | None  # None, a job without a mapping, is refused
@@ -91,10 +84,7 @@ def as_name_map(value: Any) -> NameMap:
     known = [field.name for field in dataclasses.fields(NameMap)]
     if not isinstance(value, Mapping) or "rules" not in value or set(value) - set(known):
         got = f"a dict of {', '.join(value)}" if isinstance(value, Mapping) else repr(value)
-        raise ValueError(
-            f"a mapping of names is a dict with rules and perhaps {', '.join(known[1:])}, not {got}; see "
-            "docs/pretrained.md"
-        )
+        raise ValueError(f"a mapping of names is a dict with rules and perhaps {', '.join(known[1:])}, not {got}")
     return NameMap(**value)
 
 
@@ -145,10 +135,7 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
                 raise ValueError(f"{leaf} and {found[theirs].leaf}: rules give both the name {theirs!r}; change one")
             found[theirs] = piece
     if orphans:
-        raise ValueError(
-            f"no rule says how these parameters are called in the other checkpoint: {', '.join(orphans)}; add rules to "
-            "the job's mapping (docs/pretrained.md)"
-        )
+        raise ValueError(f"no rule says how others call {', '.join(orphans)}; add rules to the mapping of names")
     return found
 
 
@@ -215,11 +202,11 @@ class Imported:
         self._parts: dict[str, dict[tuple[int, ...], tuple[str, Piece]]] = {}
         for theirs, piece in self._pieces.items():
             self._parts.setdefault(piece.leaf, {})[piece.at] = (self._found[theirs], piece)
-        self.arrays = {leaf: jax.ShapeDtypeStruct(leaves[leaf].shape, self._dtype(leaf)) for leaf in self._parts}
-
-    def _dtype(self, leaf: str) -> Any:
-        first, *others = {self._source.arrays[theirs].dtype for theirs, _ in self._parts[leaf].values()}
-        return jnp.result_type(first, *others) if others else first
+        self.arrays: dict[str, jax.ShapeDtypeStruct] = {}
+        for leaf, parts in self._parts.items():
+            first, *others = {source.arrays[theirs].dtype for theirs, _ in parts.values()}
+            dtype = jnp.result_type(first, *others) if others else first
+            self.arrays[leaf] = jax.ShapeDtypeStruct(leaves[leaf].shape, dtype)
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one leaf; of stacked layers only those inside it."""
@@ -248,9 +235,7 @@ class Imported:
             is_known = plain in self._pieces or plain in names.tied or plain.startswith(names.prefix)
             known = plain if is_known else names.prefix + plain
             if known in found:
-                raise ValueError(
-                    f"{self._where}: has both {found[known]} and {name}, which are one array, {known}; remove one"
-                )
+                raise ValueError(f"{self._where}: {found[known]} and {name} are one array, {known}; remove one")
             found[known] = name
         return found
 
@@ -261,9 +246,7 @@ class Imported:
             if name in self._pieces or not self._is_ignored(name)
         }
         wanted = {self._label(name): str(list(piece.their_shape)) for name, piece in self._pieces.items()}
-        kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape")
-        lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
-        if lines:
+        if lines := list_differences(there, wanted):
             raise ValueError(
                 f"{self._where}: does not fit the model:\n{lines}\n  give the model the sizes and options of the "
                 "checkpoint (vocab_size and num_layers, say), or correct the mapping of names (docs/pretrained.md)"
@@ -278,12 +261,10 @@ class Imported:
 
     def _check_kinds(self, leaves: Shapes) -> None:
         for theirs, piece in self._pieces.items():
-            dtype, ours = self._source.arrays[self._found[theirs]].dtype, leaves[piece.leaf].dtype
+            name, ours = self._found[theirs], leaves[piece.leaf].dtype
+            dtype = self._source.arrays[name].dtype
             if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(ours, jnp.floating):
-                raise ValueError(
-                    f"{self._where}: {self._found[theirs]} is {dtype}, and {piece.leaf} of the model is {ours}; "
-                    "quantized weights are not read: take a checkpoint in floating point"
-                )
+                raise ValueError(f"{self._where}: {name} is {dtype}, not {ours}; quantized weights are not read")
 
     def _check_tied(self) -> None:
         found = self._found
@@ -292,8 +273,7 @@ class Imported:
             if is_copy and not are_equal(self._source, found[copy], found[original]):
                 raise ValueError(
                     f"{self._where}: {found[copy]} differs from {found[original]}, and the model has one array for "
-                    'both; to have two, as transformers does, set "tie_word_embeddings": false in the config.json '
-                    "of the weights (or tied=False in the model, if there is none)"
+                    'both; to have two, set "tie_word_embeddings": false in config.json (or tied=False in the model)'
                 )
 
 

@@ -39,17 +39,14 @@ class Merged:
         if sign < 0 and adapter.is_dora:
             raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
         if sign < 0 and adapter.saved():
-            raise ValueError(
-                f"{adapter.path}: has {adapter.saved()[0]} whole, and merged weights do not say what it was"
-            )
+            raise ValueError(f"{adapter.path}: has {adapter.saved()[0]} whole; merged weights do not say what it was")
         has_head = HEAD in base.arrays
         embedding = next((name for name in EMBEDDINGS if _own_name(base, name) in base.arrays), None)
         tables = [name for name in adapter.saved() if len(adapter.source.arrays[PREFIX + name].shape) > 1]
         if embedding is None and not has_head and tables:
             raise ValueError(
-                f"{adapter.path}: has {tables[0]} whole, and the base has neither {HEAD} nor an embedding of a known "
-                f"name ({', '.join(EMBEDDINGS)}), so jfsdp cannot know whether it is also the head; merge in PEFT "
-                "(merge_and_unload)"
+                f"{adapter.path}: has {tables[0]} whole, which may also be the head: the base has neither {HEAD} nor "
+                "an embedding of a known name; merge in PEFT (merge_and_unload)"
             )
         self.is_untied = embedding is not None and adapter.unties(embedding, HEAD)
         if self.is_untied and not has_head:
@@ -63,10 +60,7 @@ class Merged:
         for name, weight in self._weights.items():
             there = base.arrays.get(name)
             if there is not None and there.dtype.name not in FLOAT_DTYPES:
-                raise ValueError(
-                    f"{name}: is {there.dtype.name} in the base, whose weights are quantized; take the weights that "
-                    f"these were made from, in {', '.join(FLOAT_DTYPES)}"
-                )
+                raise ValueError(f"{name}: is {there.dtype.name} in the base; take {', '.join(FLOAT_DTYPES)}")
             adapter.check_fits(weight, None if there is None else tuple(there.shape))
 
     def read(self, name: str, index: Index) -> np.ndarray:

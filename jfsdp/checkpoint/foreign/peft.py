@@ -46,37 +46,26 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     adapter, names = open_peft(path), as_name_map(names)
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
     pieces = bind(names, leaves)
-    whole = collections.Counter(_whole_leaves(adapter, names, pieces))
-    found: dict[str, set[tuple[int, float]]] = {}
-    there: collections.Counter[str] = collections.Counter()
+    also = collections.Counter(_whole_leaves(adapter, names, pieces))
+    found: dict[str, list[tuple[int, float]]] = {}
     for weight in adapter.weights():
         adapter.check_fits(weight, pieces[weight].their_shape if weight in pieces else None)
-        leaf = pieces[weight].leaf
-        found.setdefault(leaf, set()).add((adapter.rank(weight), adapter.alpha(weight)))
-        there[leaf] += 1
-    wanted = collections.Counter(piece.leaf for piece in pieces.values())
-    for leaf, kinds in found.items():
-        if there[leaf] < wanted[leaf] or len(kinds) > 1:
-            what = "differs from layer to layer" if len(kinds) > 1 else f"has {there[leaf]} of {wanted[leaf]} layers"
-            raise ValueError(
-                f"{leaf}: its adapter in {adapter.path} {what}, and layers are stacked in one array here; keep them "
-                "apart (--model-config stacked=false)"
-            )
-    also = sorted(whole)
-    for leaf in also:
-        if whole[leaf] < wanted[leaf]:
-            raise ValueError(
-                f"{leaf}: {adapter.path} has {whole[leaf]} of {wanted[leaf]} layers of it (modules_to_save), and "
-                "layers are stacked in one array here; keep them apart (--model-config stacked=false)"
-            )
+        found.setdefault(pieces[weight].leaf, []).append((adapter.rank(weight), adapter.alpha(weight)))
+    num_layers = collections.Counter(piece.leaf for piece in pieces.values())
+    for leaf, kinds in [*found.items(), *((leaf, [None] * num) for leaf, num in sorted(also.items()))]:
+        problem = "" if len(kinds) == num_layers[leaf] else f"has {len(kinds)} of {num_layers[leaf]} layers"
+        if problem and leaf in also:
+            problem += " of it (modules_to_save)"
+        if len(set(kinds)) > 1:
+            problem = "differs from layer to layer"
+        if problem:
+            raise ValueError(f"{leaf}: {adapter.path} {problem}; keep layers apart (--model-config stacked=false)")
     # How many dims of our array, of which those of the input are the first, are the input of theirs.
-    adapted = {piece.leaf: piece.dims for piece in pieces.values() if piece.leaf in found}
-    num_in = {
-        leaf: next(len(group) for group in dims.theirs if dims.ours[0] in group) for leaf, dims in adapted.items()
-    }
+    all_dims = {piece.leaf: piece.dims for piece in pieces.values()}
     groups: dict[tuple[int, float], dict[str, int]] = {}
-    for leaf, kinds in found.items():
-        groups.setdefault(next(iter(kinds)), {})[leaf] = num_in[leaf]
+    for leaf, (kind, *_) in found.items():
+        dims = all_dims[leaf]
+        groups.setdefault(kind, {})[leaf] = next(len(group) for group in dims.theirs if dims.ours[0] in group)
     return [
         LoRA(
             targets=targets,
@@ -85,7 +74,7 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
             dropout=float(adapter.options.get("lora_dropout") or 0),
             rslora=adapter.is_rslora,
             dora=adapter.is_dora,
-            also=(also or None) if place == 0 else None,
+            also=sorted(also) if also and place == 0 else None,
         )
         for place, ((rank, alpha), targets) in enumerate(groups.items())
     ]
@@ -97,9 +86,8 @@ def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, Pie
     for copy, original in tied.items():
         if adapter.unties(original, copy):
             raise ValueError(
-                f"{adapter.path}: does not change {original} and {copy} alike, so PEFT computes with two arrays, and "
-                "the model has one (tied); train both in PEFT (ensure_weight_tying=True), or write weights with two "
-                "arrays (`jfsdp checkpoint merge BASE ADAPTER TARGET`) and begin from these, if the model can have two"
+                f"{adapter.path}: does not change {original} and {copy} alike, and the model has one array for both; "
+                "train both in PEFT (ensure_weight_tying=True), or begin from what `jfsdp checkpoint merge` writes"
             )
     found = [name for name in adapter.saved() if name not in tied]
     for name in found:
@@ -118,15 +106,13 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
     Raises:
       ValueError: for an adapted leaf without a rule, or whose other array has dims of input and output merged.
     """
-    names, rules, left = as_name_map(names), [], dict(adapters)
+    names, rules, remaining = as_name_map(names), [], dict(adapters)
     for rule in names.rules:
         ours, theirs, text = (*rule, "")[:3]
-        fitting = [path for path in left if _fits(rule, path)]
+        fitting = [remaining.pop(path) for path in list(remaining) if _fits(rule, path)]
         if not fitting:
             continue
-        one = left[fitting[0]]
-        for path in fitting:
-            del left[path]
+        one = fitting[0]
         dims = parse_dims(text) if text else same_dims(len(one.shape) - one.stacked)
         ins, outs = dims.ours[: one.num_in], dims.ours[one.num_in :]
         groups = {frozenset(group) for group in dims.theirs}
@@ -134,14 +120,14 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
             raise ValueError(f"{one.path}: PEFT has no adapter of an array like {theirs!r} ({text or 'as it is'})")
         merged_in, merged_out = (next(g for g in dims.theirs if set(g) == set(kind)) for kind in (ins, outs))
         base = PREFIX + theirs.removesuffix(WEIGHT)
-        left_in, left_out = " ".join(ins), " ".join(outs)
+        our_in, our_out = " ".join(ins), " ".join(outs)
         rules += [
-            (f"{ours}.{A}", base + PARTS[A], f"{left_in} rank -> rank ({' '.join(merged_in)})"),
-            (f"{ours}.{B}", base + PARTS[B], f"rank {left_out} -> ({' '.join(merged_out)}) rank"),
-            (f"{ours}.{MAGNITUDE}", base + PARTS[MAGNITUDE], f"{left_out} -> ({' '.join(merged_out)})"),
+            (f"{ours}.{A}", base + PARTS[A], f"{our_in} rank -> rank ({' '.join(merged_in)})"),
+            (f"{ours}.{B}", base + PARTS[B], f"rank {our_out} -> ({' '.join(merged_out)}) rank"),
+            (f"{ours}.{MAGNITUDE}", base + PARTS[MAGNITUDE], f"{our_out} -> ({' '.join(merged_out)})"),
         ]
-    if left:
-        raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(left)}")
+    if remaining:
+        raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(remaining)}")
     whole = [(ours, PREFIX + theirs, *text) for ours, theirs, *text in names.rules]
     return NameMap([*rules, *whole], tied={PREFIX + copy: PREFIX + name for copy, name in names.tied.items()})
 
@@ -166,10 +152,7 @@ def adapter_source(
     for weight in adapter.weights():
         one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
         if not math.isclose(scale, one.scale):
-            raise ValueError(
-                f"{one.path}: the scale of its adapter is {scale:g} in {adapter.path} and {one.scale:g} in the model; "
-                "wrap the model with what the adapter says: jfsdp.lora(model, jfsdp.peft.read_loras(PATH))"
-            )
+            raise ValueError(f"{one.path}: has scale {one.scale:g}, {adapter.path} {scale:g}; wrap by read_loras(PATH)")
     return found
 
 
@@ -190,11 +173,9 @@ def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, ba
       ValueError: for a model without adapters, and as `write_peft`.
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
-        raise ValueError(
-            "export_peft: the model has no adapters; give what jfsdp.fully_shard(jfsdp.lora(model, ...)) returned"
-        )
+        raise ValueError("export_peft: the model has no adapters; give what fully_shard(jfsdp.lora(...)) returned")
     source, adapted = _Arrays(model.trained_arrays(state)), model.model
-    return only_first(lambda: write_peft(source, directory, names, adapted.adapters, adapted.base.params, base=base))
+    return only_first(lambda: write_peft(source, directory, names, adapted.adapters, adapted.base.params, base))
 
 
 class _Arrays:
@@ -214,10 +195,8 @@ def write_peft(
     names: Names,
     adapters: Mapping[str, Adapter],
     leaves: Shapes,
-    *,
     base: str | None = None,
-    dtype: Any = None,
-    allow_nonfinite: bool = False,
+    **options: Any,
 ) -> Written:
     """Write adapters from any source; otherwise as `export_peft`.
 
@@ -227,8 +206,7 @@ def write_peft(
       names: of the base's arrays, such as a job's field `pretrained`.
       leaves: the model's own parameters, frozen ones too. The tied arrays and the arrays of a module follow from them.
       base: what to write for `base_model_name_or_path`.
-      dtype: of the arrays in the file; None: as they are.
-      allow_nonfinite: see `export_safetensors`.
+      options: of `write_safetensors`: `dtype`, `allow_nonfinite`.
 
     Raises:
       ValueError: as `adapter_map` and `export_safetensors`; and for a module of which only some arrays are trained.
@@ -239,23 +217,19 @@ def write_peft(
     copies = {copy: name for copy, name in _tied(names, own).items() if PREFIX + name in exported.arrays}
     written = Joined(exported, Renamed(exported, {PREFIX + copy: PREFIX + name for copy, name in copies.items()}))
     saved = {name.removeprefix(PREFIX) for name in written.arrays if not name.endswith(tuple(PARTS.values()))}
-    _check_modules(saved, own)
-    config = _config(exported, saved, names, adapters)
-    config |= {"base_model_name_or_path": base, "ensure_weight_tying": bool(copies)}
-    most = sys.maxsize  # PEFT reads one file
-    how: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": most, "allow_nonfinite": allow_nonfinite}
-    return write_safetensors(written, directory, texts={CONFIG: config}, weights=WEIGHTS, **how)
-
-
-def _check_modules(saved: Collection[str], own: Mapping[str, Piece]) -> None:
-    """Refuse to write only some arrays of a module: PEFT reads all of them (`modules_to_save`)."""
-    modules = {name.rpartition(".")[0] for name in saved}
+    modules = {name.rpartition(".")[0] for name in saved}  # PEFT reads all arrays of a module (`modules_to_save`)
     for name, piece in own.items():
         if name not in saved and name.rpartition(".")[0] in modules:
             raise ValueError(
                 f"{piece.leaf}: is not trained whole, and other arrays of {name.rpartition('.')[0]} are; PEFT reads "
                 "modules whole: choose all its arrays by LoRA(also=...), or none"
             )
+    config = _config(exported, saved, names, adapters)
+    config |= {"base_model_name_or_path": base, "ensure_weight_tying": bool(copies)}
+    most = sys.maxsize  # PEFT reads one file
+    return write_safetensors(
+        written, directory, texts={CONFIG: config}, weights=WEIGHTS, max_shard_bytes=most, **options
+    )
 
 
 def _config(
@@ -271,9 +245,7 @@ def _config(
     rank = collections.Counter(one.rank for one in ones).most_common(1)[0][0]
     alpha = collections.Counter(one.alpha for one in ones).most_common(1)[0][0]
     if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
-        raise ValueError(
-            "PEFT has one use_rslora, one use_dora and one lora_dropout for an adapter, and these LoRAs differ in them"
-        )
+        raise ValueError("PEFT has one use_rslora, one use_dora and one lora_dropout; these LoRAs differ in them")
     rules = {path: rule for rule in names.rules for path in adapters if _fits(rule, path)}
     plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] there too, as Conv1D of GPT-2 has it
     if len(plain) > 1:

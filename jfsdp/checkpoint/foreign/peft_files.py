@@ -42,31 +42,11 @@ EMBEDDINGS = (
 )
 # Options of PEFT that change nothing of what an adapter computes, or that are read here; any other must be off.
 _KNOWN = {
-    "alpha_pattern",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_dropout",
-    "loftq_config",
-    "modules_to_save",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "rank_pattern",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-    "use_dora",
-    "use_rslora",
+    *("alpha_pattern", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "lora_alpha"),
+    *("lora_dropout", "modules_to_save", "peft_type", "r", "rank_pattern", "use_dora", "use_rslora"),
+    *("auto_mapping", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"),
+    *("target_modules", "task_type"),
 }
 _OFF = (None, False, "none", [], {})
 _PLAIN_INIT = (True, False, "gaussian", None)  # others change the base's weights
@@ -133,9 +113,9 @@ class PeftAdapter:
             )
         if shape != own:
             there = "no array of that name" if shape is None else list(shape)
+            base = self.options.get("base_model_name_or_path") or "unnamed"
             raise ValueError(
-                f"{self.path}: {verb} {name} {list(own)}, and the base has {there}; it is an adapter of another base "
-                f"({self.base_name})"
+                f"{self.path}: {verb} {name} {list(own)}, and the base has {there}; of another base ({base})"
             )
 
     def is_transposed(self, weight: str) -> bool:
@@ -149,11 +129,6 @@ class PeftAdapter:
     @property
     def is_dora(self) -> bool:
         return bool(self.options.get("use_dora"))
-
-    @property
-    def base_name(self) -> str:
-        """What it says that it was trained for."""
-        return self.options.get("base_model_name_or_path") or "unnamed"
 
     def scale(self, weight: str) -> float:
         return scale_of(self.rank(weight), self.alpha(weight), self.is_rslora)

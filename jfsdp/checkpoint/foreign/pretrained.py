@@ -22,14 +22,7 @@ from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
 from jfsdp.checkpoint.foreign.peft_files import open_peft
-from jfsdp.checkpoint.foreign.safetensors import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    SafetensorsSource,
-    check_index,
-    weight_files,
-)
+from jfsdp.checkpoint.foreign.safetensors import CONFIG, INDEX, WEIGHTS, SafetensorsSource, check_index, weight_files
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
@@ -59,23 +52,16 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
         path = next((path / name for name in _TORCH if (path / name).exists()), path)
     if path.name.endswith(".bin.index.json"):
-        return _indexed_torch(path, key)
+        files = weight_files(path)
+        sources = {file: open_torch(file, key) for file in files}
+        for file, source in sources.items():
+            check_index(file, files, source.arrays)
+        return Joined(*sources.values())
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
     if key is not None:
-        raise ValueError(
-            f"{path}: the dict {key!r} that is asked for (--key, --init-key) is one of a PyTorch checkpoint, and these "
-            "are safetensors; leave it out"
-        )
+        raise ValueError(f"{path}: is safetensors, and {key!r} (--key, --init-key) a dict of PyTorch's; leave it out")
     return SafetensorsSource(path)
-
-
-def _indexed_torch(path: Path, key: str | None) -> Source:
-    files = weight_files(path)
-    sources = {file: open_torch(file, key) for file in files}
-    for file, source in sources.items():
-        check_index(file, files, source.arrays)
-    return Joined(*sources.values())
 
 
 def pretrained_source(
@@ -152,16 +138,12 @@ def load_pretrained(
     made = layers if adapter is not None else {**added, **layers}
     read = {name: leaf for name, leaf in every.items() if name not in made}
     if adapter is not None and not adapters:
-        raise ValueError(
-            f"{adapter}: is an adapter, and the model has none; give jfsdp.lora(model, jfsdp.peft.read_loras(...))"
-        )
+        raise ValueError(f"{adapter}: is an adapter, and the model has none; give jfsdp.lora(model, read_loras(...))")
 
     def open_source() -> tuple[Source, Callable[[], None]]:
         if is_ours(path):
             if key is not None:
-                raise ValueError(
-                    f"{path}: is a checkpoint of jfsdp, and key={key!r} names a dict of PyTorch's; leave it out"
-                )
+                raise ValueError(f"{path}: is a checkpoint of jfsdp; key={key!r} is for PyTorch's, leave it out")
             return _open_ours(path, leaves, names, config)
         return pretrained_source(path, names, leaves, config=config, key=key), lambda: None
 
@@ -188,13 +170,7 @@ def is_ours(path: Any) -> bool:
         return False
 
 
-def our_parameters(
-    path: Any,
-    leaves: Shapes,
-    *,
-    averages: bool = False,
-    cache_bytes: int = CACHE_BYTES,
-) -> Source:
+def our_parameters(path: Any, leaves: Shapes, *, averages: bool = False, cache_bytes: int = CACHE_BYTES) -> Source:
     """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
 
     Args:
@@ -223,10 +199,8 @@ def _open_ours(
     inner |= find_averages(source, inner) if averages else {}
     view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
     there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
-    kinds = ("in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or kind")
     wanted = {name: _show(leaf) for name, leaf in leaves.items()}
-    lines = list_differences(there, wanted, owners=("the checkpoint has", "the model takes"), kinds=kinds)
-    if lines:
+    if lines := list_differences(there, wanted):
         remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
         if any(name.endswith(f".{A}") for name in there):
             remedy = (
@@ -250,10 +224,7 @@ def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[s
         if mark and where.startswith("opt_state") and f"params.{leaf}" in params:
             found.setdefault(where, {})[f"params.{leaf}"] = name
     if len(found) != 1:
-        raise ValueError(
-            f"checkpoint {source.path}: its optimizer keeps {len(found) or 'no'} averages of the parameters, and one "
-            "set of them is to be read; train with --ema (jfsdp.optim.track_ema), or leave them out"
-        )
+        raise ValueError(f"checkpoint {source.path}: has {len(found) or 'no'} averages of parameters; train with --ema")
     return next(iter(found.values()))
 
 
@@ -347,10 +318,7 @@ def read_config(path: Any) -> dict[str, Any]:
     file = _config_file(path)
     directory = file.parent
     if not file.is_file():
-        raise ValueError(
-            f"{directory}: has no {CONFIG}, and without it options such as the number of heads cannot be compared with "
-            "the model's; put it beside the weights (from Python, config=None goes without)"
-        )
+        raise ValueError(f"{directory}: has no {CONFIG} to compare the model with; put it there (or pass config=None)")
     try:
         options = json.loads(file.read_text())
     except ValueError as error:
@@ -371,16 +339,11 @@ def _config_file(path: Any) -> Path:
 
 def _compare(path: Any, names: NameMap, wanted: Mapping[str, Any], config: Any, who: str) -> None:
     """Refuse weights of a model that computes something else, though its shapes may be the same."""
-    ours = _fields(names, config)
+    ours: Mapping[str, Any] = vars(config)
+    if names.from_config and names.to_config:  # as if read from a file, where one value may be written in two ways
+        ours = names.from_config(names.to_config(config, 1))
     differing = [(name, theirs) for name, theirs in wanted.items() if ours.get(name) != theirs]
     if differing:
         lines = [f"  {name}: {who} says {theirs!r}, the model has {ours.get(name)!r}" for name, theirs in differing]
         remedy = " ".join(f"{name}={theirs!r}" for name, theirs in differing)
         raise ValueError("\n".join([f"{path}: is of another model:", *lines, f"  give the model's config {remedy}"]))
-
-
-def _fields(names: NameMap, config: Any) -> Mapping[str, Any]:
-    """Return the fields of our configuration as if read from a file, where one value may be written in two ways."""
-    if names.from_config is None or names.to_config is None:
-        return vars(config)
-    return names.from_config(names.to_config(config, 1))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,12 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 
 # By the code that headers use.
 DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (64, 32, 16, 8)},
     "BOOL": np.dtype(np.bool_),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -102,16 +94,16 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     if path.is_dir():
         path = next((path / name for name in (WEIGHTS, INDEX) if (path / name).exists()), path)
     if path.is_dir() or not path.exists():
-        raise ValueError(
-            f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX} or a directory with one of them, or a file itself"
-        )
+        raise ValueError(f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX}, their directory, or a file")
     if path.suffix != ".json":
         return {path: None}
-    files: dict[Path, list[str] | None] = {}
-    for name, file in _read_weight_map(path).items():
-        names = files.setdefault(inside(path.parent, file), [])
-        assert names is not None
-        names.append(name)
+    try:
+        weight_map = dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is not an index of weights ({error!r}); fetch it again") from error
+    files: dict[Path, Any] = {}
+    for name, file in weight_map.items():
+        files.setdefault(inside(path.parent, file), []).append(name)
     if not files:
         raise ValueError(f"{path}: is an index without arrays; fetch it again")
     if missing := sorted(file.name for file in files if not file.exists()):
@@ -124,13 +116,6 @@ def _what_is_there(path: Path) -> str:
         return "is not there"
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     return f"holds no safetensors weights of a usual name (there are {', '.join(others[:8]) or 'no weights at all'})"
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is not an index of weights ({error!r}); fetch it again") from error
 
 
 def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there: Collection[str]) -> None:
@@ -167,7 +152,13 @@ def _read_header(file: Path) -> dict[str, _Stored]:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    return {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
+    found: dict[str, _Stored] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; the dtypes read are {', '.join(DTYPES)}")
+        begin = 8 + length + entry["data_offsets"][0]
+        found[name] = _Stored(file, begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    return found
 
 
 def _damage(file: Path) -> str:
@@ -178,58 +169,34 @@ def _damage(file: Path) -> str:
     return f"is no whole safetensors file: damaged, or cut off at {file.stat().st_size:,} bytes"
 
 
-def _stored(file: Path, name: str, entry: Mapping[str, Any], begin: int) -> _Stored:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; the dtypes read are {', '.join(DTYPES)}")
-    return _Stored(file, begin + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
-
-
 def _read_slice(file: FileIO, stored: _Stored, index: Index, out: np.ndarray) -> None:
     """Fill `out` (contiguous) with a slice, range by range."""
-    steps = _byte_steps(stored)
-    dim = _first_whole_dim(stored.shape, index)
+    shape = stored.shape
+    steps = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
+    dim = len(shape)  # from this one on the slice takes everything
+    while dim and index[dim - 1] == slice(0, shape[dim - 1]):
+        dim -= 1
     if dim <= 1:
         _read_into(file, stored.start + (index[0].start * steps[0] if index else 0), out)
         return
-    # Every row of `dim - 1` is one run of bytes; rows of the dim before that are `gap` apart.
-    row, run = index[dim - 2], out.shape[dim - 1] * steps[dim - 1]
-    is_dense = steps[dim - 2] - run < _GAP_BYTES
+    # Every row of `dim - 1` is one run of bytes.
     for outer in np.ndindex(*out.shape[: dim - 2]):
-        offset = sum((part.start + place) * step for part, place, step in zip(index, outer, steps))
-        start = stored.start + offset + row.start * steps[dim - 2] + index[dim - 1].start * steps[dim - 1]
-        read_rows = _read_dense_rows if is_dense else _read_rows
-        read_rows(file, start, steps[dim - 2], out[outer].reshape(out.shape[dim - 2], -1))
-
-
-def _byte_steps(stored: _Stored) -> list[int]:
-    return [math.prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(stored.shape))]
-
-
-def _first_whole_dim(shape: Sequence[int], index: Index) -> int:
-    """Return the first dim from which on the slice takes everything."""
-    dim = len(shape)
-    while dim and index[dim - 1] == slice(0, shape[dim - 1]):
-        dim -= 1
-    return dim
+        offset = sum((part.start + place) * step for part, place, step in zip(index, (*outer, 0, 0), steps))
+        _read_rows(file, stored.start + offset, steps[dim - 2], out[outer].reshape(out.shape[dim - 2], -1))
 
 
 def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
-    for place, row in enumerate(out):
-        _read_into(file, start + place * step, row)
-
-
-def _read_dense_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
-    """Read rows with the short gaps between them, some rows at a time."""
+    """Read rows that begin `step` bytes apart; where the gaps are short, some rows at a time, with the gaps."""
     run = out.shape[1] * out.itemsize
-    for rows in _groups(out, max(_SPAN_BYTES // step, 1)):
-        span = np.zeros(len(rows) * step, np.uint8)
-        _read_into(file, start, span[: (len(rows) - 1) * step + run])
+    count = max(_SPAN_BYTES // step, 1) if step - run < _GAP_BYTES else 1
+    for first in range(0, len(out), count):
+        rows, at = out[first : first + count], start + first * step
+        if len(rows) == 1:
+            _read_into(file, at, rows)
+            continue
+        span = np.empty(len(rows) * step, np.uint8)
+        _read_into(file, at, span[: (len(rows) - 1) * step + run])
         rows.view(np.uint8)[...] = span.reshape(len(rows), step)[:, :run]
-        start += len(rows) * step
-
-
-def _groups(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    return (rows[first : first + count] for first in range(0, len(rows), count))
 
 
 def _read_into(file: FileIO, start: int, out: np.ndarray) -> None:

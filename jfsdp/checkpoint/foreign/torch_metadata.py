@@ -18,14 +18,8 @@ _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
 # The path that it was saved to, which is not used; its class may not exist on this system.
@@ -57,20 +51,15 @@ def load_metadata(path: Path) -> Any:
     if not file.is_file():
         parts = sorted(x.name for x in path.glob("*.distcp"))
         found = f"{parts[0]} is there, so the save was not finished" if parts else "it was not written by DCP"
-        raise ValueError(
-            f"checkpoint {path}: has no .metadata ({found}); pass a directory that torch.distributed.checkpoint wrote, "
-            "or a file of torch.save"
-        )
+        raise ValueError(f"checkpoint {path}: has no .metadata ({found}); pass DCP's directory or a file of torch.save")
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
         with file.open("rb") as stream:
             metadata = _Unpickler(stream).load()
     except _RefusedError as error:
-        raise ValueError(
-            f"checkpoint {path}: loading {error} from .metadata could run code that comes with it, which is not done; "
-            "save again with the FileSystemWriter and planner of torch.distributed.checkpoint"
-        ) from error
+        reason = f"loading {error} could run code, which is not done; save again with the FileSystemWriter of DCP"
+        raise ValueError(f"checkpoint {path}: {reason}") from error
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
         raise ValueError(f"checkpoint {path}: its .metadata is damaged ({error}); copy or save it again") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:

@@ -69,13 +69,13 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
         key = tops.pop()  # there is but one dict that holds tensors
     if key is None and any(len(keys) > 1 for keys in tensors):
         raise ValueError(
-            f"{where}: has dicts at the top, and which of them holds the model is not guessed; pass key= (--key, or "
-            f"--init-key of scripts/train.py); at the top "
-            f"are {_top(tensors, others)}"
+            f"{where}: has dicts at the top, and which of them holds the model is not guessed; pass key= (--key, "
+            f"--init-key); at the top are {_top(tensors, others)}"
         )
     chosen: dict[str, T] = {}
     for keys, value in tensors.items():
-        below = _below(keys, key or "")
+        ends = (end for end in range(1, len(keys)) if ".".join(keys[:end]) == key)
+        below = next((keys[end:] for end in ends), ()) if key else keys
         name = plain_name(below)
         if name in chosen:
             raise ValueError(f"{where}: two tensors are called {name} once wrappers are taken out; rename one of them")
@@ -86,16 +86,12 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
             f"{where}: has no dict with tensors called {key!r}; at the top are {_top(tensors, others)}; pass one of "
             "the dicts as key=, or leave it out if the tensors lie at the top"
         )
-    _refuse_flat(where, chosen)
+    if flat := [name for name in chosen if name.rpartition(".")[2] in _FLAT]:
+        raise ValueError(
+            f"{where}: {flat[0]} (and {len(flat) - 1} more) are flat parameters of FSDP1; save in PyTorch what "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns"
+        )
     return chosen
-
-
-def _below(keys: Keys, key: str) -> Keys:
-    """Return what follows the dict `key` in a path; nothing if the path does not lead through it."""
-    if not key:
-        return keys
-    ends = (end for end in range(1, len(keys)) if ".".join(keys[:end]) == key)
-    return next((keys[end:] for end in ends), ())
 
 
 def _top(tensors: Mapping[Keys, Any], others: Iterable[Keys]) -> str:
@@ -103,17 +99,6 @@ def _top(tensors: Mapping[Keys, Any], others: Iterable[Keys]) -> str:
     counts.update(keys[0] for keys in tensors)
     parts = [f"{name} ({num} tensors)" if num else f"{name} (no tensor)" for name, num in counts.items()]
     return ", ".join(parts[:20]) + (f" and {len(parts) - 20} more" if len(parts) > 20 else "") or "nothing"
-
-
-def _refuse_flat(where: str, names: Iterable[str]) -> None:
-    flat = [name for name in names if name.rpartition(".")[2] in _FLAT]
-    if flat:
-        raise ValueError(
-            f"{where}: {flat[0]} (and {len(flat) - 1} more) are flat parameters of FSDP1, from which the model's own "
-            "tensors cannot be told apart; save again in PyTorch with "
-            "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or what "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns"
-        )
 
 
 def numpy_dtype(where: str, name: str, dtype: Any) -> np.dtype:
@@ -124,10 +109,7 @@ def numpy_dtype(where: str, name: str, dtype: Any) -> np.dtype:
     """
     plain = str(dtype).removeprefix("torch.")
     if plain not in _DTYPES:
-        raise ValueError(
-            f"{where}: {name} has dtype {plain}, which is not read; dequantize or cast it in PyTorch, to float32 or "
-            "bfloat16, and save again"
-        )
+        raise ValueError(f"{where}: {name} has dtype {plain}, which is not read; cast it in PyTorch, to float32 say")
     return jnp.dtype(plain)
 
 

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jfsdp.checkpoint.disk.files import inside
+from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.torch_metadata import load_metadata
 from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
 from jfsdp.checkpoint.source import Index, Source
@@ -39,9 +40,7 @@ def open_torch(path: Any, key: str | None = None) -> Source:
       ValueError: if torch is missing, or if the checkpoint is damaged, incomplete, ambiguous, or not readable without
         running code that comes with it.
     """
-    path = Path(path)
-    if not path.exists():
-        raise ValueError(f"checkpoint {path}: there is none; pass a directory of DCP, or a file of torch.save")
+    path = existing_path(path)
     if path.name == ".metadata" or path.suffix == ".distcp":
         raise ValueError(f"checkpoint {path}: is a part of a DCP checkpoint; pass its directory, {path.parent}")
     return DCPSource(path, key) if path.is_dir() else TorchFileSource(path, key)
@@ -108,10 +107,7 @@ def _check_complete(path: Path, tensors: Mapping[str, tuple[str, Any]], storage:
         file = inside(path, relative_path)
         found = f"has {file.stat().st_size:,} of {end:,} bytes" if file.is_file() else "is missing"
         if not file.is_file() or file.stat().st_size < end:
-            raise ValueError(
-                f"checkpoint {path}: {relative_path}, in which {name} lies, {found}; copy the files of all processes "
-                "into one directory"
-            )
+            raise ValueError(f"checkpoint {path}: {relative_path} with {name} {found}; copy the files of all processes")
 
 
 def _overlaps(stored: str, chunks: Sequence[Any], index: Index) -> Iterator[Any]:
@@ -152,8 +148,12 @@ class TorchFileSource:
         tensors = {keys: x for keys, x in leaves.items() if isinstance(x, torch.Tensor)}
         others = [keys for keys in leaves if keys not in tensors]
         self._tensors = select(self._where, tensors, others, key)
-        for name, tensor in self._tensors.items():
-            _check_plain(self._where, name, tensor)
+        for name, tensor in self._tensors.items():  # shards of a process, sparse ones, and subclasses are more
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{self._where}: {name} is a {type(tensor).__name__} of layout {tensor.layout}; save dense ones: "
+                    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), or with DCP"
+                )
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(self._where, name, x.dtype))
             for name, x in self._tensors.items()
@@ -179,24 +179,11 @@ def _flatten(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield from _flatten(inner, (*keys, str(key)))
 
 
-def _check_plain(where: str, name: str, tensor: Any) -> None:
-    """Refuse tensors that are more than an array: shards of a process, sparse ones, subclasses."""
-    torch = import_torch()
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        raise ValueError(
-            f"{where}: {name} is a {type(tensor).__name__} of layout {tensor.layout}; save whole dense tensors, as "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns them, or with DCP"
-        )
-
-
 def _load(path: Path, where: str) -> Any:
     torch = import_torch()
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
-            raise ValueError(
-                f"{where}: is no zip file as torch.save writes it since PyTorch 1.6; if torch.load still reads it, "
-                "write it again with torch.save"
-            )
+            raise ValueError(f"{where}: is not a zip file of torch.save; write it again with torch.save")
     with _readable(where), zipfile.ZipFile(path) as archive:
         packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
     if packed:
@@ -213,14 +200,9 @@ def _readable(where: str) -> Iterator[None]:
     except Exception as error:  # a damaged file makes the unpickler raise anything at all
         blocked = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if blocked:
-            raise ValueError(
-                f"{where}: loading {blocked[1]} would run code that comes with the file, which is not done; where it "
-                "was written, save model.state_dict() alone"
-            ) from error
-        raise ValueError(f"{where}: cannot be read, it is damaged or of another format ({_short(error)})") from error
-
-
-def _short(error: Exception) -> str:
-    """Return the first line of an error, or its kind where torch's text advises to load without restriction."""
-    lines = [] if "weights_only" in str(error) else str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+            reason = f"loading {blocked[1]} would run code, which is not done; save only model.state_dict()"
+            raise ValueError(f"{where}: {reason}") from error
+        # Of torch's text that advises to load without restriction, only the kind of the error.
+        lines = [] if "weights_only" in str(error) else str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ValueError(f"{where}: cannot be read, it is damaged or of another format ({reason})") from error

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from jfsdp.checkpoint.foreign import export
-from jfsdp.checkpoint.foreign.export import export_memory_bytes, row_cell, write_safetensors
+from jfsdp.checkpoint.foreign.export import row_cell, write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import grid, read_whole
 
@@ -210,7 +210,7 @@ def test_a_directory_without_weights_is_refused_with_what_is_there(tmp_path):
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*no weights at all.*pass model.safetensors"):
         SafetensorsSource(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"there are pytorch_model.bin.* or a file itself"):
+    with pytest.raises(ValueError, match=r"there are pytorch_model.bin.* or a file"):
         SafetensorsSource(tmp_path)
     with pytest.raises(ValueError, match=r"nowhere: is not there"):
         SafetensorsSource(tmp_path / "nowhere")
@@ -306,8 +306,8 @@ def test_an_export_holds_no_more_than_it_says(given, written, size, monkeypatch,
     source, piece_bytes = Arrays({"w": values, "b": np.zeros(10, np.float32)}), 1 << 20
     assert export.PIECE_BYTES == 1 << 25
     monkeypatch.setattr(export, "PIECE_BYTES", piece_bytes)
-    bound = export_memory_bytes(source, written)
-    assert bound == 3 * size * piece_bytes  # one is written while two are read
+    bound = 3 * size * piece_bytes  # one is written while two are read
+    assert bound <= export.MEMORY_BYTES / 32
     tracemalloc.start()
     try:
         write_safetensors(source, tmp_path / "out", dtype=written)

@@ -242,7 +242,7 @@ def test_torch_is_imported_only_when_a_checkpoint_is_opened():
 
 
 def test_a_path_with_nothing_at_it_and_parts_of_a_checkpoint_are_refused(saved, tmp_path):
-    refused(tmp_path / "none", "there is none")
+    refused(tmp_path / "none", "there is no such file")
     for part in (".metadata", "__0_0.distcp"):
         assert f"pass its directory, {saved / 'dcp'}" in refused(saved / "dcp" / part, "is a part of a DCP checkpoint")
 
@@ -260,9 +260,9 @@ def test_a_missing_or_short_file_of_one_process_is_named(saved, tmp_path):
     path.mkdir()
     for name in (".metadata", "__0_0.distcp"):
         (path / name).write_bytes((saved / "dcp" / name).read_bytes())
-    refused(path, r"__1_0\.distcp, in which [\w.]+ lies, is missing; copy the files of all processes", "model")
+    refused(path, r"__1_0\.distcp with [\w.]+ is missing; copy the files of all processes", "model")
     (path / "__1_0.distcp").write_bytes((saved / "dcp" / "__1_0.distcp").read_bytes()[:-1])
-    refused(path, r"__1_0\.distcp, in which [\w.]+ lies, has [\d,]+ of [\d,]+ bytes", "model")
+    refused(path, r"__1_0\.distcp with [\w.]+ has [\d,]+ of [\d,]+ bytes", "model")
 
 
 def change_metadata(path: Path, change: Any) -> Path:
@@ -330,10 +330,10 @@ class Trap:
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path):
     path = write_dcp(tmp_path / "c", {"w": torch.ones(3)})
     (path / ".metadata").write_bytes(pickle.dumps({"a": Trap(tmp_path / "trapped")}))
-    refused(path, r"loading posix.mkdir from \.metadata could run code that comes with it, which is not done")
+    refused(path, r"loading posix.mkdir could run code, which is not done")
     file = write_pt(tmp_path / "c.pt", {"w": torch.ones(3), "a": Trap(tmp_path / "trapped")})
-    message = refused(file, r"loading posix.mkdir would run code that comes with the file, which is not done")
-    assert "save model.state_dict() alone" in message
+    message = refused(file, r"loading posix.mkdir would run code, which is not done")
+    assert "save only model.state_dict()" in message
     assert not (tmp_path / "trapped").exists()
     pickle.loads(pickle.dumps(Trap(tmp_path / "trapped")))
     assert (tmp_path / "trapped").exists(), "the trap does not work, so nothing was shown"
@@ -350,7 +350,7 @@ def test_damaged_and_old_files_are_refused(kind, tmp_path):
         torch.save({"w": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
     else:
         path.write_bytes({"garbage": b"garbage", "empty": b"", "cut": path.read_bytes()[:-100]}[kind])
-    refused(path, "it is damaged or of another format" if kind == "cut" else "is no zip file as torch.save writes it")
+    refused(path, "it is damaged or of another format" if kind == "cut" else "is not a zip file of torch.save")
 
 
 @pytest.mark.parametrize("state", [torch.ones(3), [torch.ones(3)], {"w": 1}, {}])
@@ -372,7 +372,7 @@ def test_sparse_tensors_are_refused(tmp_path):
 def test_quantized_tensors_are_refused_where_they_are_chosen(tmp_path):
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     path = write_pt(tmp_path / "c.pt", {"model": {"w": quantized}, "other": {"w": torch.ones(3)}})
-    refused(path, "w has dtype qint8, which is not read; dequantize or cast it in PyTorch", "model")
+    refused(path, "w has dtype qint8, which is not read; cast it in PyTorch", "model")
     assert list(open_torch(path, key="other").arrays) == ["w"]
 
 
@@ -381,7 +381,7 @@ def test_quantized_tensors_are_refused_where_they_are_chosen(tmp_path):
 def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(write, name, tmp_path):
     path = write(tmp_path / "c.pt", {name: torch.ones(30)})
     message = refused(path, r"_flat_param \(and 0 more\) are flat parameters of FSDP1")
-    assert "SHARDED_STATE_DICT" in message and "full_state_dict=True" in message
+    assert "full_state_dict=True" in message
 
 
 def test_both_classes_are_sources(saved):
