@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -37,13 +38,10 @@ def join_timeout(environment: Mapping[str, str]) -> float:
       ValueError: for a variable that is no number of seconds.
     """
     text = environment.get(JOIN_TIMEOUT) or "300"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{JOIN_TIMEOUT}={text!r} must be a number of seconds above 0, such as 300")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ValueError(f"{JOIN_TIMEOUT}={text!r} must be a number of seconds above 0, such as 300")
 
 
 def memory_dir() -> Path:
@@ -92,16 +90,12 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     told = _Told({name: value.strip() for name, value in environment.items()})
     found = [place for ask in _ASKED if (place := ask(told)) is not None]
     for place in found[1:]:
+        first, more = found[0], place.num_processes - found[0].num_processes
         # A launcher under another's task, one per node, starts more processes than tasks: they may count differently.
-        if place.num_processes > found[0].num_processes:
+        if more > 0 or (more == 0 and place.process_id != first.process_id):
             raise ValueError(
-                f"{found[0].told_by} says that there are {found[0].num_processes} processes, and {place.told_by} "
-                f"{place.num_processes}; unset the variables of one of them"
-            )
-        if place.num_processes == found[0].num_processes and place.process_id != found[0].process_id:
-            raise ValueError(
-                f"{found[0].told_by} says that this is process {found[0].process_id}, and {place.told_by} "
-                f"{place.process_id}; unset the variables of one of them"
+                f"{first.told_by} says that this is process {first.process_id} of {first.num_processes}, and "
+                f"{place.told_by} process {place.process_id} of {place.num_processes}; unset the variables of one"
             )
     if not found or found[0].num_processes == 1:
         return None
@@ -217,8 +211,9 @@ def _slurm(told: _Told) -> Place | None:
             f"SLURM_STEP_NUM_TASKS={count}, SLURM_NODEID={node} or SLURM_LOCALID={local_id}; is this inside srun?"
         )
     # One port per job, as JAX and others choose it; steps of a job after each other may share it.
-    own = LATEST_PORT - 4095 + job % 4096
-    port = told.port("JAX_COORDINATOR_PORT") if told.environment.get("JAX_COORDINATOR_PORT") else own
+    port = LATEST_PORT - 4095 + job % 4096
+    if told.environment.get("JAX_COORDINATOR_PORT"):
+        port = told.port("JAX_COORDINATOR_PORT")
     return Place("Slurm", f"{first_host(nodes)}:{port}", count, process, tasks[node], local_id)
 
 
@@ -277,8 +272,5 @@ def own_gpus(place: Place, num_visible: int) -> list[int] | None:
         return None  # each sees one of its own (--gpus-per-task), or there is nothing to share
     each, rest = divmod(num_visible, place.num_local)
     if rest:
-        raise ValueError(
-            f"{place.num_local} processes on this host cannot share its {num_visible} GPUs evenly; start one process "
-            f"per GPU, or one for all of them ({place.told_by})"
-        )
+        raise ValueError(f"{place.num_local} processes cannot share {num_visible} GPUs evenly; start one per GPU")
     return list(range(place.local_id * each, (place.local_id + 1) * each))

@@ -60,10 +60,7 @@ def _first_processes() -> tuple[int, ...]:
     """Return, for each process of the run, the first process on its host."""
     names = gather_json(own_host())
     if "" in names:
-        raise ValueError(
-            f"process {names.index('')} cannot tell its host: it cannot read {_BOOT_ID}, and the host has no name but "
-            "localhost; give each host a name of its own (hostname NAME)"
-        )
+        raise ValueError(f"process {names.index('')} cannot tell its host; give each host another name")
     return tuple(names.index(name) for name in names)
 
 

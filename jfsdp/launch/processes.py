@@ -16,6 +16,8 @@ from jfsdp.launch.environment import Place, find_place, given_address, join_time
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
+# What of the environment changes the program that is compiled, or how it is run; but for what is a process's own.
+_SETTINGS = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|(JAX|NCCL)_\w+")
 _OWN = re.compile(
     r"JAX_(PROCESS_ID|COORDINATOR_\w+|LOCAL_DEVICE_IDS|COMPILATION_CACHE_DIR)|"
     r"NCCL_(\w*IFNAME|\w*HCA|DEBUG\w*|HOSTID|LAUNCH_ORDER_IMPLICIT)"
@@ -46,7 +48,9 @@ def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | N
       ValueError: in every process, for processes that come twice or are not alike; for variables that are missing or
         contradict each other.
     """
-    place = _found()
+    place = find_place(os.environ)
+    if place is None and (address := given_address(os.environ)):
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}: set JAX_NUM_PROCESSES and JAX_PROCESS_ID too")
     if place is None:
         return None
     is_said = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
@@ -54,7 +58,9 @@ def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | N
     if timeout_s is None:
         timeout_s = join_timeout(os.environ)
     if place.address is not None:
-        came = call_roll(place, {**_versions(), **_settings(), **(compare or {})}, timeout_s)
+        versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
+        settings = {name: x for name, x in os.environ.items() if _SETTINGS.fullmatch(name) and not _OWN.fullmatch(name)}
+        came = call_roll(place, {**versions, **settings, **(compare or {})}, timeout_s)
         if len(came) < place.num_processes:
             print(f"note: going on with {len(came)} of {place.num_processes} processes: {came}", flush=True)
             place = dataclasses.replace(place, num_processes=len(came), process_id=came.index(place.process_id))
@@ -74,29 +80,9 @@ def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | N
     return place
 
 
-def _found() -> Place | None:
-    place = find_place(os.environ)
-    if place is None and (address := given_address(os.environ)):
-        raise ValueError(
-            f"JAX_COORDINATOR_ADDRESS={address!r} is set, and nothing says which process this is; set "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or unset it"
-        )
-    return place
-
-
 def num_gpus() -> int:
     """Return how many NVIDIA GPUs this process sees, without starting a driver; 0 where that is not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
     return len(glob.glob("/dev/nvidia[0-9]*"))
-
-
-def _versions() -> dict[str, str | None]:
-    return {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
-
-
-def _settings() -> dict[str, str]:
-    """Return what of the environment changes the program that is compiled, or how it is run."""
-    ours = re.compile(r"XLA_FLAGS|LIBTPU_INIT_ARGS|(JAX|NCCL)_\w+")
-    return {name: value for name, value in os.environ.items() if ours.fullmatch(name) and not _OWN.fullmatch(name)}

@@ -67,7 +67,7 @@ _Found = tuple[str, bool, list[int]]  # what is wrong, whether starting again do
 
 
 def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_nproc: int | None) -> _Found:
-    begin, came = time.monotonic(), queue.SimpleQueue()
+    begin, calls = time.monotonic(), queue.SimpleQueue()
     _raise_file_limit(own["count"] + 256)
     try:
         server = _serve(port, own["count"])
@@ -78,7 +78,7 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_npro
             "or under Slurm JAX_COORDINATOR_PORT)"
         ), False, []  # fmt: skip
     present, others, problem = {own["process"]: own}, [], ""
-    acceptor = threading.Thread(target=_accept, args=(server, own, came), daemon=True)
+    acceptor = threading.Thread(target=_accept, args=(server, own, calls), daemon=True)
     with server:
         acceptor.start()
         say_at = begin + _SILENT_S
@@ -90,18 +90,23 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_npro
                     f"{left:.0f} s more (jfsdp launch --join-timeout, {JOIN_TIMEOUT})"
                 )
             with contextlib.suppress(queue.Empty):
-                found, connection = came.get(timeout=max(0.0, min(deadline, say_at) - time.monotonic()))
+                found, connection = calls.get(timeout=max(0.0, min(deadline, say_at) - time.monotonic()))
                 others.append(connection)
                 problem = _clash(found, present)
                 present[found["process"]] = found
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)  # a thread that waits in `accept` would keep the port from JAX
         acceptor.join()
-    is_enough = min_nproc is not None and len(present) >= min_nproc
-    missing = "" if problem or is_enough else _missing(present, own["count"], time.monotonic() - begin)
-    problem = problem or missing
+    missing = sorted(set(range(own["count"])) - present.keys())
+    is_lasting = bool(problem) or not missing or (min_nproc is not None and len(present) >= min_nproc)
+    if not is_lasting:
+        came = [one["who"] for one in present.values()]
+        problem = (
+            f"{len(missing)} of {own['count']} processes did not come within {time.monotonic() - begin:.0f} s: "
+            f"{_some(missing)}; look at their logs. Those that came: {', '.join(came[:4])}{', ...' * (len(came) > 4)}"
+        )
     problem = problem or differences({process: (one["who"], one["told"]) for process, one in present.items()})
-    found = problem, not missing, sorted(present)
+    found = problem, is_lasting, sorted(present)
     for connection in others:
         with contextlib.suppress(OSError), connection:
             connection.sendall(json.dumps(found).encode() + b"\n")
@@ -168,8 +173,8 @@ def _report(host: str, port: int, own: dict[str, Any], deadline: float) -> _Foun
             failure = error if isinstance(error, OSError) else OSError("what answers there is not process 0")
             time.sleep(min(0.5, max(0.0, left)))
     return (
-        f"process {own['process']} of {own['count']} ({own['who']}) cannot reach process 0 at {host}:{port}, which is "
-        f"{_resolved(host)} here: {failure}; is process 0 running, is that its host, and is the port open?"
+        f"process {own['process']} of {own['count']} ({own['who']}) cannot reach process 0 at {host}:{port}: "
+        f"{failure}; is process 0 running, is that its host, and is the port open?"
     ), False, []  # fmt: skip
 
 
@@ -182,13 +187,6 @@ def _read(connection: socket.socket, timeout_s: float) -> Any:
     return json.loads(line)
 
 
-def _resolved(host: str) -> str:
-    try:
-        return ", ".join(sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)}))
-    except OSError as error:
-        return f"no address ({error.strerror})"
-
-
 def _clash(found: Mapping[str, Any], present: Mapping[int, Mapping[str, Any]]) -> str:
     process, first = found["process"], next(iter(present.values()))
     if found["count"] != first["count"]:
@@ -197,22 +195,8 @@ def _clash(found: Mapping[str, Any], present: Mapping[int, Mapping[str, Any]]) -
             f"({first['who']}) {first['count']}; start all with the same number"
         )
     if process in present:
-        return (
-            f"two processes are process {process}: {present[process]['who']}, and {found['who']}; give each a number "
-            "of its own"
-        )
+        return f"two processes are process {process}: {present[process]['who']}, and {found['who']}; renumber one"
     return ""
-
-
-def _missing(present: Mapping[int, Any], count: int, waited_s: float) -> str:
-    absent = sorted(set(range(count)) - present.keys())
-    if not absent:
-        return ""
-    some, came = _some(absent), [one["who"] for one in present.values()]
-    return (
-        f"{len(absent)} of {count} processes did not come within {waited_s:.0f} s: {some}; look at their logs. Those "
-        f"that came: {', '.join(came[:4])}{', ...' * (len(came) > 4)}"
-    )
 
 
 def _some(processes: Iterable[int]) -> str:

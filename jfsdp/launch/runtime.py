@@ -39,10 +39,7 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) ->
     flags: dict[str, str] = {}
     launched = int(os.environ.get(DEVICES) or 0)
     if launched and simulate_devices not in (0, launched):
-        raise ValueError(
-            f"simulate_devices={simulate_devices}: jfsdp launch --devices-per-proc {launched} gives each process "
-            f"{launched}; leave one of the two out"
-        )
+        raise ValueError(f"simulate_devices={simulate_devices} and --devices-per-proc {launched}: leave one out")
     if simulate_devices := simulate_devices or launched:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags["xla_force_host_platform_device_count"] = str(simulate_devices)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,6 +64,7 @@ class Child:
     log: Path
 
 
+@dataclasses.dataclass
 class Supervisor:
     """Runs `command` as `nproc` processes of this host; see [Note: how a supervisor works].
 
@@ -77,31 +78,25 @@ class Supervisor:
         otherwise, with NCCL_LAUNCH_ORDER_IMPLICIT=1.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        nproc: int,
-        hosts: Hosts,
-        log_dir: Path,
-        *,
-        max_restarts: int = 0,
-        grace_s: float = 30.0,
-        min_nproc: int | None = None,
-        join_timeout_s: float = 300.0,
-        environment: Mapping[str, str] = os.environ,
-    ):
-        self.command, self.nproc, self.hosts, self.log_dir = list(command), nproc, hosts, log_dir
-        self.max_restarts, self.grace_s = max_restarts, grace_s
+    command: Sequence[str]
+    nproc: int
+    hosts: Hosts
+    log_dir: Path
+    _: dataclasses.KW_ONLY
+    max_restarts: int = 0
+    grace_s: float = 30.0
+    min_nproc: int | None = None
+    join_timeout_s: float = 300.0
+    environment: dict[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
+
+    def __post_init__(self) -> None:
         # Which process the launcher is itself, and whom it would call, is not for the processes.
-        self.environment = {name: text for name, text in environment.items() if name not in OF_JAX}
-        self.min_nproc = min_nproc
-        self.environment |= {JOIN_TIMEOUT: str(join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
-        if nproc * hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order
+        self.environment = {name: text for name, text in self.environment.items() if name not in OF_JAX}
+        self.environment |= {JOIN_TIMEOUT: str(self.join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
+        if self.nproc * self.hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order
             self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        self.suspects: set[int] = set()
-        self.absent: set[int] = set()
+        self.suspects, self.absent, self.killed = set[int](), set[int](), set[int]()
         self.children: list[Child] = []
-        self.killed: set[int] = set()
         self.stopped_by: int | None = None
 
     def run(self) -> int:
@@ -109,8 +104,11 @@ class Supervisor:
         with self._forwarding(), contextlib.ExitStack() as stack:
             # Several launchers on a host leave it to the user's one: what a host has, its processes share.
             if SNAPSHOTS not in self.environment and self.hosts.num_siblings == 1:
-                self.environment[SNAPSHOTS] = memory = self._memory()
-                stack.callback(_remove, Path(memory))
+                # The same when this command is given again, after this was killed.
+                name = hashlib.sha256(json.dumps([os.getcwd(), *self.command]).encode()).hexdigest()[:16]
+                memory = memory_dir() / f"launch-{name}"
+                self.environment[SNAPSHOTS] = str(memory)
+                stack.callback(_remove, memory)
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
                 self.children = []
@@ -128,11 +126,6 @@ class Supervisor:
                     break
         return status
 
-    def _memory(self) -> str:
-        """Return where the snapshots of this command are: the same when it is given again, after this was killed."""
-        name = hashlib.sha256(json.dumps([os.getcwd(), self.command]).encode()).hexdigest()[:16]
-        return str(memory_dir() / f"launch-{name}")
-
     def _start(self, local: int, attempt: int) -> Child:
         hosts, rank = self.hosts, self.hosts.node * self.nproc + local
         host, _, port = hosts.address.rpartition(":")
@@ -146,7 +139,8 @@ class Supervisor:
             RESTART: attempt,
             ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
-        told |= {} if self.min_nproc is None else {MIN_NPROC: self.min_nproc}
+        if self.min_nproc is not None:
+            told[MIN_NPROC] = self.min_nproc
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.environment | {name: str(value) for name, value in told.items()}
@@ -211,8 +205,9 @@ class Supervisor:
         except OSError as error:  # moved away, by a rotation of logs say
             lines = [f"(its log cannot be read: {error.strerror})"]
         word = "ended" if status == USAGE else "failed"  # all end with that one, and process 0 last (watch.py)
+        name = f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
         told = [
-            f"jfsdp launch: process {failed.rank} {word} first, with status {status}{_said(status)}; the others of "
+            f"jfsdp launch: process {failed.rank} {word} first, with status {status}{name}; the others of "
             f"this host ended with {others or 'nothing: there are none'}. Logs: {failed.log.parent}",
             *[f"did not end by themselves, and were killed: {sorted(self.killed)}; they hung, or were stopped"]
             * bool(self.killed),
@@ -259,10 +254,6 @@ def _blame(child: Child) -> tuple[bool, bool, int]:
 def _status(code: int | None) -> int:
     """Return a process's exit status as a shell says it."""
     return 128 - code if code is not None and code < 0 else code or 0
-
-
-def _said(status: int) -> str:
-    return f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
 
 
 def _copy(source: IO[bytes] | None, log: Path) -> None:

@@ -79,12 +79,12 @@ def test_a_process_knows_its_place(environment, expected):
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK is set, and MASTER_ADDR is not set"),
         (TORCHRUN | {"MASTER_PORT": "123456"}, "MASTER_PORT=123456 must be a port"),
         (TORCHRUN | {"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set, and JAX_COORDINATOR_ADDRESS is not set"),
-        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | SRUN, "there are 1 processes, and Slurm 32"),
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | SRUN, "process 0 of 1, and Slurm process"),
         (
             TORCHRUN | JAX,
-            "JAX_PROCESS_ID says that there are 2 processes, and RANK and WORLD_SIZE 8",
+            "JAX_PROCESS_ID says that this is process 1 of 2, and RANK and WORLD_SIZE process 5 of 8",
         ),
-        (TORCHRUN | JAX | {"JAX_NUM_PROCESSES": "8"}, "this is process 1, and RANK and WORLD_SIZE 5"),
+        (TORCHRUN | JAX | {"JAX_NUM_PROCESSES": "8"}, "this is process 1 of 8, and RANK and WORLD_SIZE process 5"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
         (SRUN | {"SLURM_LOCALID": ""}, "SLURM_LOCALID is empty"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, "contradicts SLURM_STEP_NUM_TASKS=32"),
@@ -157,5 +157,5 @@ def test_processes_of_a_host_share_its_gpus(num_local, local_id, visible, expect
 
 
 def test_gpus_that_cannot_be_shared_evenly_are_refused():
-    with pytest.raises(ValueError, match="3 processes on this host cannot share its 8 GPUs evenly"):
+    with pytest.raises(ValueError, match="3 processes cannot share 8 GPUs evenly"):
         own_gpus(Place("torchrun", None, 3, 0, 3, 0), 8)
