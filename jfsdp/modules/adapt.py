@@ -25,15 +25,9 @@ def as_model(source: Any) -> PlainModel:
     is_class = isinstance(source, type) and issubclass(source, linen.Module)
     if isinstance(source, linen.Module) or is_class:
         name, kind = (source.__name__, "class") if is_class else (type(source).__name__, "module")
-        raise TypeError(
-            f"model {name} is a flax.linen {kind}, which does not know its shapes; pass (module, example_inputs): an "
-            "instance, and what it is called with, arrays or jax.ShapeDtypeStruct"
-        )
+        raise TypeError(f"model {name} is a flax.linen {kind}; pass (module, example_inputs), such as arrays")
     if isinstance(source, (tuple, list)):
         if len(source) not in (2, 3) or not isinstance(source[0], linen.Module):
-            raise ValueError(
-                f"model: a {type(source).__name__} of {len(source)} is taken for a Linen model, which is "
-                "(linen_module, example_inputs) or (linen_module, example_inputs, variables)"
-            )
+            raise ValueError(f"model: {len(source)} items are not (linen_module, example_inputs) or (..., variables)")
         return LinenModel(*source)
     return NNXModel(source)

@@ -59,12 +59,9 @@ class AdaptedModel:
 
     def __init__(self, base: PlainModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
         coded = coded_shapes(codecs, base.params)
-        beside = (
-            part_shapes(adapters)
-            | layer_shapes(adapters)
-            | {name: leaf for name, leaf in coded.items() if name not in base.params}
-        )
-        self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(beside)
+        scales = {name: leaf for name, leaf in coded.items() if name not in base.params}
+        extra = part_shapes(adapters) | layer_shapes(adapters) | scales
+        self.base, self.adapters, self.codecs, self._whole = base, adapters, codecs, base.with_params(extra)
         self.params, self.types = {**self._whole.params, **coded}, self._whole.types
         draws = any(one.dropout for one in adapters.values())
         self.state = base.state | (jax.eval_shape(_first_rngs, 0) if draws else {})

@@ -66,9 +66,7 @@ class LinenModel:
             after = self._apply_abstract(abstract) if _needs_apply(abstract, classes) else abstract
         if "rngs" in abstract:
             raise ValueError("collection 'rngs': jfsdp keeps the rng key and count under this name; rename it")
-        self._sown = {
-            name for name in abstract if jax.tree.structure(abstract[name]) != jax.tree.structure(after[name])
-        }
+        self._sown = {name for name, x in abstract.items() if jax.tree.structure(x) != jax.tree.structure(after[name])}
         self._tree = jax.tree.structure(abstract.get(PARAMS, {}))
         self._state_tree = jax.tree.structure(self._collections(abstract))
         params, state = self._split(abstract, jax.random.key(0))
@@ -96,9 +94,8 @@ class LinenModel:
             if not self._args or not all(type(x) is int for x in self._args):
                 raise
             raise ValueError(
-                f"example_inputs {example_inputs!r}: init of {type(self.module).__name__} was given these numbers as "
-                f"its arguments and failed ({type(error).__name__}: {error}); if they are a shape, pass an array or "
-                f"(jax.ShapeDtypeStruct({tuple(self._args)}, 'float32'),)"
+                f"example_inputs {example_inputs!r}: init of {type(self.module).__name__} failed with these numbers "
+                f"({error}); for a shape pass an array or (jax.ShapeDtypeStruct({tuple(self._args)}, 'float32'),)"
             ) from error
 
     def _init(self, key: jax.Array) -> dict[str, Any]:
@@ -133,9 +130,9 @@ class LinenModel:
         kinds = ("extra", "missing", "of another shape")
         lines = list_differences(there, here, owners=("the variables have", "init makes"), kinds=kinds)
         if lines:
+            name = type(self.module).__name__
             raise ValueError(
-                f"the variables given are not those of {type(self.module).__name__}:\n{lines}\n  pass all collections "
-                "that module.init returns"
+                f"the variables given are not those of {name}:\n{lines}\n  pass all that module.init returns"
             )
         return variables
 
@@ -252,10 +249,7 @@ class BoundModel:
         if PARAMS in variables:
             raise ValueError("apply: collection 'params' is the model's own; give the other collections only")
         if in_filter(mutable, PARAMS):
-            raise ValueError(
-                f"mutable={mutable!r} includes the parameters, and a forward may read them only; name the collections "
-                "that it writes, or say flax.core.DenyList('params') for all but them"
-            )
+            raise ValueError(f"mutable={mutable!r} includes the parameters; name collections, or DenyList('params')")
         captures = kwargs.get("capture_intermediates")
         if callable(captures):
             kwargs["capture_intermediates"] = lambda module, name: name != IN_UNIT and captures(module, name)
@@ -277,10 +271,7 @@ class BoundModel:
         is_own = not name.startswith("_") and not hasattr(linen.Module, name)
         if is_own and inspect.isfunction(getattr(cls, name, None)):
             return functools.partial(self, method=name)
-        raise AttributeError(
-            f"{cls.__name__} has neither a method nor a field {name!r}; submodules that setup() or a compact method "
-            "makes are reached through a method of the model"
-        )
+        raise AttributeError(f"{cls.__name__} has neither a method nor a field {name!r}; reach submodules by methods")
 
 
 def _record(seen: Any, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -345,10 +336,8 @@ def _needs_apply(variables: Mapping[str, Any], classes: Mapping[str, type]) -> b
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    flat = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), value)
-        for path, value in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    flat = [(jax.tree_util.keystr(path, simple=True, separator="."), value) for path, value in leaves]
     named = dict(flat)
     if len(named) < len(flat):
         twice = next(name for name, _ in flat if [other for other, _ in flat].count(name) > 1)

@@ -12,6 +12,7 @@ comes out, `Unread`, raises at any use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -99,9 +100,8 @@ class NotGathered(_Refused, meta.AxisMetadata):
         del params
         if index != 0:
             raise ValueError(
-                f"{self.path}: nn.scan or nn.vmap stacks layers along dim {index} of it (variable_axes), and unit "
-                f"{self.unit!r} is gathered layer by layer along dim 0; use variable_axes={{'params': 0}}, or leave it "
-                "to the root unit"
+                f"{self.path}: nn.scan or nn.vmap stacks layers along dim {index} of it, and unit {self.unit!r} is "
+                "gathered along dim 0; use variable_axes={'params': 0}, or leave it to the root unit"
             )
         return self
 
@@ -137,23 +137,16 @@ def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
         if name not in hooks.units or hooks.is_open(name):
             return next_fun(*args, **kwargs)
         if context.method_name == "setup":
-            return _try_setup(next_fun)
+            # From outside, for who asks for its submodules. If it computes with its weights, only the copy that runs
+            # the call can be set up.
+            with contextlib.suppress(NotGatheredError):
+                next_fun()
+            return None
         # `orig_method` is the method with its module bound to it.
         method = context.orig_method.func  # type: ignore[attr-defined]
         return _lift_call(method, name, hooks, _is_in_transform(module.scope))(module, *args, **kwargs)
 
     return intercept
-
-
-def _try_setup(setup: Callable[[], Any]) -> None:
-    """Set up a unit from outside, for whoever asks for its submodules.
-
-    One that computes with its weights can only be set up inside, by the copy that runs the call.
-    """
-    try:
-        setup()
-    except NotGatheredError:
-        return
 
 
 def _is_in_transform(scope: Any) -> bool:
@@ -171,8 +164,13 @@ def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks, is_in_transf
     def transform(core_fn: Callable[..., Any]) -> Callable[..., Any]:
         def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs = Parted((args, kwargs))
-            run = _ScopedRun(core_fn, scope_fn, repack, (variables, rngs), inputs, unit)
-            out, after = hooks.call(unit, run, _all_shards(run, hooks), {"params": {}, "inputs": inputs.dynamic})
+            run = _ScopedRun((core_fn, scope_fn, repack), variables, rngs, inputs, unit)
+            if missing := [leaf for leaf in hooks.units[unit].leaves if leaf not in run.shards]:
+                raise ValueError(
+                    f"unit {unit!r}: called where its parameters {', '.join(missing[:4])} are not visible; a lifted "
+                    "transform around it (nn.jit, nn.remat, nn.scan) leaves collection 'params' out of its variables"
+                )
+            out, after = hooks.call(unit, run, run.shards, {"params": {}, "inputs": inputs.dynamic})
             if after and is_in_transform:
                 raise state_in_transform(unit, run.changed, "nn")
             return run.out.rebuild(out), run.after.rebuild(after)
@@ -180,16 +178,6 @@ def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks, is_in_transf
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
 
     return transforms.decorator_lift_transform(transform, in_unit)
-
-
-def _all_shards(run: _ScopedRun, hooks: Hooks) -> Arrays:
-    missing = [leaf for leaf in hooks.units[run.unit].leaves if leaf not in run.shards]
-    if missing:
-        raise ValueError(
-            f"unit {run.unit!r}: called where its parameters {', '.join(missing[:4])} are not visible; a lifted "
-            "transform around it (nn.jit, nn.remat, nn.scan) leaves collection 'params' out of its variables"
-        )
-    return run.shards
 
 
 class _ScopedRun:
@@ -202,15 +190,14 @@ class _ScopedRun:
 
     def __init__(
         self,
-        core_fn: Callable[..., Any],
-        scope_fn: Callable[..., Any],
-        repack: Callable[..., Any],
-        groups: tuple[Any, Any],
+        make: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        variables: Any,
+        rngs: Any,
         inputs: Parted,
         unit: str,
     ):
-        self.core_fn, self.scope_fn, self.repack, self.inputs, self.unit = core_fn, scope_fn, repack, inputs, unit
-        variables, self.rngs = groups
+        self.core_fn, self.scope_fn, self.repack = make
+        self.rngs, self.inputs, self.unit = rngs, inputs, unit
         self._leaves, self._tree = jax.tree.flatten(variables, is_leaf=is_box)
         self.shards: Arrays = {x.path: x.value for x in self._leaves if self._is_own(x)}
         self.out = self.after = Parted(())

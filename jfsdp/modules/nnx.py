@@ -76,14 +76,10 @@ class NNXModel:
         for name, leaf in extra.items():
             beside = name.rpartition(".")[0]
             if beside not in owners:
-                raise ValueError(
-                    f"{beside}: is one of several arrays of a variable; an adapter takes a variable of one"
-                )
+                raise ValueError(f"{beside}: this variable holds several arrays; an adapter takes variables of one")
             module, key = nodes[join_path(owners[beside][:-1])], owners[beside][-1]
             if not isinstance(key, str):
-                raise ValueError(
-                    f"{beside}: is in a list; an adapter takes a parameter that is an attribute of a module"
-                )
+                raise ValueError(f"{beside}: is in a list; an adapter takes an attribute of a module")
             setattr(module, f"{key}{name.removeprefix(beside)}", nnx.Param(leaf))
         other = copy.copy(self)
         other.graphdef, params, _ = nnx.split(model, nnx.Param, ...)
@@ -158,18 +154,11 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
 
 def _check_class(module: type) -> None:
     """Refuse a class that is not made of rngs alone. The signature of an NNX class itself takes anything."""
-    signature = inspect.signature(module.__init__)
+    name, signature = module.__name__, inspect.signature(module.__init__)
     try:
         signature.bind("self", "rngs")
     except TypeError as error:
-        own = [x for x in signature.parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)][1:]
-        given = [f"{x.name}=..." for x in own if x.default is x.empty and x.name != "rngs"]
-        given += ["rngs=rngs"] * any(x.name == "rngs" for x in own)
-        call = f"{module.__name__}({', '.join(given)})"
-        raise ValueError(
-            f"model is class {module.__name__}, which is not made of rngs alone ({error}); pass a function of rngs: "
-            f"lambda rngs: {call}"
-        ) from None
+        raise ValueError(f"model {name} is not made of rngs alone ({error}); pass lambda rngs: {name}(...)") from None
 
 
 def _make(factory: Any, seed: Any) -> nnx.Module:
@@ -186,17 +175,10 @@ def _make(factory: Any, seed: Any) -> nnx.Module:
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())
-    return _with_data(model)
-
-
-def _with_data(model: nnx.Module) -> nnx.Module:
-    """Declare bare arrays among a new model's attributes as data, which they are if it is made outside a trace.
-
-    Inside one, flax (0.12.8, 0.12.12) takes them for static: `isinstance(tracer, tp.Union[jax.Array, ...])` is False on
-    Python 3.11 and 3.12. This can go with the Flax that tells tracers.
-    """
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module):
+        elif isinstance(node, nnx.Module):
+            # Bare arrays are data, as they are if the model is made outside a trace. Inside one, flax (0.12.8, 0.12.12)
+            # takes them for static: `isinstance(tracer, tp.Union[jax.Array, ...])` is False on Python 3.11 and 3.12.
+            # This can go with the Flax that tells tracers.
             for name, value in list(vars(node).items()):
                 if isinstance(value, jax.Array):
                     setattr(node, name, nnx.data(value))

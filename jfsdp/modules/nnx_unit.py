@@ -56,7 +56,7 @@ def _methods(cls: type) -> list[str]:
     """
     own = {name for base in _own_bases(cls) for name in vars(base)}
     methods = {name for name in own if _is_method(inspect.getattr_static(cls, name))}
-    names = {name for name in methods if not _is_dunder(name) and not hasattr(nnx.Module, name)}
+    names = {name for name in methods if not name.startswith("__") and not hasattr(nnx.Module, name)}
     return sorted(names | ({"__call__"} if _has_call(cls) else set()))
 
 
@@ -77,10 +77,6 @@ def _own_bases(cls: type) -> list[type]:
 
 def _has_call(cls: type) -> bool:
     return any("__call__" in vars(base) for base in _own_bases(cls))
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
 
 
 def _set_class(module: nnx.Module, cls: type) -> None:
@@ -110,31 +106,18 @@ def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[...,
             _set_class(self, hook)
         out, after = hooks.call(unit.name, run, run.weights, run.rest)
         for state in run.after.rebuild(after):
-            _write((self, inputs.dynamic), state, unit.name)
+            try:
+                nnx.update((self, inputs.dynamic), state)
+            except TraceContextError as error:
+                names = [join_path(path[1:]) for path, _ in nnx.to_flat_state(state)]
+                raise state_in_transform(unit.name, names, "nnx") from error
         return run.out.rebuild(out)
 
     return hooked
 
 
-def _write(nodes: Any, state: nnx.State, unit: str) -> None:
-    """Write the variables that a call changed."""
-    try:
-        nnx.update(nodes, state)
-    except TraceContextError as error:
-        raise state_in_transform(unit, [join_path(path[1:]) for path, _ in nnx.to_flat_state(state)], "nnx") from error
-
-
 def _is_node(value: Any) -> bool:
     return isinstance(value, (nnx.Module, nnx.Variable, nnx.Rngs))
-
-
-def _filters(own: Mapping[str, str]) -> Sequence[Any]:
-    """Sort what a call reads: the unit's own weights, weights of inner units, other variables, plain input arrays."""
-
-    def is_own(path: Sequence[Any], value: Any) -> bool:
-        return path[0] == 0 and isinstance(value, nnx.Param) and join_path(path[1:]) in own
-
-    return is_own, nnx.Param, nnx.Variable, ...
 
 
 class _PureCall:
@@ -149,7 +132,13 @@ class _PureCall:
     def __init__(self, method: Any, unit: UnitInfo, module: nnx.Module, inputs: Parted):
         prefix = unit.name + "."
         own = {leaf.removeprefix(prefix): leaf for leaf in unit.leaves}
-        self.method, self.unit, self.inputs, self.filters = method, unit.name, inputs, _filters(own)
+
+        def is_own(path: Sequence[Any], value: Any) -> bool:
+            return path[0] == 0 and isinstance(value, nnx.Param) and join_path(path[1:]) in own
+
+        self.method, self.unit, self.inputs = method, unit.name, inputs
+        # The unit's own weights, weights of inner units, other variables, plain input arrays.
+        self.filters = is_own, nnx.Param, nnx.Variable, ...
         self.graphdef, *self.parts = nnx.split((module, inputs.dynamic), *self.filters)
         weights, params, state, arrays = map(jax.tree.leaves, self.parts)
         self.paths = [own[join_path(path[1:])] for path, _ in nnx.to_flat_state(self.parts[0])]
@@ -172,10 +161,7 @@ class _PureCall:
         created = self._take_created((module, dynamic), known)
         graphdef, *after = nnx.split((module, dynamic), *self.filters)
         if graphdef != self.graphdef:
-            raise ValueError(
-                f"unit {self.unit!r}: its call created, removed or replaced attributes; create them in __init__ (a "
-                "call may change the values of variables, and create variables that are no nnx.Param)"
-            )
+            raise ValueError(f"unit {self.unit!r}: its call created, removed or replaced attributes; do so in __init__")
         self.out = out
         self.after = Parted((_changed(after[2], with_leaves(self.parts[2], rest["state"])), created))
         names, values = [*self.paths, *self.inner], zip([*weights[0], *weights[1]], jax.tree.leaves(after[:2]))
@@ -203,9 +189,7 @@ def _changed(state: nnx.State, before: nnx.State) -> nnx.State:
         values, given = jax.tree.leaves(variable), old.get(path, [])  # a tuple of sown values may have grown
         return len(values) != len(given) or any(new is not old for new, old in zip(values, given, strict=True))
 
-    return nnx.from_flat_state(
-        [(path, variable) for path, variable in nnx.to_flat_state(state) if is_new(path, variable)]
-    )
+    return nnx.from_flat_state([(path, x) for path, x in nnx.to_flat_state(state) if is_new(path, x)])
 
 
 def _variables(nodes: Any) -> list[tuple[Any, nnx.Variable]]:

@@ -94,10 +94,7 @@ class Parted:
     def check_unwritten(self, who: str) -> None:
         """Refuse a call that has written to a container that `rebuild` copied: the caller's would not change."""
         for old, _, _ in self._written():
-            raise ValueError(
-                f"{who}: its call writes to an argument (a {type(old).__name__}), of which it has a copy; "
-                "return the new values"
-            )
+            raise ValueError(f"{who}: writes to a copy of an argument (a {type(old).__name__}); return the new values")
 
     def write_back(self) -> None:
         """Write to the containers that `rebuild` copied what a call has written to the copies."""
@@ -119,10 +116,8 @@ def part_output(unit: str, out: Any) -> Parted:
     """
     parts = Parted(out)
     if late := [x for x in parts.static if isinstance(x, (*_LAZY, Awaitable))]:
-        raise ValueError(
-            f"unit {unit!r}: its call returns a {type(late[0]).__name__}, which is read after the call, when the "
-            "unit's weights are freed; return a list"
-        )
+        kind = type(late[0]).__name__
+        raise ValueError(f"unit {unit!r}: its call returns a {kind}, which is read after the call; return a list")
     return parts
 
 
