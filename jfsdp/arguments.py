@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -66,11 +65,7 @@ def checked(public: Public) -> Public:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            near = [
-                close for name in kwargs if name not in known for close in difflib.get_close_matches(name, known, 1)
-            ]
-            meant = f" (did you mean {near[0]}=?)" if near else ""
-            raise TypeError(f"{who}: {error}{meant}; its arguments are {', '.join(known)}") from None
+            raise TypeError(f"{who}: {error}; its arguments are {', '.join(known)}") from None
         for name in known:
             if name in given and (problem := find_problem(name, given[name], hints().get(name, Any))):
                 raise type(problem)(f"{who}: {problem}")

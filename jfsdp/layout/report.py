@@ -144,8 +144,13 @@ def summary(layout: Layout) -> str:
     )
 
 
+_OWNERS = "the checkpoint has", "the model takes"
+_KINDS = "in the checkpoint but not in the model", "missing from the checkpoint", "of another shape or dtype"
+_Words = Mapping[str, str]
+
+
 def list_differences(
-    there: Mapping[str, str], wanted: Mapping[str, str], *, owners: tuple[str, str], kinds: tuple[str, str, str]
+    there: _Words, wanted: _Words, *, owners: Sequence[str] = _OWNERS, kinds: Sequence[str] = _KINDS
 ) -> str:
     """List how two tables of named things differ, a line per kind of difference; empty where they do not.
 

@@ -27,14 +27,12 @@ class FoundFiles:
       names: POSIX paths relative to `root`, sorted; the identity of a document starts with them.
       num_seen: files looked at, kept or not.
       skipped: how many files (or whole directories) were left out, by reason.
-      is_single: the argument named one file, which is then read whatever its extension.
     """
 
     root: Path
     names: tuple[str, ...]
     num_seen: int
     skipped: dict[str, int]
-    is_single: bool = False
 
 
 def standard_library_path() -> Path:
@@ -64,7 +62,7 @@ def find_files(data: str) -> FoundFiles:
     if path.is_dir():
         return _walk(path)
     if path.exists():
-        return FoundFiles(path.parent, (path.name,), 1, {}, is_single=True)
+        return FoundFiles(path.parent, (path.name,), 1, {})
     if glob.has_magic(data):
         return _glob(str(path))
     raise ValueError(
