@@ -25,7 +25,6 @@ from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import OtherLayers
 from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.checkpoint.to_devices import place
-from jfsdp.layout.layout import close_names
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
@@ -268,28 +267,12 @@ def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
     Raises:
       ValueError: if a pattern matches nothing, or nothing is left.
     """
-    chosen = set(arrays) if only is None else _matching("only", only, arrays)
-    skipped = set() if skip is None else _matching("skip", skip, arrays)
-    left = [name for name in arrays if name in chosen - skipped]
-    if not left:
+    chosen = arrays if only is None else select_leaves("only", only, arrays, {})
+    skipped = select_leaves("skip", skip, arrays, {})
+    remaining = [name for name in arrays if name in chosen and name not in skipped]
+    if not remaining:
         raise ValueError(f"only={only!r} and skip={skip!r} leave nothing to read; widen one of them")
-    return left
-
-
-def _matching(what: str, patterns: str | Sequence[str], arrays: Mapping[str, Any]) -> set[str]:
-    """Return the names that patterns choose; one that chooses nothing is an error that tells close names."""
-    chosen: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            chosen.update(select_leaves(what, pattern, arrays, {}))
-        except ValueError:
-            near = [name for name in arrays if f".{pattern}" in f".{name}"][:6]
-            tops = sorted({name.partition(".")[0] for name in arrays})
-            told = f"such as {', '.join(near)}" if near else close_names(pattern, arrays)
-            raise ValueError(
-                f"{what}={pattern!r} matches no array; names begin with {', '.join(tops)}; {told}"
-            ) from None
-    return chosen
+    return remaining
 
 
 def _check_scales(source: CheckpointSource, like: TrainState, wanted: Collection[str]) -> None:

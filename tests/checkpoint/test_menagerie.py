@@ -186,7 +186,7 @@ def test_what_is_chosen_is_read_and_the_rest_stays(target, choice, saved):
 
 def test_a_pattern_that_chooses_nothing_and_shapes_alone_are_refused(saved):
     path, live = saved("by leaf, 8", "adam"), model("flat, 3").init(OPTIMIZERS["adam"])
-    with pytest.raises(ValueError, match=r"only='params.matrx' matches no array"):
+    with pytest.raises(ValueError, match=r"only 'params.matrx' matches no parameter"):
         jfsdp.checkpoint.restore(path, like=live, only="params.matrx")
     with pytest.raises(ValueError, match="leave nothing to read"):
         jfsdp.checkpoint.restore(path, like=live, only="params.matrix", skip="params")

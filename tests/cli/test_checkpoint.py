@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_is_neither_converted_nor_exported(call, step, tmp_
 BAD = {
     "unknown dtype": (("convert", "STEP", "OUT", "--dtype", "float13"), "dtype 'float13' is unknown"),
     "cast of nothing": (("convert", "STEP", "OUT", "--dtype", "nope=bfloat16"), "dtype 'nope' matches no"),
-    "only nothing": (("convert", "STEP", "OUT", "--only", "nope"), "matches no array; names begin with"),
+    "only nothing": (("convert", "STEP", "OUT", "--only", "nope"), "matches no parameter; parameters: "),
     "skip all": (("convert", "STEP", "OUT", "--skip", "**"), "leave nothing"),
     "no list": (("convert", "STEP", "OUT", "--stack", "layers"), "--stack layers"),
     "no stack": (("convert", "STEP", "OUT", "--unstack", "nope"), "--unstack nope"),

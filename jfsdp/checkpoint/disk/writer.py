@@ -103,11 +103,10 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
                 commits += await self._handler.async_save(where, args=save) or []
         return [_Commit(self, commits, Path(directory))]
 
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("states are written asynchronously")
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("states are written asynchronously, and read by jfsdp.checkpoint.disk.reader")
 
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("states are read by jfsdp.checkpoint.disk.reader")
+    restore = save
 
     def finalize(self, directory: Any) -> None:
         with self.kept_errors():

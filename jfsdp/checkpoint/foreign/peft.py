@@ -275,7 +275,6 @@ def _fits(rule: Sequence[str], path: str) -> bool:
 def _targets(modules: Mapping[str, Adapter], names: NameMap, adapters: Mapping[str, Adapter]) -> list[str]:
     """Return the last words of the modules' names, where these choose no other module of a rule; else whole names."""
     words = sorted({module.rpartition(".")[2] for module in modules})
-    others = [(*rule, "")[1] for rule in names.rules if not any(_fits(rule, path) for path in adapters)]
+    others = [rule[1] for rule in names.rules if not any(_fits(rule, path) for path in adapters)]
     is_clear = not any(theirs.removesuffix(WEIGHT).rpartition(".")[2] in words for theirs in others)
-    complete = {leaf for leaf, one in adapters.items() if one.stacked}
-    return words if is_clear and len(complete) == len(adapters) else sorted(modules)
+    return words if is_clear and all(one.stacked for one in adapters.values()) else sorted(modules)

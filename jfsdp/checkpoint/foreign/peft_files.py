@@ -152,9 +152,8 @@ def open_peft(path: Any) -> PeftAdapter:
     if options.get("peft_type") != "LORA":
         raise ValueError(f"{file}: peft_type {options.get('peft_type')!r} is not available; LORA is")
     for name, value in options.items():
-        if name == "init_lora_weights" and value in _PLAIN_INIT:
-            continue
-        if name not in _KNOWN and value not in _OFF:
+        is_plain = name == "init_lora_weights" and value in _PLAIN_INIT
+        if not is_plain and name not in _KNOWN and value not in _OFF:
             raise ValueError(f"{file}: option {name}={value!r} is not available here; others are read")
     is_torch = not (directory / WEIGHTS).exists() and (directory / TORCH_WEIGHTS).exists()
     source = open_torch(directory / TORCH_WEIGHTS) if is_torch else SafetensorsSource(directory / WEIGHTS)

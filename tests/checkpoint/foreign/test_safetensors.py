@@ -281,7 +281,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
 def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match="w: has dtype complex64, which safetensors lacks"):
         write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
-    for dtype, words in (("int8", "dtype='int8' is not floating"), ("int4096", "dtype 'int4096' is unknown")):
+    for dtype, words in (("int8", "dtype 'int8' does not hold weights"), ("int4096", "dtype 'int4096' is unknown")):
         for arrays in (make_arrays(), {"counts": np.zeros(2, np.int32)}):
             with pytest.raises(ValueError, match=words):
                 write_safetensors(Arrays(arrays), tmp_path / "out", dtype=dtype)

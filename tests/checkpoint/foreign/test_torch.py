@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from jfsdp.checkpoint.foreign.torch_names import _DTYPES, plain_name
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.source import Index, Source, read_whole
+from tests.refusals import refuses
 
 WRITER = Path(__file__).with_name("torch_writer.py")
 
@@ -242,7 +243,7 @@ def test_torch_is_imported_only_when_a_checkpoint_is_opened():
 
 
 def test_a_path_with_nothing_at_it_and_parts_of_a_checkpoint_are_refused(saved, tmp_path):
-    refused(tmp_path / "none", "there is no such file")
+    refuses(lambda: open_torch(tmp_path / "none"), tmp_path / "none", "there is no such file")
     for part in (".metadata", "__0_0.distcp"):
         assert f"pass its directory, {saved / 'dcp'}" in refused(saved / "dcp" / part, "is a part of a DCP checkpoint")
 
