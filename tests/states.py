@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.train.state import TrainState
-from jfsdp.train.storage import by_leaf
 
 
 def logical(state: TrainState, to_host: Callable[[Any], np.ndarray] = np.asarray) -> dict[str, np.ndarray]:
@@ -16,7 +15,6 @@ def logical(state: TrainState, to_host: Callable[[Any], np.ndarray] = np.asarray
 
     Padding is asserted to be zero.
     """
-    state = by_leaf(state)
     shapes = {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
     shapes |= {role.name: role.shape for role in state.roles.arrays}
     arrays: dict[str, Any] = {f"params.{name}": x for name, x in state.params.items()}

@@ -16,7 +16,6 @@ import jax
 
 from jfsdp.train.digest import digest
 from jfsdp.train.state import TrainState
-from jfsdp.train.storage import by_leaf
 
 
 def without_frozen(state: TrainState) -> TrainState:
@@ -25,7 +24,7 @@ def without_frozen(state: TrainState) -> TrainState:
 
 
 def _of(state: TrainState, *, is_trained: bool) -> TrainState:
-    names = {stored.path for stored in state.layout.stored if stored.trainable == is_trained}
+    names = {leaf.path for leaf in state.layout.leaves if leaf.trainable == is_trained}
     params, work = ({name: x for name, x in of.items() if name in names} for of in (state.params, state.work))
     return dataclasses.replace(state, params=params, work=work)
 
@@ -34,9 +33,9 @@ def frozen_digests(state: TrainState) -> dict[str, int]:
     """Return a number for each leaf that is not trained: of its logical bits, the same on every mesh.
 
     Cost:    each device reads its part of these leaves once, and a number of each is summed over all devices.
-    Memory:  what is offloaded is copied to its device, a leaf at a time; a second copy of what shares arrays.
+    Memory:  what is offloaded is copied to its device, a leaf at a time.
     """
-    frozen, shapes = by_leaf(_of(state, is_trained=False)).params, state.layout.by_path
+    frozen, shapes = _of(state, is_trained=False).params, state.layout.by_path
     found = {name: _digest(x, shapes[name].shape) for name, x in frozen.items()}
     return {name: int(number) for name, number in found.items()}
 

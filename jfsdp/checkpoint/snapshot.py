@@ -123,14 +123,15 @@ class Snapshots:
         It warns where there are snapshots, and none that can be used.
         """
         arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
-        parts = [part for stored in contents(like) for block in own_blocks(stored) for part in block.parts]
+        blocks = [block for stored in contents(like) for block in own_blocks(stored)]
+        parts = [(block.stored.name, block.inside) for block in blocks if block.has_values]
 
         def find_usable() -> list[tuple[int, str]]:
             sources = [(step, source) for step in self._steps() if (source := self._open(step))]
             return [
                 (step, source.footer["start"])
                 for step, source in sources
-                if source.footer["arrays"] == arrays and all(source.has(part.name, part.index) for part in parts)
+                if source.footer["arrays"] == arrays and all(source.has(*part) for part in parts)
             ]
 
         usable = together(find_usable)

@@ -245,19 +245,17 @@ def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_repli
     Layout, Cost, Memory: as `restore`.
     """
     arrays = contents(like)
-    is_read = [any(name in wanted for name in stored.logical) for stored in arrays]
+    is_read = [stored.name in wanted for stored in arrays]
     chosen = subset(source, wanted)
-    read = [_as_shape(stored, wanted) for stored, is_wanted in zip(arrays, is_read, strict=True) if is_wanted]
+    read = [_as_shape(stored) for stored, is_wanted in zip(arrays, is_read, strict=True) if is_wanted]
     placed = iter(place(read, chosen, one_replica=one_replica))
     values = [next(placed) if is_wanted else stored.value for stored, is_wanted in zip(arrays, is_read, strict=True)]
     return with_work(rebuild(like, values), like)
 
 
-def _as_shape(stored: Stored, wanted: Collection[str]) -> Stored:
-    """Forget the values of an array that is read as a whole."""
+def _as_shape(stored: Stored) -> Stored:
+    """Forget the values of an array that is read."""
     x = stored.value
-    if not all(name in wanted for name in stored.logical):
-        return stored
     return dataclasses.replace(stored, value=jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.disk.logical_arrays import Part, Stored
+from jfsdp.checkpoint.disk.logical_arrays import Stored, without_padding
 from jfsdp.checkpoint.disk.processes import in_all
 from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
 from jfsdp.checkpoint.source import Index, Source, read_ahead
@@ -74,27 +74,21 @@ class _Block:
         return math.prod(self.shape) * self.stored.value.dtype.itemsize
 
     @property
-    def parts(self) -> list[Part]:
-        """What it holds of logical arrays, but for what is empty."""
-        parts = self.stored.parts(self.index)
-        return [part for part in parts if all(place.stop > place.start for place in part.index)]
+    def inside(self) -> Index:
+        """Which part of the logical array it holds."""
+        return self.stored.inside(self.index)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is not padding alone."""
+        return all(part.stop > part.start for part in self.inside)
 
     def read(self, source: Source) -> np.ndarray:
         """Read the block; zeros where it is padding, or another device's to read."""
-        if not self.is_read:
-            return np.zeros(self.shape, self.stored.value.dtype)
-        block = self._start()
-        for part in self.parts:
-            if part.name in source.arrays:
-                part.of(block)[...] = source.read(part.name, part.index)
+        block = np.zeros(self.shape, self.stored.value.dtype)
+        if self.is_read and self.has_values:
+            without_padding(block, self.inside)[...] = source.read(self.stored.name, self.inside)
         return block
-
-    def _start(self) -> np.ndarray:
-        """Return what stands where nothing is read: what the state holds already, if it is a live one."""
-        if isinstance(self.stored.value, jax.Array):
-            shard = next(s for s in self.stored.value.addressable_shards if s.device == self.devices[0])
-            return np.array(shard.data)
-        return np.zeros(self.shape, self.stored.value.dtype)
 
     def put(self, block: np.ndarray) -> list[jax.Array]:
         """Put the block onto its devices; it is there when this returns."""

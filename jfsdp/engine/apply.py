@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jfsdp.compat import core
-from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
@@ -75,7 +74,6 @@ class ShardedApply:
           ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
             on slices that the layout does not know.
         """
-        params = to_leaves(self.layout, dict(params))
         traced, flat = self.trace(fn, params, state, *inputs)
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         return jax.tree.unflatten(traced.tree, self.engine.call_unit(ROOT, traced, root, flat))
@@ -95,7 +93,7 @@ class ShardedApply:
         Raises:
           ValueError: as `__call__`; and if no value has a name that a remat gives.
         """
-        traced, flat = self.trace_loss(fn, to_leaves(self.layout, dict(params)), state, *inputs)
+        traced, flat = self.trace_loss(fn, params, state, *inputs)
         outs, pull = self.engine.vjp(traced, flat, dict(params))
         (_, out), after = jax.tree.unflatten(traced.tree, outs)
         return out, after, pull

@@ -40,6 +40,7 @@ from jfsdp.engine.movements import (
     of_leaf,
 )
 from jfsdp.engine.unit import Arrays, Traced
+from jfsdp.layout.flat import move_together
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import is_key
 
@@ -81,17 +82,20 @@ class ManualEngine(Engine):
     @functools.cached_property
     def _moves(self) -> Mapping[tuple[str, str], Sequence[Move]]:
         found: dict[tuple[str, str], list[Move]] = {}
-        for leaf in self.layout.by_path.values():
+        for leaf in self.layout.moved:
             for move in of_leaf(self.layout, leaf, self.deferred):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
     def _move(self, when: str, leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
-        """Do what the list says of a leaf."""
+        """Do what the list says of a leaf or a buffer."""
         for move in self._moves.get((leaf.path, when), ()):
             axes = self._names(leaf, move.stage) if move.kind == GATHER else self.layout.axes_on(self.mesh, move.axes)
             value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, gone)
         return value
+
+    def _move_all(self, when: str, pairs: Pairs, values: Arrays) -> Arrays:
+        return move_together(self.layout, pairs, values, functools.partial(self._move, when))
 
     def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, gone: int) -> jax.Array:
         dim = None if leaf.dim is None else leaf.dim - gone
@@ -191,12 +195,11 @@ class ManualEngine(Engine):
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
 
-        def last(leaf: Leaf, grad: jax.Array) -> jax.Array:
-            grad = to_device(grad) if weight is None else to_device(grad) / weight
-            summed = self._open(leaf, self._move(LAST, leaf, 0, grad).astype(leaf.stage("grad").dtype))
-            return summed if weight is None else summed * weight
-
-        return {path: last(self.layout.by_path[path], grad) for path, grad in grads.items()}
+        pairs = [(self.layout.by_path[path], 0) for path in grads]
+        here = {path: to_device(x) if weight is None else to_device(x) / weight for path, x in grads.items()}
+        summed = self._move_all(LAST, pairs, here)
+        opened = {x.path: self._open(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
+        return opened if weight is None else {path: x * weight for path, x in opened.items()}
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves along their split dim.
@@ -206,7 +209,7 @@ class ManualEngine(Engine):
         """
         # What is computed from the gathered weights must not be moved before the gather of another unit.
         here = jax.lax.optimization_barrier(shards)
-        return {leaf.path: self._move(FORWARD, leaf, gone, here[leaf.path]) for leaf, gone in pairs}
+        return self._move_all(FORWARD, pairs, here)
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them. Moves no data between devices."""
@@ -223,7 +226,7 @@ class ManualEngine(Engine):
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from what was kept of them."""
-        return {leaf.path: self._move(BACKWARD, leaf, gone, kept[leaf.path]) for leaf, gone in pairs}
+        return self._move_all(BACKWARD, pairs, kept)
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum whole gradients, of logical shape, over the axes that are not deferred.
@@ -232,16 +235,15 @@ class ManualEngine(Engine):
         Dtype:   summed in `reduce_dtype`, returned in the accumulator's.
         Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
         """
-        padded = pad_all(pairs, grads)
-        return {
-            leaf.path: self._move(CALL, leaf, gone, padded[leaf.path]).astype(leaf.stage("grad").dtype)
-            for leaf, gone in pairs
-        }
+        return self._sum_all(pairs, pad_all(pairs, grads))
 
     def reduce_later(self, grads: Arrays) -> Arrays:
         """Sum gradients of stored shape, that several microbatches have added to, as `reduce_whole` does of each."""
-        leaves = [self.layout.by_path[path] for path in grads]
-        return {x.path: self._move(CALL, x, 0, grads[x.path]).astype(x.stage("grad").dtype) for x in leaves}
+        return self._sum_all([(self.layout.by_path[path], 0) for path in grads], grads)
+
+    def _sum_all(self, pairs: Pairs, grads: Arrays) -> Arrays:
+        summed = self._move_all(CALL, pairs, grads)
+        return {leaf.path: summed[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """Leave values as they are: inside a `shard_map` a layout is a fact."""
@@ -256,11 +258,12 @@ class ManualEngine(Engine):
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced other axes}
         Cost:    one reduce-scatter each.
         """
-        reduced = {}
-        for leaf, gone in pairs:
-            grad, axes = grads[leaf.path].astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
-            reduced[leaf.path] = self._collect(SCATTER, grad, axes, leaf, gone) if axes else grad
-        return reduced
+
+        def scatter(leaf: Leaf, gone: int, grad: jax.Array) -> jax.Array:
+            grad, axes = grad.astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
+            return self._collect(SCATTER, grad, axes, leaf, gone) if axes else grad
+
+        return move_together(self.layout, pairs, grads, scatter)
 
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
         """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""

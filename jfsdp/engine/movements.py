@@ -80,7 +80,7 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
 
 
 def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = None) -> tuple[Move, ...]:
-    """Return every movement of every leaf (or buffer) in a step, in the order of the layout.
+    """Return every movement of every leaf (or buffer) in a step, those of the update last.
 
     What is not in the stages of a pipeline is gathered once per step, and its gradient summed once.
 
@@ -96,8 +96,8 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
     in_one = spec.program == XLA  # it sees the rows of all devices: no axis can wait, and no group is summed first
     running, found = layout.gathered(spec.held).gathered(layout.kept_in_pipeline, "kept"), []
     staged = _times_of_stages(running, spec.passes or default_passes(layout, spec.accumulate))
-    for leaf in layout.stored:
-        now, times = running.by_path[leaf.path], spec.accumulate * (calls or {}).get(leaf.unit, 1)
+    for leaf, now in zip(layout.moved, running.moved, strict=True):
+        times = spec.accumulate * (calls or {}).get(leaf.unit, 1)
         if layout.num_stages > 1:
             times = 1
         if leaf.unit in spec.held:
@@ -107,7 +107,7 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
         for move in of_leaf(running, now, spec.deferred, in_one=in_one):
             often = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
             found.append(move if move.when == LAST else dataclasses.replace(move, times=often))
-        found += _updates(layout, leaf) if leaf.trainable else ()
+    found += [move for leaf in layout.leaves if leaf.trainable for move in _updates(layout, leaf)]
     return tuple(move for move in found if move.wire_bytes)
 
 

@@ -66,7 +66,7 @@ def compiler_options(mesh: Any, layout: Layout | None = None, *, is_scheduled: b
     options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
     if layout is None:
         return options
-    options |= {} if layout.packed else _combined(layout)
+    options |= {} if layout.buffers else _combined(layout)
     options["xla_gpu_enable_latency_hiding_scheduler"] = True  # XLA's default on an H100, and not on an A100
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     if is_scheduled:

@@ -10,9 +10,9 @@
 A device's chunk is what the device would hold of each leaf, flattened and concatenated. PyTorch FSDP1 concatenates
 whole leaves first and cuts then, so that a leaf may begin in the middle of one chunk and end in the next. Here every
 chunk has its leaves at the same places, for two reasons: all devices run one program, which can name a leaf's part of a
-chunk only if it is the same part everywhere; and so optimizers, masks, checkpoints and `reshard` see leaves by their
-names without moving a byte between devices. The price is padding by leaf, as under per-parameter storage, where FSDP1
-pads once per buffer.
+chunk only if it is the same part everywhere; and so a chunk is made of the shards of leaves, which a state holds by
+their names, without moving a byte between devices. The price is padding by leaf, where FSDP1 pads once per buffer, and
+a copy of a device's shards before each gather, as FSDP2 makes one.
 
 A buffer of leaves that an axis cuts has one dim more, [layers, parts, chunks * chunk]: device (t, n) holds chunk n of
 part t, of the n-th piece of what is left of each leaf in that part.
@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.leaf import PER_PARAMETER, Leaf
+from jfsdp.layout.leaf import FLAT, PER_PARAMETER, Leaf
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.split_dim import DEFAULT_MIN_SIZE
-
-FLAT = "flat"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +61,10 @@ class Buffer(Leaf):
     """Leaves of one unit, dtype, life and cuts as one array [layers, chunks * chunk] ([layers, parts, chunks * chunk]
     where they are cut); see [Note: what a buffer looks like].
 
-    A `Leaf` to whatever moves, stores or reduces it.
+    A `Leaf` to whatever moves it.
     """
 
     views: tuple[View, ...] = ()
-    form: ClassVar[str] = FLAT
-
-    @property
-    def holds(self) -> tuple[str, ...]:
-        """The leaves that stand in it, in the order of its chunks."""
-        return tuple(view.path for view in self.views)
 
     @property
     def num_parts(self) -> int:
@@ -93,7 +88,7 @@ def in_buffers(layout: Layout) -> Layout:
     """Put the leaves of every unit into buffers: one for each dtype and life that they have.
 
     Raises:
-      ValueError: if the model has a parameter of a buffer's name, and for the stages of a pipeline.
+      ValueError: for the stages of a pipeline.
     """
     if layout.num_stages > 1:
         raise ValueError(
@@ -105,17 +100,11 @@ def in_buffers(layout: Layout) -> Layout:
         cuts = tuple(cut.axis for cut in leaf.cuts)
         key = leaf.unit, leaf.shape[: leaf.stacked], leaf.dtype, leaf.trainable, leaf.stages, leaf.dim is None, cuts
         groups.setdefault(key, []).append(leaf)
-    taken = {leaf.path for leaf in layout.leaves}
     buffers = []
     for leaves in groups.values():
         name = _name(leaves[0].unit, sum(buffer.unit == leaves[0].unit for buffer in buffers))
-        if name in taken:
-            raise ValueError(
-                f"{name}: flat storage gives this name to a buffer, and the model has such a parameter; rename it, or "
-                "use storage='per_parameter'"
-            )
         buffers.append(_make_buffer(layout, name, leaves))
-    return dataclasses.replace(layout, packed=tuple(buffers))
+    return dataclasses.replace(layout, buffers=tuple(buffers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,3 +165,105 @@ def _make_buffer(layout: Layout, name: str, leaves: Sequence[Leaf]) -> Buffer:
         cuts=tuple(own),
         views=tuple(views),
     )
+
+
+def move_together(
+    layout: Layout,
+    pairs: Sequence[tuple[Leaf, int]],
+    values: Mapping[str, jax.Array],
+    move: Callable[[Leaf, int, jax.Array], jax.Array],
+) -> dict[str, jax.Array]:
+    """Move leaves: each by itself, or those of a buffer as one array.
+
+    Args:
+      pairs: each leaf with the number of layer dims that a scan has taken off.
+      values: by name, in their stored shape or parts of it.
+      move: `f(leaf or buffer, gone, value)`.
+
+    Returns:
+      By name, the leaves of `pairs` as they are then.
+
+    Raises:
+      ValueError: if only some leaves of a buffer are called, or layers of an undeclared stack.
+    """
+    if not layout.buffers:
+        return {leaf.path: move(leaf, gone, values[leaf.path]) for leaf, gone in pairs}
+    moved: dict[str, jax.Array] = {}
+    sliced = {layout.buffer_of[leaf.path]: gone for leaf, gone in pairs}
+    for buffer, gone in sliced.items():
+        missing = [view.path for view in buffer.views if view.path not in values]
+        if missing:
+            raise ValueError(
+                f"{missing[0]}: a call of unit {buffer.unit!r} leaves it out, and it moves in one buffer with what "
+                "the call takes; make units of the modules that are called, or use storage='per_parameter'"
+            )
+        if gone > buffer.stacked:
+            raise ValueError(
+                f"{buffer.views[0].path}: moves in one array with others, without its layer dim, but unit "
+                f"{buffer.unit!r} is called inside a scan over it; declare the layer dim: "
+                f"units=[jfsdp.Unit(..., stacked={gone})]"
+            )
+        moved |= unpack(buffer, move(buffer, gone, pack(buffer, values, gone)), gone)
+    return moved
+
+
+def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Array]:
+    """Return the leaves in a buffer, or in part of its chunks. Moves no data between devices.
+
+    Args:
+      value: [layers, chunks * chunk], or [layers, parts, chunks * chunk]: the whole buffer or any number of its chunks.
+      gone: how many layer dims are gone from it.
+
+    Returns:
+      By name, the leaves in their stored shape, or what these chunks hold of them.
+    """
+    lead = value.shape[: buffer.stacked - gone]
+    assert value.ndim == len(buffer.shape) - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
+    num = value.shape[-1] // buffer.chunk if buffer.chunk else 1
+    chunks = value.reshape(*lead, buffer.num_parts, num, buffer.chunk)
+    leaves = {}
+    for view in buffer.views:
+        piece = jax.lax.slice_in_dim(chunks, view.start, view.start + view.size, axis=-1)
+        piece = piece.reshape(*lead, buffer.num_parts, num, *view.shape)
+        grid = [*lead, *_sizes(view, buffer.num_parts, num)]
+        leaves[view.path] = piece.transpose(_order(view, len(lead))).reshape(*grid)
+    return leaves
+
+
+def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.Array:
+    """Return the buffer of leaves in their stored shape, or the chunks of parts of them; undoes `unpack`.
+
+    Moves no data between devices.
+    """
+    num_lead, pieces = buffer.stacked - gone, []
+    for view in buffer.views:
+        leaf = leaves[view.path]
+        lead, order, num = leaf.shape[:num_lead], _order(view, num_lead), 1
+        if view.dim is not None:
+            num = leaf.shape[num_lead + view.dim] // _sizes(view, buffer.num_parts, 1)[view.dim]
+        grid = [*lead, buffer.num_parts, num, *view.shape]
+        piece = leaf.reshape([grid[place] for place in order]).transpose(np.argsort(order))
+        pieces.append(piece.reshape(*lead, buffer.num_parts, num, view.size))
+    chunks = jnp.concatenate(pieces, axis=-1)
+    parts = [cut.parts for cut in buffer.cuts]
+    return chunks.reshape(*chunks.shape[:num_lead], *parts, chunks.shape[-2] * buffer.chunk)
+
+
+def _order(view: View, num_lead: int) -> list[int]:
+    """Return an order of [layers, parts, chunks, *view.shape]: parts, then chunks, before the dims that they part."""
+    order = [*range(num_lead)]
+    before: dict[int, list[int]] = {}
+    before.setdefault(view.cut or 0, []).append(num_lead)
+    before.setdefault(view.dim or 0, []).append(num_lead + 1)
+    for dim in range(max(len(view.shape), 1)):
+        order += [*before.get(dim, ()), *([num_lead + 2 + dim] if view.shape else [])]
+    return order
+
+
+def _sizes(view: View, num_parts: int, num_chunks: int) -> list[int]:
+    """Return the sizes of a leaf without its layer dims, or of what these chunks hold of it."""
+    sizes = list(view.shape)
+    for dim, num in ((view.cut, num_parts), (view.dim, num_chunks)):
+        if dim is not None:
+            sizes[dim] *= num
+    return sizes

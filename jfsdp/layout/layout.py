@@ -8,12 +8,12 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.leaf import HOST, PER_PARAMETER, Leaf, Stage, SubAxes
+from jfsdp.layout.leaf import FLAT, HOST, PER_PARAMETER, Leaf, Stage, SubAxes
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, PIPE, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
@@ -21,13 +21,16 @@ from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
 
+if TYPE_CHECKING:
+    from jfsdp.layout.flat import Buffer
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays.
 
     Attributes:
-      packed: the arrays at rest, where leaves share them; else empty.
+      buffers: under flat storage, the arrays in which the leaves of a unit move together; else empty.
       adapters: what low-rank adapters of leaves compute; their parts are leaves too.
     """
 
@@ -38,7 +41,7 @@ class Layout:
     strategy: Strategy
     mp_policy: MixedPrecisionPolicy
     min_size: int
-    packed: tuple[Leaf, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
     def _key(self) -> tuple[Any, ...]:
@@ -56,27 +59,28 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        """The leaves by name, and what holds them at rest; an unknown name is a `KeyError` that tells close ones."""
-        return _ByPath({leaf.path: leaf for leaf in (*self.leaves, *self.packed)})
+        """The leaves and buffers by name; an unknown name is a `KeyError` that tells close ones."""
+        return _ByPath({leaf.path: leaf for leaf in (*self.buffers, *self.leaves)})
 
     @property
     def storage(self) -> str:
-        """The storage form of what stands at rest."""
-        return self.packed[0].form if self.packed else PER_PARAMETER
+        """The storage form: whether leaves move one by one, or in buffers."""
+        return FLAT if self.buffers else PER_PARAMETER
 
     @property
-    def stored(self) -> tuple[Leaf, ...]:
-        """What stands at rest: the leaves, or the arrays that hold several of them each."""
-        return self.packed or self.leaves
+    def moved(self) -> tuple[Leaf, ...]:
+        """What is gathered and reduced as one array each: the leaves, or the buffers that hold them."""
+        return self.buffers or self.leaves
 
     @functools.cached_property
-    def stored_name(self) -> Mapping[str, str]:
-        """By leaf, the name of the array that holds it at rest."""
-        return {path: stored.path for stored in self.stored for path in stored.holds}
+    def buffer_of(self) -> Mapping[str, Buffer]:
+        """By leaf, the buffer in which it moves; empty where leaves move one by one."""
+        return {view.path: buffer for buffer in self.buffers for view in buffer.views}
 
-    def per_parameter(self) -> Layout:
-        """Return the same layout with every leaf stored by itself."""
-        return dataclasses.replace(self, packed=())
+    def move_together(self, paths: Iterable[str]) -> dict[str, None]:
+        """Return these leaves and all that move in the same buffers, in order and without repetition."""
+        groups = ([view.path for view in self.buffer_of[path].views] if self.buffers else [path] for path in paths)
+        return dict.fromkeys(itertools.chain.from_iterable(groups))
 
     def unit(self, name: str) -> UnitInfo:
         """Return a unit; the root is the empty name.
@@ -131,8 +135,8 @@ class Layout:
             else dataclasses.replace(policy, reshard_after_forward=True)
             for unit, policy in zip(self.units, self.policies, strict=True)
         )
-        leaves, packed = (tuple(map(change, table)) for table in (self.leaves, self.packed))
-        return dataclasses.replace(self, leaves=leaves, policies=policies, packed=packed)
+        leaves, buffers = (tuple(map(change, table)) for table in (self.leaves, self.buffers))
+        return dataclasses.replace(self, leaves=leaves, policies=policies, buffers=buffers)
 
     @property
     def num_stages(self) -> int:

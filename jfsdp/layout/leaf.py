@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout.mesh import PIPE
 
 DEVICE, HOST = "device", "pinned_host"
-PER_PARAMETER = "per_parameter"
+PER_PARAMETER, FLAT = "per_parameter", "flat"  # storage forms
 SubAxes = Mapping[str, tuple[tuple[str, int], ...]]
 
 
@@ -85,18 +84,12 @@ class Leaf:
     stages: tuple[tuple[str, Stage | None], ...]
     cuts: tuple[Cut, ...] = ()
     per_item: int = 1
-    form: ClassVar[str] = PER_PARAMETER
 
     def stage(self, name: str) -> Stage:
         stage = dict(self.stages)[name]
         if stage is None:
             raise ValueError(f"{self.path}: has no stage {name!r} ({self.reason})")
         return stage
-
-    @property
-    def holds(self) -> tuple[str, ...]:
-        """The leaves that stand in this array at rest: this one."""
-        return (self.path,)
 
     @property
     def has_work(self) -> bool:

@@ -52,7 +52,7 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
 
 def reason(layout: Layout, leaf: Leaf) -> str:
     """Say why a leaf stands as it does and, if it shares its array at rest with others, in which."""
-    return f"{leaf.reason}; {layout.storage}, in {layout.stored_name[leaf.path]}" if layout.packed else leaf.reason
+    return f"{leaf.reason}; {layout.storage}, in {layout.buffer_of[leaf.path].path}" if layout.buffers else leaf.reason
 
 
 def _stage_to_dict(leaf: Leaf, name: str, stage: Stage | None) -> dict[str, Any] | None:
@@ -136,7 +136,7 @@ def summary(layout: Layout) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1) or "one device"
     total, host = (sum(leaf_bytes(layout, leaf, memory) for leaf in layout.leaves) for memory in (DEVICE, HOST))
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
-    stored = f", {len(layout.packed)} {layout.storage} buffers" if layout.packed else ""
+    stored = f", {len(layout.buffers)} {layout.storage} buffers" if layout.buffers else ""
     return (
         f"{layout.strategy.name} on {mesh}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
         f"{len(layout.leaves)} leaves and {len(layout.units)} units{stored}; {total / GIB:.3f} GiB per device at rest"

@@ -101,7 +101,7 @@ def _at_rest(layout: Layout) -> dict[str, Any]:
         stages = tuple((name, stage) for name, stage in leaf.stages if name in ("param", "work", "opt"))
         return dataclasses.replace(leaf, stages=stages, unit="", stacked=0, reason="")
 
-    return {path: at_rest(leaf) for path, leaf in layout.by_path.items()}
+    return {leaf.path: at_rest(leaf) for leaf in layout.leaves}
 
 
 def as_arrays(batch: Any) -> Any:

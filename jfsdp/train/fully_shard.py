@@ -80,9 +80,9 @@ def fully_shard(
         True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
       remat: what the backward of a unit recomputes; "none": nothing but what depends only on weights, so that no
         gathered weight is saved. See `UnitPolicy`.
-      storage: how parameters and gradients are stored: "per_parameter", each in its own shape; or "flat", the leaves of
-        each unit in one array that one collective moves: for steps of program "manual" (see `train_step`). Optimizer
-        states are leaf by leaf.
+      storage: how parameters are gathered and gradients reduced: "per_parameter", each in its own shape; or "flat", the
+        leaves of each unit in one array that one collective moves: for steps of program "manual" (see `train_step`).
+        A state has each leaf by name under both.
       placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
         strategy, or a PartitionSpec. One of axes `tensor` and `pipe` only cuts the leaf: a device has one part, in
         storage and in compute, and the strategy splits the rest. One that names a data axis fixes the leaf's

@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jfsdp.arguments import checked
 from jfsdp.layout.layout import close_names
 from jfsdp.train.state import TrainState, check_live
-from jfsdp.train.storage import opened
 
 
 @checked
@@ -36,7 +35,6 @@ def gather_leaf(state: TrainState, path: str) -> jax.Array:
 
 def _logical(state: TrainState) -> dict[str, jax.Array]:
     """Return the arrays of a state in their logical shape, by every name that `gather_leaf` takes."""
-    state = opened(state)
     arrays, by_path = jax.tree.leaves(state.opt_state), state.layout.by_path
     params = {path: _cut(x, by_path[path].shape) for path, x in state.params.items()}
     named = {role.name: _cut(x, role.shape) for role, x in zip(state.roles.arrays, arrays, strict=True)}

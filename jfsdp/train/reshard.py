@@ -21,7 +21,6 @@ from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import list_differences, summary
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState, check_live, state_shardings, with_work
-from jfsdp.train.storage import by_leaf, in_storage
 from jfsdp.train.update.roles import place
 
 
@@ -36,8 +35,7 @@ def reshard(
     Cost:    on the same devices, nothing for an array that stands there already, else up to an all-gather of it (most
              where another dim is split). Onto other devices every array goes through the host, one at a time.
     Memory:  the old state and the new one; and of the one array on its way, up to all of it on every device. With
-             `donate` each old array is freed as soon as it has moved: one state, and that array. Into or out of flat
-             storage: one more copy of the parameters.
+             `donate` each old array is freed as soon as it has moved: one state, and that array.
 
     Args:
       layout: the new layout, or a `ShardedModel`, whose mesh is then the default too.
@@ -54,9 +52,8 @@ def reshard(
         mesh = layout.mesh if mesh is None and isinstance(layout.mesh, Mesh) else mesh
         layout = layout.layout
     _check_same_model(state.layout, layout)
-    old, target = state.mesh, layout
+    old = state.mesh
     mesh = _reshape(old, layout) if mesh is None else _check_mesh(mesh, layout)
-    state, layout = _opened(state, donate), layout.per_parameter()
     roles = place(layout, state.roles)
     like = dataclasses.replace(state, layout=layout, roles=roles, work={})
     shardings = state_shardings(layout, mesh, like)
@@ -66,15 +63,7 @@ def reshard(
         jax.tree.map(lambda x: x.delete(), state.work)
     moved = jax.tree.map(move, like, *shapes, shardings)
     work = {leaf.path: layout.abstract(mesh, leaf, "work") for leaf in layout.leaves if leaf.has_work}
-    return in_storage(with_work(moved, dataclasses.replace(moved, work=work)), target)
-
-
-def _opened(state: TrainState, donate: bool) -> TrainState:
-    """Return a state with every leaf stored by itself; the buffers of flat storage are gone afterwards if `donate`."""
-    new = by_leaf(state)
-    if donate and new is not state:
-        jax.tree.map(lambda x: x.delete(), (state.params, state.work))
-    return new
+    return with_work(moved, dataclasses.replace(moved, work=work))
 
 
 def _loss_scale(state: TrainState, model: ShardedModel) -> Any:

@@ -36,7 +36,6 @@ from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.grad_step import ApplyStep, GradStep, named_gradients
 from jfsdp.train.step.inspect_loss import LossFn
 from jfsdp.train.step.step import TrainStep
-from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Role
 from jfsdp.train.update.update import Update
@@ -123,7 +122,7 @@ class ShardedModel:
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are packed or cut
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are cut
             return made(dict(params), jax.device_put(model_state, self._whole()))
 
     def adopt(self, state: TrainState, tx: optax.GradientTransformation) -> TrainState:
@@ -141,7 +140,7 @@ class ShardedModel:
           ValueError: listing the parameters that are stored in another shape or dtype.
         """
         states.check_live("adopt", state)
-        leaves, wanted = by_leaf(state).params, self.leaf_shapes()
+        leaves, wanted = state.params, self.leaf_shapes()
         added = {*part_shapes(self.model.adapters), *layer_shapes(self.model.adapters)}
         wanted = {path: x for path, x in wanted.items() if path in leaves or path not in added}
         if lines := _differences(leaves, wanted, ("the state stores", "this model")):
@@ -180,7 +179,7 @@ class ShardedModel:
         Cost:    one all-gather of each that is split. With several processes each calls it.
         """
         check_state(state, self.layout, self.loss_scale)
-        leaves = by_leaf(state).params
+        leaves = state.params
         shapes = {leaf.path: leaf.shape for leaf in self.layout.leaves if leaf.trainable}
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
@@ -391,8 +390,7 @@ class ShardedModel:
                  copies: the state may be trained on.
         """
         check_state(state, self.layout, self.loss_scale)
-        leaves = by_leaf(state)
-        params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in leaves.params.items()}
+        params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in state.params.items()}
         return self.model.plain(params, {name: self._whole_leaf(x, x.shape) for name, x in state.model_state.items()})
 
     def _whole_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.engine.at_rest import to_rest
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
@@ -76,7 +75,7 @@ def make_state(
     Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
     """
     engine = optimizer.engine
-    stored = engine.constrain(to_rest(engine.layout, params), "param")
+    stored = engine.constrain(params, "param")
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=stored,
@@ -96,7 +95,7 @@ def make_work(engine: Engine, params: Arrays) -> Arrays:
     Layout:  [D/all F] master dtype -> [D F] (or [D/group F]) in `param_dtype`; nothing where no copy is kept.
     Cost:    one all-gather of the cast shards.
     """
-    leaves = [leaf for leaf in engine.layout.stored if leaf.has_work and leaf.path in params]
+    leaves = [leaf for leaf in engine.layout.leaves if leaf.has_work and leaf.path in params]
     cast = {leaf.path: to_device(params[leaf.path]).astype(leaf.stage("work").dtype) for leaf in leaves}
     return engine.constrain(jax.lax.optimization_barrier(engine.constrain(cast, "param")), "work")
 

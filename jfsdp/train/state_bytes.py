@@ -12,7 +12,6 @@ from jfsdp.layout.leaf import DEVICE, HOST, Leaf
 from jfsdp.layout.lint import advise
 from jfsdp.layout.report import layout_to_dict
 from jfsdp.train.state import TrainState, array_bytes, state_memories
-from jfsdp.train.storage import shapes_by_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +59,9 @@ _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "lo
 
 def account(state: TrainState) -> StateBytes:
     """Count a state, or `model.abstract_state(tx)`."""
-    state = shapes_by_leaf(state)
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
     count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)
-    by_leaf = {memory: dict.fromkeys(layout.by_path, 0) for memory in (DEVICE, HOST)}
+    by_leaf = {memory: {leaf.path: 0 for leaf in layout.leaves} for memory in (DEVICE, HOST)}
     roles = iter(state.roles.arrays)
     arrays = jax.tree_util.tree_leaves_with_path(state)
     for (path, array), memory in zip(arrays, memories, strict=True):

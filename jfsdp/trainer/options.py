@@ -142,7 +142,7 @@ class ShardingOptions(Options):
     storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = option(
         "per_parameter", "sharding and memory", "rounding", python="`shard(storage=)`"
     )
-    """per_parameter: each parameter is an array. flat (for manual): the parameters of a unit lie in one array."""
+    """per_parameter: each parameter moves by itself. flat (for manual): the parameters of a unit move as one array."""
     min_size: Number = option(None, "sharding and memory", "rounding", python="`jfsdp.placements(min_size=)`")
     """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 

@@ -13,7 +13,6 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.disk.files import read_manifest
-from jfsdp.train.storage import by_leaf
 from tests.checkpoint.elastic import bits
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -141,7 +140,7 @@ def test_the_zoo_is_stored_as_it_is_called(saved):
     assert arrays["model_state.keys"]["key_impl"] == "rbg"
     assert any(name.startswith("opt_state") and "v_row" in name and len(shape) for name, (shape, _) in kinds.items())
     begun = jfsdp.checkpoint.reshard(model("by leaf, 8").init(OPTIMIZERS["adam"]), model("flat, 3"))
-    first, state = by_leaf(begun), by_leaf(trained("flat, 3", "adam"))
+    first, state = begun, trained("flat, 3", "adam")
     changed = {name for name, x in state.params.items() if (np.asarray(x) != np.asarray(first.params[name])).any()}
     assert changed == set(state.params) - {"empty", "flags", "integers", "frozen"}
     assert (np.asarray(state.model_state["norm.mean"]) != np.asarray(first.model_state["norm.mean"])).any()

@@ -22,7 +22,6 @@ import jfsdp
 from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
 from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
-from jfsdp.train.storage import by_leaf
 from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
@@ -83,7 +82,7 @@ def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
 def lived_in(state: TrainState) -> TrainState:
     """A state as after some steps: moments of their own, counters that are not zero. Padding stays zero."""
 
-    params = by_leaf(state).params
+    params = state.params
 
     def change(role: Any, value: jax.Array) -> jax.Array:
         if role.leaf is None:

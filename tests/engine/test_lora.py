@@ -15,7 +15,6 @@ import pytest
 
 import jfsdp
 from jfsdp.layout.codec import CODECS
-from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
 from tests.engine.test_tensor import SplitBlock, SplitTower
@@ -111,7 +110,7 @@ def train_alone(source, adapters, scale, batches, tx=TX, accumulate=1, quantized
 
 def parts_of(state):
     """Return the adapters of a state as numpy, by the leaf that they adapt."""
-    state, found = by_leaf(state), {}
+    found = {}
     for name, value in state.params.items():
         path, _, part = name.rpartition(".")
         if part.startswith("lora_"):
@@ -124,7 +123,7 @@ def check(model, mesh, form, *, accumulate=1, **options: Any):
     sharded = shard(model, mesh, form, **options)
     state, batches = sharded.init(TX), make_batches(STEPS)
     first = parts_of(state)
-    frozen = {name: np.asarray(x) for name, x in by_leaf(state).params.items() if ".lora_" not in name}
+    frozen = {name: np.asarray(x) for name, x in state.params.items() if ".lora_" not in name}
     assert first
     step, losses = sharded.train_step(token_loss, TX, accumulate=accumulate, check_loss=False), []
     for batch in batches:
@@ -139,7 +138,7 @@ def check(model, mesh, form, *, accumulate=1, **options: Any):
     error, leaf = reference.worst_leaf(flat, jax.tree.map(np.asarray, right), LEARNING_RATE * STEPS)
     assert error < LIMITS["params"], leaf
     for name, value in frozen.items():
-        np.testing.assert_array_equal(np.asarray(by_leaf(state).params[name]), value, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(state.params[name]), value, err_msg=name)
 
 
 COLUMNS = {

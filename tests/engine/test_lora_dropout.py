@@ -18,7 +18,6 @@ from flax import linen, nnx
 import jfsdp
 from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.modules.adapted import dropout_key, dropout_keys
-from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
@@ -49,7 +48,6 @@ def shard(name, mesh, **options: Any):
 
 
 def leaves(state):
-    state = by_leaf(state)
     return {name: reference.logical(state, name, x) for name, x in state.params.items()}
 
 

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import jfsdp
-from jfsdp.train.storage import by_leaf
 from tests import reference
 from tests.models_published import CUT, MODELS, PUBLISHED, SMALL, batches
 from tests.models_small import Block, Tower, make_batches, token_loss
@@ -87,7 +86,6 @@ def measure(model, mesh, strategy, accumulate, clip, options=None, **step_option
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    state = by_leaf(state)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
     arrays = {
         role.name.removeprefix("opt_state.0."): np.asarray(value)[tuple(map(slice, role.shape))]

@@ -19,7 +19,6 @@ from jfsdp.layout.lint import LayoutWarning
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.traffic.axes import group_axes
-from jfsdp.train.storage import by_leaf
 from tests import models_published, reference
 from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX
@@ -125,7 +124,6 @@ def check(model, sizes, **options: Any):
     for name, series in (("loss", wanted.losses), ("grad_norm", wanted.grad_norms)):
         found = np.array([step[name] for step in metrics])
         assert np.abs(found / np.array(series) - 1).max() < LIMITS[name], name
-    state = by_leaf(state)
     params = {name: reference.logical(state, name, value) for name, value in state.params.items()}
     error, leaf = reference.worst_leaf(params, wanted.params, LEARNING_RATE * STEPS)
     assert error < LIMITS["params"], leaf

@@ -1,9 +1,10 @@
-"""Flat storage: one array per unit, dtype and life; and nobody but the engine can tell.
+"""Flat storage: a unit moves as one array per dtype and life, and a state has its leaves by name all the same.
 
 Parity with one device stands in tests/engine/test_manual_parity.py, checkpoints and `reshard` between storage forms in
 their own tests.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,14 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jfsdp
-from jfsdp.engine.at_rest import pack, unpack
-from jfsdp.layout.flat import Buffer
+from jfsdp.layout.flat import pack, unpack
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.traffic.ledger import one_microbatch
 from jfsdp.plan.traffic.theory import expected_wire
-from jfsdp.train.state import array_bytes
-from jfsdp.train.state_bytes import account
-from jfsdp.train.storage import by_leaf, in_storage
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.steps import fully_shard
@@ -51,27 +48,28 @@ def assert_equal(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
 
 
-def test_a_unit_is_one_array_per_stage():
-    state = make().init(TX)
-    assert set(state.params) == {"blocks.flat_param", "flat_param"}
+def test_a_unit_moves_as_one_array():
+    buffers = {buffer.path: buffer for buffer in make().layout.buffers}
+    assert set(buffers) == {"blocks.flat_param", "flat_param"}
     # Per layer a norm [16], up [16 64] and its bias [64], down [64 16]: all divide by 8.
-    assert state.params["blocks.flat_param"].shape == (3, 16 + 16 * 64 + 64 + 64 * 16)
+    assert buffers["blocks.flat_param"].shape == (3, 16 + 16 * 64 + 64 + 64 * 16)
     # embed [37 16], head [16 37] and its bias [37], padded to 40.
-    assert state.params["flat_param"].shape == (37 * 16 + 16 * 37 + 40,)
+    assert buffers["flat_param"].shape == (37 * 16 + 16 * 37 + 40,)
 
 
-def test_a_chunk_is_what_the_device_holds_of_each_leaf():
+def test_a_device_makes_its_chunk_of_its_own_shards():
+    """So no byte moves between devices before a gather: the chunk of device n is what `pack` makes of its shards."""
     model = make()
-    state, leaves = model.init(TX), by_leaf(model.init(TX))
-    for buffer in model.layout.packed:
-        for shard in state.params[buffer.path].addressable_shards:
-            own = [
-                next(x.data for x in leaves.params[path].addressable_shards if x.device == shard.device)
-                for path in buffer.holds
-            ]
-            lead = shard.data.shape[:-1]
-            wanted = np.concatenate([np.asarray(x).reshape(*lead, -1) for x in own], axis=-1)
-            np.testing.assert_array_equal(shard.data, wanted)
+    params = model.init(TX).params
+    for buffer in model.layout.buffers:
+        whole = np.asarray(pack(buffer, params))
+        for place, device in enumerate(model.mesh.devices.flat):
+            own = {
+                view.path: next(x.data for x in params[view.path].addressable_shards if x.device == device)
+                for view in buffer.views
+            }
+            chunk = whole[..., place * buffer.chunk : (place + 1) * buffer.chunk]
+            np.testing.assert_array_equal(pack(buffer, own), chunk)
 
 
 # Each form of layers on every second mesh.
@@ -86,8 +84,7 @@ def test_a_chunk_is_what_the_device_holds_of_each_leaf():
 def test_the_first_state_is_bitwise_that_of_per_parameter_storage(mesh, stacked):
     source = lambda rngs: Tower(rngs, stacked=stacked)  # noqa: E731
     wanted = make(source, mesh, storage="per_parameter", min_size=0).init(TX)
-    found = by_leaf(make(source, mesh).init(TX))
-    assert found.layout == wanted.layout
+    found = dataclasses.replace(make(source, mesh).init(TX), layout=wanted.layout)
     assert found.roles == wanted.roles
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, wanted)
     assert_equal(found, wanted)
@@ -129,31 +126,23 @@ def test_optimizers_see_the_leaves_by_name_and_shape(name):
     state, found = train(make(), tx)
     for key, value in metrics.items():
         np.testing.assert_allclose(found[key], value, rtol=1e-5)
-    state = by_leaf(state)
     assert [role.name for role in state.roles.arrays] == [role.name for role in wanted.roles.arrays]
     pairs = zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves((wanted.params, wanted.opt_state)))
     for a, b in pairs:
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=2e-3 * float(np.abs(np.float32(b)).max()) + 1e-6)
 
 
-def test_the_state_of_an_optimizer_has_the_structure_that_its_init_returned():
-    forms = (make(storage=form, min_size=0) for form in ("flat", "per_parameter"))
-    state, leaves = (model.init(OPTIMIZERS["partition"]) for model in forms)
-    assert jax.tree.structure(state.opt_state) == jax.tree.structure(leaves.opt_state)
-    assert state.roles == leaves.roles
-
-
 def test_frozen_leaves_have_a_buffer_of_their_own_and_are_not_reduced():
     model = make(frozen=["blocks.up"])
-    names = {buffer.path for buffer in model.layout.packed}
+    names = {buffer.path for buffer in model.layout.buffers}
     assert names == {"flat_param", "blocks.flat_param", "blocks.flat_param_2"}
-    frozen = next(buffer for buffer in model.layout.packed if not buffer.trainable)
-    assert frozen.holds == ("blocks.up.bias", "blocks.up.kernel")
+    frozen = next(buffer for buffer in model.layout.buffers if not buffer.trainable)
+    assert [view.path for view in frozen.views] == ["blocks.up.bias", "blocks.up.kernel"]
     before = jax.device_get(model.init(TX).params)
     after = jax.device_get(train(model)[0].params)
     assert not [role for role in model.init(TX).roles.arrays if (role.leaf or "").startswith("blocks.up")]
     changed = {name: bool((after[name] != before[name]).any()) for name in after}
-    assert changed == {buffer.path: buffer.trainable for buffer in model.layout.packed}
+    assert changed == {leaf.path: leaf.trainable for leaf in model.layout.leaves}
 
 
 def test_leaves_of_other_dtypes_have_buffers_of_their_own():
@@ -167,19 +156,9 @@ def test_leaves_of_other_dtypes_have_buffers_of_their_own():
             return self.tower(tokens) * self.half[...].astype(jnp.float32).mean() + self.table[...].sum() * 0
 
     layout = make(Mixed).layout
-    assert {buffer.dtype for buffer in layout.packed} == {"float32", "bfloat16", "int32"}
+    assert {buffer.dtype for buffer in layout.buffers} == {"float32", "bfloat16", "int32"}
     found, wanted = train(make(Mixed))[1], train(make(Mixed, storage="per_parameter"))[1]
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("strategy", thin(["hfsdp", "full_shard", "zero1"], 3))
-def test_live_bytes_are_those_of_the_leaves(strategy):
-    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
-    model = make(mesh="2x4", strategy=strategy, mp_policy=policy)
-    state, count = model.init(TX), account(model.abstract_state(TX))
-    flat, leaves = (sum(map(array_bytes, jax.tree.leaves(form))) for form in (state, by_leaf(state)))
-    assert flat == leaves == count.total
-    assert set(count.by_leaf) == {leaf.path for leaf in model.layout.leaves}
 
 
 def test_averages_evaluation_and_full_see_the_leaves():
@@ -196,14 +175,6 @@ def test_averages_evaluation_and_full_see_the_leaves():
     np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, name), jfsdp.checkpoint.gather_leaf(moved, name))
     with pytest.raises(ValueError, match=r"blocks.dwn.kernel: the state has no array of this name; close names are"):
         jfsdp.checkpoint.gather_leaf(state, "blocks.dwn.kernel")
-
-
-def test_a_state_goes_out_of_its_buffers_and_back():
-    model = make(mesh="3", strategy="zero1", mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"))
-    state = model.init(TX)
-    back = in_storage(by_leaf(state), model.layout)
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    assert_equal(back, state)
 
 
 shapes = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=4)
@@ -247,9 +218,8 @@ def check_buffers(shapes, num_layers, num_devices):
         program="manual",
         storage="flat",
     ).layout
-    for buffer in layout.packed:
-        assert isinstance(buffer, Buffer)
-        leaves = {path: layout.by_path[path] for path in buffer.holds}
+    for buffer in layout.buffers:
+        leaves = {view.path: layout.by_path[view.path] for view in buffer.views}
         draw = np.random.default_rng(0)
         values: dict[str, Any] = {path: draw.random(x.stored_shape, np.float32) for path, x in leaves.items()}
         packed = pack(buffer, values)
@@ -265,34 +235,8 @@ def test_xla_refuses_it_and_a_step_refuses_a_state_of_the_other_form():
     with pytest.raises(ValueError, match="storage 'round' is unknown; the storage forms are per_parameter, flat"):
         fully_shard(Tower, storage="round")
     step = make().train_step(token_loss, TX)
-    with pytest.raises(ValueError, match=r"the state has another layout .* than this model .* 2 flat buffers"):
+    with pytest.raises(ValueError, match=r"the state has another layout"):
         step(make(storage="per_parameter").init(TX), make_batches(1)[0])
-
-
-def test_a_state_whose_leaves_stand_elsewhere_in_their_arrays_is_refused():
-    """Square matrices, split along one dim or the other: the arrays have one shape and the leaves other places."""
-    one, other = (
-        make(shard_dim=lambda path, shape, dim=dim: dim if path.startswith("blocks.") and len(shape) > 1 else None)
-        for dim in (0, 1)
-    )
-    state = one.init(TX)
-    assert {name: x.shape for name, x in state.params.items()} == {
-        name: x.shape for name, x in other.init(TX).params.items()
-    }
-    with pytest.raises(ValueError, match="the state has another layout"):
-        other.train_step(token_loss, TX)(state, make_batches(1)[0])
-    with pytest.raises(ValueError, match="the state has another layout"):
-        other.forward(lambda model, tokens: model(tokens))(state, make_batches(1)[0]["tokens"])
-
-
-def test_a_reshard_that_is_refused_leaves_the_state_alive():
-    state = make().init(TX)
-    mesh = jfsdp.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="the mesh given has axes"):
-        jfsdp.checkpoint.reshard(state, make(storage="per_parameter").layout, mesh=mesh, donate=True)
-    assert not any(x.is_deleted() for x in state.params.values())
-    jfsdp.checkpoint.reshard(state, make(storage="per_parameter"), donate=True)
-    assert all(x.is_deleted() for x in state.params.values())
 
 
 class Mixed(nnx.Module):
@@ -323,7 +267,7 @@ def test_offloaded_weights_of_a_unit_that_is_also_called_in_place(storage):
 
 def test_an_undeclared_stack_is_named():
     model = make(units=[jfsdp.Unit(Block, stacked=0)], strategy="ddp")
-    with pytest.raises(ValueError, match=r"blocks.down.kernel: is stored in one array.*stacked=1"):
+    with pytest.raises(ValueError, match=r"blocks.down.kernel: moves in one array.*stacked=1"):
         train(model)
 
 
@@ -341,31 +285,10 @@ def test_averages_of_some_leaves_in_another_dtype():
     assert jax.tree.structure(state) == jax.tree.structure(model.init(tx))
 
 
-def test_an_optimizers_own_arrays_stay_its_own():
-    """An array for each parameter that happens to have the stored shape of a padded one, and a name of ours."""
-
-    def init(params):
-        return {"own": jax.tree.map(lambda x: jnp.arange(40.0), params), "flat_param": jnp.ones(5)}
-
-    own = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-    state = make().init(optax.chain(own, optax.sgd(0.1)))
-    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "opt_state.0.own.head.bias"), np.arange(40))
-    np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "opt_state.0.flat_param"), np.ones(5))
-
-
 def test_theory_shows_the_padding_of_leaves():
     layout = make(mesh="3").layout
     rows = expected_wire(layout, one_microbatch(layout))
     assert sum(row.wire_bytes for row in rows if row.what == "padding") > 0
-
-
-def test_a_parameter_of_a_buffers_name_is_refused():
-    class Taken(nnx.Module):
-        def __init__(self, rngs):
-            self.flat_param = nnx.Param(jnp.zeros(8))
-
-    with pytest.raises(ValueError, match="flat_param: flat storage gives this name to a buffer"):
-        make(Taken, units=[])
 
 
 def test_a_step_has_one_gather_and_one_reduction_per_unit():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents
+from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents, without_padding
 from jfsdp.checkpoint.source import Index
 from jfsdp.train.state import TrainState
 
@@ -56,23 +56,22 @@ def copy_pieces(state: TrainState, devices: Collection[Any] | None = None) -> di
     for shards in owned:
         for shard in shards:
             shard.data.copy_to_host_async()
-    parts: dict[str, list[tuple[Index, np.ndarray]]] = {}
-    for stored, shards in zip(arrays, owned, strict=True):
-        parts |= {name: [] for name in stored.logical}
-        for shard in shards:
-            _add(parts, stored, shard)
     return {
-        name: Pieces(logical.shape, np.dtype(logical.dtype), stored.blocks[name], parts[name])
-        for stored in arrays
-        for name, logical in stored.logical.items()
+        stored.name: Pieces(
+            stored.logical.shape, np.dtype(stored.logical.dtype), stored.block, _copy_parts(stored, shards)
+        )
+        for stored, shards in zip(arrays, owned, strict=True)
     }
 
 
-def _add(parts: dict[str, list[tuple[Index, np.ndarray]]], stored: Stored, shard: Any) -> None:
+def _copy_parts(stored: Stored, shards: Sequence[Any]) -> list[tuple[Index, np.ndarray]]:
+    parts = [(stored.inside(shard.index), _copy(shard)) for shard in shards]
+    inside = [(index, without_padding(block, index)) for index, block in parts]
+    return [(index, data) for index, data in inside if data.size]
+
+
+def _copy(shard: Any) -> np.ndarray:
     block = np.asarray(shard.data)
     if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
         block = block.copy()  # else a view of what the next step overwrites, since it is donated
-    for part in stored.parts(shard.index):
-        data = part.of(block)
-        if data.size:
-            parts[part.name].append((part.index, data))
+    return block

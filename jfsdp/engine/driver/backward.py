@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.at_rest import close_grads, one_to_rest, rest_of
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.forward import LoopRecord
 from jfsdp.engine.driver.program import Call, Item, Loop
@@ -60,11 +59,9 @@ class Sums:
         self.reduced: Arrays = dict(sums or {})
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
-        """Let gradients wait, in the form in which they are stored; `shards` as those of a `Call`."""
-        gone = rest_of(self.layout, shards)
-        stored = close_grads(self.layout, grads, gone)
-        if stored:
-            self.waiting.append(Waiting(unit, {name: gone[name] for name in stored}, iteration, stored))
+        """Let gradients wait; `shards` as those of a `Call`."""
+        if grads:
+            self.waiting.append(Waiting(unit, {path: shards[path] for path in grads}, iteration, grads))
 
     def turn(self, shift: Any) -> None:
         """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
@@ -103,10 +100,8 @@ class Sums:
 
     def zeros(self, path: str, gone: int, *length: int) -> jax.Array:
         """Return what a reduced gradient starts from; with a length, a stack of so many."""
-        leaf = self.layout.by_path[path]
-        whole = jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
-        shape = jax.eval_shape(lambda grads: self.engine.reduce_whole([(leaf, gone)], grads), {path: whole})[path]
-        made = zeros((*length, *shape.shape), shape.dtype)
+        whole = self.engine.sum_shape(path)
+        made = zeros((*length, *whole.shape[gone:]), whole.dtype)
         return made if gone and not length else self.engine.constrain({path: made}, "grad")[path]
 
     def make_room(self, loop: Loop) -> list[str]:
@@ -129,9 +124,8 @@ class Sums:
         ]
 
     def trained(self, call: Call) -> dict[str, int]:
-        """Return what of a call's weights has a gradient, as stored, with the number of layer dims gone."""
-        stored = rest_of(self.layout, call.shards)
-        return {name: gone for name, gone in stored.items() if self.layout.by_path[name].trainable}
+        """Return what of a call's weights has a gradient, with the number of layer dims gone."""
+        return {path: gone for path, gone in call.shards.items() if self.layout.by_path[path].trainable}
 
 
 class Backward:
@@ -189,28 +183,23 @@ class Backward:
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:
         """Let the gradients of those weights of the root wait that no item before this one reads."""
-        for name in self.step.first_use.get(place, []):
-            variables = {path: self.step.root_vars[path] for path in self.step.engine.layout.by_path[name].holds}
-            if self.step.derivatives.is_trained(name) and any(var in cts for var in variables.values()):
-                grads = {path: _pop(cts, var) for path, var in variables.items()}
-                self.sums.add(ROOT, dict.fromkeys(grads, 0), 0, grads)
+        root = self.step.root_vars
+        found = [path for path in self.step.first_use.get(place, []) if root[path] in cts]
+        trained = self.step.engine.layout.move_together(filter(self.step.derivatives.is_trained, found))
+        self.sums.add(ROOT, dict.fromkeys(trained, 0), 0, {path: _pop(cts, root[path]) for path in trained})
 
     def _root_weights(self, item: Item, tie: Any) -> Arrays:
         """Gather those of the root's weights again that an item reads, where they are not kept."""
-        own, stored = self.step.own(item), self.step.engine.layout.stored_name
-        full = self.step.regather_root(sorted({stored[path] for path in own}), tie) if own else {}
+        own = self.step.own(item)
+        names = sorted(self.step.engine.layout.move_together(own))
+        full = self.step.regather_root(names, tie) if own else {}
         return {path: full[path] for path in own}
 
     def _total(self, name: str, cts: Cotangents) -> jax.Array:
         """Return a gradient as it is stored, and what calls outside the schedule add to it."""
-        found, layout = self.sums.reduced.get(name), self.step.engine.layout
-        in_place = {path: cts.get(self.step.shard_vars.get(path)) for path in layout.by_path[name].holds}
-        if any(grad is not None for grad in in_place.values()):
-            rest = {
-                path: self.sums.zeros(path, 0) if grad is None else self.step.engine.finish_in_place(path, grad)
-                for path, grad in in_place.items()
-            }
-            added = one_to_rest(layout, name, rest)
+        found, in_place = self.sums.reduced.get(name), cts.get(self.step.shard_vars.get(name))
+        if in_place is not None:
+            added = self.step.engine.finish_in_place(name, in_place)
             found = added if found is None else found + added
         return self.sums.zeros(name, 0) if found is None else found
 
@@ -232,8 +221,7 @@ class Backward:
             found = self.gathers.take(given)
             given = self.sums.hold(given)
             self.sums.turn(self.gathers.shift)
-            held = self.weights.take(found, item, iteration + self.gathers.shift, given)
-            full = self.step.open(item, held)
+            full = self.weights.take(found, item, iteration + self.gathers.shift, given)
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(item, []), given)
         if isinstance(item, Call):

@@ -52,8 +52,8 @@ class Forward:
 
     def _gather_root(self, names: Sequence[str], env: Env, tie: Any) -> None:
         """Gather stored weights of the root, if they are not here."""
-        layout, variables = self.step.engine.layout, self.step.root_vars
-        missing = [name for name in names if variables[layout.by_path[name].holds[0]] not in env]
+        variables = self.step.root_vars
+        missing = [name for name in names if variables[name] not in env]
         if missing:
             full = self.step.gather_root(missing, tie)
             env.update({variables[path]: value for path, value in full.items()})
@@ -65,18 +65,17 @@ class Forward:
         if isinstance(item, Loop):
             outs, record = self._loop(item, values, env, due)
         else:
-            full, held = {path: env[var] for path, var in self.step.own(item).items()}, {}
+            full = {path: env[var] for path, var in self.step.own(item).items()}
             if isinstance(item, Call):
                 found = self.gathers.take(values)
                 self._gather_root(due, env, values)
-                self.last = held = self.weights.take(found, item, iteration, values)
-                full = self.step.open(item, held)
+                self.last = full = self.weights.take(found, item, iteration, values)
             if item.needs_backward:
                 outs, record = self.step.derivatives.of(item).forward(full, *part(item.is_active, values))
             else:
                 outs = run_item(item, full, values)
             if isinstance(item, Call):
-                self.weights.keep(item, held, iteration)
+                self.weights.keep(item, full, iteration)
         env.update(zip(item.outputs, outs, strict=True))
         return record
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.at_rest import open_full, rest_of
 from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.derivatives import Derivatives
-from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, mark_active, mark_live, part_weights
+from jfsdp.engine.driver.program import Block, Code, Item, Loop, mark_active, mark_live, part_weights
 from jfsdp.engine.driver.schedule import Prefetch, frontiers, steady
 from jfsdp.engine.driver.weights import Weights
 from jfsdp.engine.engine import Engine
@@ -72,19 +71,14 @@ class Step:
         if first is not None:
             self.weights.first = self.order[0][0], first
 
-    def open(self, call: Call, full: Arrays) -> Arrays:
-        """Return a call's gathered weights leaf by leaf."""
-        layout = self.engine.layout
-        return open_full(layout, full, rest_of(layout, call.shards))
-
     def gather_root(self, names: Sequence[str], tie: Any) -> Arrays:
-        """Gather weights of the root; return them leaf by leaf, and keep of them what their policy says."""
+        """Gather weights of the root, and keep of them what their policy says."""
         shards = {name: self.source[name] for name in names}
         movement = self.engine.movement(ROOT, shards)
         full = movement.gather(self.weights.after(shards, tie))
         if self.engine.layout.policy(ROOT).reshard_after_forward and movement.keep is not None:
             self.root_kept |= movement.keep(full)
-        return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
+        return full
 
     def regather_root(self, names: Sequence[str], tie: Any) -> Arrays:
         """Gather weights of the root again, for the backward."""
@@ -92,8 +86,7 @@ class Step:
             return self.gather_root(names, tie)
         kept = {name: self.root_kept[name] for name in names}
         movement = self.engine.movement(ROOT, {name: self.source[name] for name in names})
-        full = movement.regather(self.weights.after(kept, tie))
-        return open_full(self.engine.layout, full, dict.fromkeys(full, 0))
+        return movement.regather(self.weights.after(kept, tie))
 
     def own(self, item: Item) -> dict[str, Any]:
         """Return the variables of those of the root's weights that an item's backward gathers again, by name."""
@@ -114,10 +107,10 @@ class Step:
     def _first_uses(self) -> dict[int, list[str]]:
         uses: dict[int, list[str]] = {}
         reads = [*([*item.inputs, *self.own(item).values()] for item in self.block.items), self.block.outputs]
-        for name in dict.fromkeys(map(self.engine.layout.stored_name.__getitem__, self.root_vars)):
-            own = [self.root_vars[path] for path in self.engine.layout.by_path[name].holds]
-            readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in own))
+        for path in self.root_vars:
+            variables = [self.root_vars[other] for other in self.engine.layout.move_together([path])]
+            readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in variables))
             place = next(readers, None)
             if place is not None:
-                uses.setdefault(place, []).append(name)
+                uses.setdefault(place, []).append(path)
         return uses

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.at_rest import rest_of
 from jfsdp.engine.driver.program import Call, Loop
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.unit import Arrays, Movement
@@ -57,12 +56,9 @@ class Weights:
         self.kept: dict[Call, Any] = {}
         self.first: tuple[Call, Arrays] | None = None
 
-    def _stored(self, call: Call) -> dict[str, int]:
-        return rest_of(self.engine.layout, call.shards)
-
     def _shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
         """Return what a call takes of the weights at rest, as they are stored."""
-        values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
+        values = [(name, gone, self.source[name]) for name, gone in call.shards.items()]
         return {name: jax.ShapeDtypeStruct(x.shape[gone:], x.dtype) for name, gone, x in values}
 
     def _moves(self, call: Call, stage: str | None = None) -> bool:
@@ -76,7 +72,7 @@ class Weights:
 
     def gather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
         """Gather from shards."""
-        values = [(name, gone, self.source[name]) for name, gone in self._stored(call).items()]
+        values = [(name, gone, self.source[name]) for name, gone in call.shards.items()]
         shards = {name: at(value, iteration) if gone else value for name, gone, value in values}
         return self.movement(call).gather(self.after(shards, tie))
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import SCOPE, pad_leaf
 from jfsdp.engine.options import compiler_options
 from jfsdp.engine.unit import Arrays
@@ -58,8 +57,7 @@ class GradStep(BatchStep):
         if self.loss_scale or self.config.skip_nonfinite:
             choose = functools.partial(jnp.where, found.is_finite)
             after = {name: choose(x, state.model_state[name]) for name, x in after.items()}
-        leaves = to_leaves(self.layout, found.grads)
-        return self.apply.model.tree.build(leaves), after, found.metrics
+        return self.apply.model.tree.build(found.grads), after, found.metrics
 
 
 def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> Arrays:
@@ -126,6 +124,6 @@ class ApplyStep:
     ) -> TrainState:
         state, engine = with_lent(state, lent), self._update.optimizer.engine
         with jax.named_scope(f"{SCOPE}.update"):
-            grads = engine.constrain(to_rest(engine.layout, grads), "opt")
+            grads = engine.constrain(grads, "opt")
             is_finite = jnp.isfinite(optax.tree.norm(grads))
             return self._update(state, grads, is_finite, state.model_state, {**self._static, **arrays})

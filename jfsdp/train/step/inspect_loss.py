@@ -10,7 +10,6 @@ import jax
 
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.at_rest import to_leaves
 from jfsdp.engine.dataflow import (
     all_eqns,
     carries_tangents,
@@ -174,8 +173,7 @@ class _Trace:
             self.is_sum = hasattr(value, "total")
             return as_loss(value)
 
-        leaves = to_leaves(apply.layout, dict(source))
-        self.traced, self._flat = apply.trace(as_sum, leaves, model_state, rows, trains=True)
+        self.traced, self._flat = apply.trace(as_sum, source, model_state, rows, trains=True)
         self.jaxpr = self.traced.jaxpr
         given = [x.ndim > 0 for x in jax.tree.leaves(rows)]
         num_root = len(self.jaxpr.invars) - self.traced.num_flat

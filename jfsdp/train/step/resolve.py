@@ -67,7 +67,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
     """
     layout, mesh = apply.layout, apply.engine.mesh
     source = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.stored
+        leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.leaves
     }
     shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
     held, found = config.held_units(layout), cast(Survey, None)
@@ -130,7 +130,7 @@ def check_needs(layout: Layout, config: StepConfig) -> list[str]:
       ValueError: if there are any, and program `xla` is asked for.
     """
     found = [] if config.prefetch is None else [f"prefetch={config.prefetch!r}"]
-    found += [f"storage={layout.storage!r}"] if layout.packed else []
+    found += [f"storage={layout.storage!r}"] if layout.buffers else []
     found += [f"mesh axis {PIPE!r} (size {layout.num_stages})"] if layout.num_stages > 1 else []
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype

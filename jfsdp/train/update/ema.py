@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from jfsdp.arguments import checked
-from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.layout import Layout
@@ -98,18 +97,16 @@ def with_ema(state: TrainState) -> TrainState:
 @functools.lru_cache(maxsize=8)
 def _placer(layout: Layout, mesh: Any) -> Any:
     """Return the compiled placing for one layout: evaluations come again and again."""
-    params = {leaf.path: layout.sharding(mesh, leaf, "param") for leaf in layout.stored}
-    work = {leaf.path: layout.sharding(mesh, leaf, "work") for leaf in layout.stored if leaf.has_work}
+    params = {leaf.path: layout.sharding(mesh, leaf, "param") for leaf in layout.leaves}
+    work = {leaf.path: layout.sharding(mesh, leaf, "work") for leaf in layout.leaves if leaf.has_work}
     return jax.jit(functools.partial(_place, XlaEngine(layout, mesh)), out_shardings=(params, work))
 
 
 def _place(
     engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    here = (jax.tree.map(to_device, values) for values in (params, averages))
-    opened, new = (to_leaves(engine.layout, values) for values in here)
+    here = jax.tree.map(to_device, params | averages)
     # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state. Averages may be of
-    # some leaves of an array only, and of another dtype.
-    cast = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in (opened | new).items()}
-    stored = to_rest(engine.layout, cast)
+    # another dtype.
+    stored = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in here.items()}
     return stored, make_work(engine, stored)

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfsdp.engine.at_rest import to_leaves, to_rest
 from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
@@ -157,13 +156,10 @@ class ShardedOptimizer:
         return updates, after
 
     def _cut_all(self, values: Arrays) -> Arrays:
-        layout = self.engine.layout
-        if layout.packed:
-            values = self.engine.constrain(to_leaves(layout, dict(values)), "opt")
         return {path: self._cut(path, x) for path, x in values.items()}
 
     def _pad_all(self, values: Arrays) -> Arrays:
-        return to_rest(self.engine.layout, {path: self._pad(path, x) for path, x in values.items()})
+        return {path: self._pad(path, x) for path, x in values.items()}
 
     def _cut_state(self, role: Role, value: Any) -> Any:
         return self._cut(role.leaf or "", value) if role.padding else value

@@ -19,7 +19,6 @@ from jfsdp.checkpoint.foreign.pretrained import load_pretrained
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.adapt import as_model
-from jfsdp.train.storage import by_leaf
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job
 from tests.options import config_of
@@ -73,7 +72,7 @@ def load(path, target, **more):
 
 
 def assert_params(state, ours):
-    arrays = by_leaf(state)
+    arrays = state
     for leaf in state.layout.leaves:
         found = np.asarray(arrays.params[leaf.path])
         inside = tuple(map(slice, leaf.shape))
@@ -89,13 +88,13 @@ def test_weights_come_into_any_form_and_the_optimizer_begins_from_them(target, w
     state = load(path, target)
     assert_params(state, ours)
     assert int(state.step) == 0
-    averages = by_leaf(state).opt_state[1]
+    averages = state.opt_state[1]
     found = jax.tree.leaves(averages)
-    params = {np.asarray(value).tobytes() for value in by_leaf(state).params.values()}
+    params = {np.asarray(value).tobytes() for value in state.params.values()}
     assert {np.asarray(value).tobytes() for value in found if value.ndim} == params
-    assert not any(np.asarray(value).any() for value in jax.tree.leaves(by_leaf(state).opt_state[0]))
-    for name, copy in by_leaf(state).work.items():
-        assert np.asarray(copy).tobytes() == np.asarray(by_leaf(state).params[name].astype(jnp.bfloat16)).tobytes()
+    assert not any(np.asarray(value).any() for value in jax.tree.leaves(state.opt_state[0]))
+    for name, copy in state.work.items():
+        assert np.asarray(copy).tobytes() == np.asarray(state.params[name].astype(jnp.bfloat16)).tobytes()
     if "zero1" in target:
         assert state.work
 
@@ -164,7 +163,7 @@ def test_weights_that_are_not_finite_are_no_beginning_unless_that_is_said(target
         state = load_pretrained(
             tmp_path / "model.safetensors", sharded(target), TX, job().pretrained, allow_nonfinite=True
         )
-    assert np.isnan(np.asarray(by_leaf(state).params["norm.scale"])[0])
+    assert np.isnan(np.asarray(state.params["norm.scale"])[0])
 
 
 def test_other_weights_are_refused_with_what_is_left_over(weights, tmp_path):

@@ -31,7 +31,6 @@ from jfsdp.cli import main
 from jfsdp.layout.lora import MAGNITUDE, A, B, find_adapters
 from jfsdp.modules.adapt import as_model
 from jfsdp.modules.adapted import merge
-from jfsdp.train.storage import by_leaf
 from jfsdp.trainer.job import load_job
 from tests.checkpoint.arrays import Arrays
 from tests.options import config_of
@@ -329,15 +328,15 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     loras = read_loras(path, given.names, plain)
     model = fully_shard(given.job.model, lora=loras, mp_policy=FROZEN, **options)
     state = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names, adapter=path)
-    exported = Exported(Arrays({path: np.asarray(by_leaf(state).params[path]) for path in given.leaves}), given.names)
+    exported = Exported(Arrays({path: np.asarray(state.params[path]) for path in given.leaves}), given.names)
     assert_same(arrays_of(exported), base)
-    assert_same({path: np.asarray(by_leaf(state).params[path]) for path in given.parts}, given.parts)
+    assert_same({path: np.asarray(state.params[path]) for path in given.parts}, given.parts)
     jfsdp.peft.export_peft(model, state, tmp_path / "again", given.names, base="some/base")
     assert_same(arrays_of(open_peft(tmp_path / "again").source), arrays_of(open_peft(path).source))
     assert (tmp_path / "again" / CONFIG).read_text() == (path / CONFIG).read_text()
 
     fresh = load_pretrained(tmp_path / "base", model, optax.sgd(1.0), given.names)
-    assert not any(np.asarray(x).any() for path, x in by_leaf(fresh).params.items() if path.endswith(B))
+    assert not any(np.asarray(x).any() for path, x in fresh.params.items() if path.endswith(B))
     with pytest.raises(ValueError, match="is an adapter, and the model has none"):
         load_pretrained(tmp_path / "base", plain, optax.sgd(1.0), given.names, adapter=path)
     with pytest.raises(ValueError, match="the model has no adapters"):
@@ -528,8 +527,8 @@ def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
     assert loras[0].also == also
     again = fully_shard(given.job.model, lora=loras, **options)
     found = load_pretrained(base, again, optax.sgd(1.0), given.names, adapter=tmp_path / "adapter")
-    for name, x in by_leaf(state).params.items():
-        np.testing.assert_array_equal(by_leaf(found).params[name], x, err_msg=name)
+    for name, x in state.params.items():
+        np.testing.assert_array_equal(found.params[name], x, err_msg=name)
 
     merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
     merged = arrays_of(SafetensorsSource(tmp_path / "merged"))
