@@ -101,14 +101,17 @@ def make_mesh(
       unknown: nothing: refused.
 
     Raises:
+      TypeError: if `devices` are none.
       ValueError: if the sizes do not multiply to the number of devices, or for an axis that jfsdp does not know.
     """
     check_sizes(unknown)
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")
-    if len(set(devices)) < len(devices) or not all(hasattr(device, "platform") for device in devices):
-        raise ValueError("devices must be a list of devices, as jax.devices() returns it, each in it once")
+    if other := [device for device in devices if not hasattr(device, "platform")]:
+        raise TypeError(f"devices has {other[0]!r} (a {type(other[0]).__name__}); pass devices of jax.devices()")
+    if len(set(devices)) < len(devices):
+        raise ValueError("devices has a device twice; pass each once, as jax.devices() returns them")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)

@@ -15,7 +15,7 @@ from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, find_dim, part_cuts
 from jfsdp.layout.leaf import Cut
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES
+from jfsdp.layout.mesh import AXES, DATA_AXES, MODEL_AXES
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy, get_strategy
 
@@ -285,6 +285,10 @@ def _own_strategy(
         dims = ", ".join(str(dim) for dim, _ in placed.split)
         raise ValueError(f"{path}: {value} splits dims {dims}; data axes split one dim of a leaf")
     ((dim, axes),) = placed.split
+    if unknown := [axis for axis in axes if axis not in DATA_AXES]:
+        raise ValueError(
+            f"{path}: {value}: {unknown[0]!r} is not an axis of a mesh of jfsdp; these are {', '.join(AXES)}"
+        )
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(value), axes, wider, wider)

@@ -54,6 +54,8 @@ class Strategy:
         is whole.
 
     Raises:
+      TypeError: for a name that is no text, a stage that is neither a `Split` nor a tuple, and likewise for
+        `reshard_after_forward`.
       ValueError: for an unknown, repeated or misplaced axis, where a stage is less split than the one before it needs
         (`param` within `grad` within `opt`), and for any other `reshard_after_forward`.
     Source: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277), ZeRO++ (arXiv 2306.10209) for "node".
@@ -67,13 +69,13 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"Strategy: name={self.name!r} must be text, what to call it by")
+            raise TypeError(f"Strategy: name={self.name!r} must be text, what to call it by")
         for stage in _SPLITS:
             self._check_stage(stage)
         self._check_finer("opt", "param", "the update would need states that no device holds")
         reshard = self.reshard_after_forward
         if not (reshard == NODE or isinstance(reshard, bool) or (isinstance(reshard, int) and reshard > 0)):
-            raise ValueError(
+            raise (ValueError if isinstance(reshard, (int, str)) else TypeError)(
                 f"strategy {self.name!r}: reshard_after_forward={reshard!r} is neither True, False, a number of "
                 f"devices nor {NODE!r}, those of a host; the stages are param, grad and opt, and this argument alone "
                 "says what is kept between forward and backward"
@@ -106,7 +108,7 @@ class Strategy:
                 raise ValueError(f"strategy {self.name!r}: {stage} cannot be {value.value}; it is one of {known}")
             return
         if not isinstance(value, tuple) or [axis for axis in DATA_AXES if axis in value] != list(value):
-            raise ValueError(
+            raise (ValueError if isinstance(value, tuple) else TypeError)(
                 f"strategy {self.name!r}: {stage}={value!r} is neither a jfsdp.Split nor a tuple of data axes, each "
                 f"once, in the order {DATA_AXES}"
             )
@@ -191,6 +193,7 @@ def get_strategy(
       opt_over: the data axes that split optimizer states, and gradients where the strategy splits them; None: `fsdp`.
 
     Raises:
+      TypeError: for what is neither text, a whole number nor a `Strategy`.
       ValueError: for an unknown name, with the valid ones and the closest; where a name and the mesh contradict each
         other, with the mesh that the name means; for `opt_over` where the strategy says it already or splits nothing.
     """
@@ -202,7 +205,7 @@ def get_strategy(
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             names = [name for name in OTHER_NAMES if isinstance(name, str)]
             close = difflib.get_close_matches(str(strategy), [*STRATEGIES, *names], n=1)
-            raise ValueError(
+            raise (ValueError if is_number or isinstance(strategy, str) else TypeError)(
                 f"strategy {strategy!r} is unknown{f' (did you mean {close[0]!r}?)' if close else ''}; the strategies "
                 f"are {', '.join(STRATEGIES)}; names of other libraries are {', '.join(names)}, and the number of a "
                 "DeepSpeed stage, 0 to 3"

@@ -132,6 +132,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
       num_processes: how many of them give as many rows as this one.
 
     Raises:
+      TypeError: naming a leaf that is neither an array of rows nor a number.
       ValueError: naming the array and its size.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -143,7 +144,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
         is_other = hasattr(x, "dtype") and is_key(x) and not x.shape
         is_other = is_other or (isinstance(x, np.ndarray) and x.dtype.kind in "OSU")
         if is_other or not (hasattr(x, "shape") or isinstance(x, (int, float))):
-            raise ValueError(
+            raise TypeError(
                 f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
                 "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own; or "
                 "one for each row: jax.random.split(key, B))"

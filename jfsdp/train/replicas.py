@@ -15,7 +15,7 @@ from jfsdp.train.state import TrainState
 
 
 @checked
-def compare_replicas(state: TrainState, when: str = "") -> int:
+def compare_replicas(state: TrainState) -> int:
     """Compare, by digests, the blocks of parameters, optimizer states and other arrays that several devices hold.
 
     Equal programs give equal bits, so a difference is memory or arithmetic gone wrong, or processes that ran other
@@ -24,9 +24,6 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
     Cost:    each device reads its blocks once; a line per block and device is exchanged, some 100 bytes. Every process
              of the run calls it.
     Memory:  what is offloaded is copied to its device, one block at a time.
-
-    Args:
-      when: for the message.
 
     Returns:
       How many blocks were compared.
@@ -59,7 +56,7 @@ def compare_replicas(state: TrainState, when: str = "") -> int:
     if lines:
         shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
         raise ValueError(
-            f"replicas differ{f' {when}' * bool(when)}: {shown} hold other bits than most (all are named where there "
+            f"replicas differ: {shown} hold other bits than most (all are named where there "
             "is no majority). Go on from a checkpoint before, without those devices if it comes again (ECC errors: "
             "nvidia-smi -q); all programs must be the same"
         )

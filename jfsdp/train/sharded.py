@@ -100,7 +100,7 @@ class ShardedModel:
         """Make the first state around parameters that are on the devices already; they are given up.
 
         Layout:  each leaf in its stored shape, as its `param` stage says (`leaf_shapes`).
-        Memory:  the state; no second copy of the parameters, but under flat storage.
+        Memory:  the state; no second copy of the parameters.
 
         Args:
           params: by name, every leaf; parts of adapters may be left out, all or none, and are made as `init` does, as
@@ -251,20 +251,8 @@ class ShardedModel:
         Raises:
           ValueError: for an optimizer or a reduction that this layout cannot have.
         """
-        config = StepConfig(
-            int(accumulate),
-            program,
-            prefetch,
-            sync,
-            reshard_after_backward,
-            max_grad_norm,
-            skip_nonfinite,
-            compiler_options,
-            check_loss,
-            pipe_schedule,
-            int(pipe_repeats),
-        )
-        return TrainStep(self.apply, loss_fn, tx, config, self.loss_scale)
+        accumulate, pipe_repeats = int(accumulate), int(pipe_repeats)
+        return TrainStep(self.apply, loss_fn, tx, StepConfig.of(locals()), self.loss_scale)
 
     def _optimizer(self, tx: optax.GradientTransformation) -> ShardedOptimizer:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
@@ -327,20 +315,8 @@ class ShardedModel:
           skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
           loss_fn, and all others: as in `train_step`.
         """
-        config = StepConfig(
-            int(accumulate),
-            program,
-            prefetch,
-            sync,
-            reshard_after_backward,
-            None,
-            skip_nonfinite,
-            compiler_options,
-            check_loss,
-            pipe_schedule,
-            int(pipe_repeats),
-        )
-        return GradStep(self.apply, loss_fn, config, self.loss_scale)
+        accumulate, pipe_repeats = int(accumulate), int(pipe_repeats)
+        return GradStep(self.apply, loss_fn, StepConfig.of(locals()), self.loss_scale)
 
     def apply_gradients(
         self,

@@ -285,8 +285,8 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
     "too long": ({"block.bias": P(None, "fsdp")}, "has more entries than shape (2048,) has dims"),
     "axis twice": ({"head": P(("fsdp", "fsdp"))}, "param=('fsdp', 'fsdp') is neither a jfsdp.Split nor a tuple"),
     "axes out of order": ({"head": P(("fsdp", "replica"))}, "each once, in the order ('replica', 'fsdp')"),
-    "unknown axis": ({"head": P("data")}, "param=('data',) is neither a jfsdp.Split nor a tuple of data axes"),
-    "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is neither a jfsdp.Split nor a tuple of data axes"),
+    "unknown axis": ({"head": P("data")}, "'data' is not an axis of a mesh"),
+    "unconstrained": ({"head": P(P.UNCONSTRAINED)}, "is not an axis of a mesh"),
     "unknown strategy": (
         {"head": "zero4"},
         "head: placements: strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp,",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,8 +68,15 @@ class StepConfig:
         if self.sync not in (None, "every", "last"):
             raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s own')
         norm = self.max_grad_norm
-        if norm is not None and not (hasattr(norm, "__float__") and norm > 0):
-            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None")
+        if norm is not None and not 0 < norm < math.inf:
+            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None to clip nothing")
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> StepConfig:
+        """Make one of a function's arguments by name: of those that are its attributes."""
+        return cls(
+            **{field.name: arguments[field.name] for field in dataclasses.fields(cls) if field.name in arguments}
+        )
 
     def held_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.

@@ -65,18 +65,19 @@ def as_loss(value: Any) -> Loss:
     All are cast to the dtype of the total, or to float32 if that is wider.
 
     Raises:
-      ValueError: for None; if total, weight or an aux value is not a scalar, the total is not floating, or an aux
-        name is taken.
+      TypeError: for None and what is no array, for complex numbers, a total that is not floating, and an aux that is no
+        dict by names.
+      ValueError: if total, weight or an aux value is not a scalar, or an aux name is taken.
     """
     if value is None:
-        raise ValueError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
+        raise TypeError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     given: Any = value if hasattr(value, "total") else Loss(pair[0], 1.0, pair[1])
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
-        raise ValueError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
+        raise TypeError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
     if unnamed := [name for name in extra or {} if not isinstance(name, str)]:
-        raise ValueError(f"loss_fn: aux has the key {unnamed[0]!r}; name its metrics by texts")
+        raise TypeError(f"loss_fn: aux has the key {unnamed[0]!r}; name its metrics by texts")
     taken = [name for name in extra or {} if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
@@ -87,7 +88,7 @@ def as_loss(value: Any) -> Loss:
             f"loss_fn: the weight is {given.weight} whatever the rows; count those at hand, or return the scalar mean"
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
+        raise TypeError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
     loss = Loss(total, weight, {name: _metric(name, x) for name, x in (extra or {}).items()})
     return jax.tree.map(lambda x: x.astype(dtype), loss)
 
@@ -112,9 +113,9 @@ def _array(name: str, value: Any, remedy: str) -> jax.Array:
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
+        raise TypeError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
     if jnp.iscomplexobj(array):
-        raise ValueError(f"loss_fn: {name} has dtype {array.dtype}; return {remedy}")
+        raise TypeError(f"loss_fn: {name} has dtype {array.dtype}; return {remedy}")
     return array
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,14 +70,15 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
         leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.leaves
     }
     shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
-    held, found = config.held_units(layout), cast(Survey, None)
+    held, surveys = config.held_units(layout), list[Survey]()
 
     def look(source: Arrays, model_state: Arrays, batch: Any) -> None:
-        nonlocal found
         with naming_axes(mesh):
-            found = survey(apply, loss_fn, source, model_state, first_rows(batch, config.accumulate), held)
+            rows = first_rows(batch, config.accumulate)
+            surveys.append(survey(apply, loss_fn, source, model_state, rows, held))
 
     jax.eval_shape(look, *shapes)
+    (found,) = surveys
     schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
     program, reason = _program(layout, config, found)
     _warn_of_axes(layout, mesh, found)
