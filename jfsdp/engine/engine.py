@@ -181,7 +181,7 @@ class Engine(abc.ABC):
         """Say how weights of a unit move that are called as `shards`: whole leaves, or layers of them."""
         policy = self.layout.policy(name)
         pairs = self.pairs(shards)
-        trained = [(leaf, gone) for leaf, gone in pairs if leaf.trainable]
+        trained = [(leaf, sliced) for leaf, sliced in pairs if leaf.trainable]
 
         def keep(full: Arrays) -> Arrays:
             return self.keep(pairs, pad_all(pairs, full))
@@ -199,21 +199,21 @@ class Engine(abc.ABC):
         )
 
     def pairs(self, shards: Mapping[str, Any]) -> list[tuple[Leaf, int]]:
-        """Pair leaves with the number of layer dims that are gone from them."""
+        """Pair leaves with the number of layer dims that are sliced from them."""
         leaves = [self.layout.by_path[path] for path in shards]
         return [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
 
     def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of weights once they are gathered."""
         return {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype)
-            for leaf, gone in self.pairs(shards)
+            leaf.path: jax.ShapeDtypeStruct(leaf.shape[sliced:], leaf.stage("use").dtype)
+            for leaf, sliced in self.pairs(shards)
         }
 
     def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """Copy shards to the device where they are offloaded, cast them, and gather them to their stored shape."""
         cast = {leaf.path: to_device(shards[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
-        split = [(leaf, gone) for leaf, gone in pairs if leaf.stage(leaf.source).axes]
+        split = [(leaf, sliced) for leaf, sliced in pairs if leaf.stage(leaf.source).axes]
         return cast | self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split})
 
     def gather_all(self, source: Arrays) -> Arrays:
@@ -255,12 +255,12 @@ def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
 
 def unpad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
     """Bring leaves of stored shape into their logical shape. Moves no data between devices."""
-    return {leaf.path: _unpad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
+    return {leaf.path: _unpad(values[leaf.path], leaf, sliced) for leaf, sliced in pairs}
 
 
 def pad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
     """Bring leaves of logical shape into their stored shape. Moves no data between devices."""
-    return {leaf.path: _pad(values[leaf.path], leaf, gone) for leaf, gone in pairs}
+    return {leaf.path: _pad(values[leaf.path], leaf, sliced) for leaf, sliced in pairs}
 
 
 def is_on_host(value: jax.Array) -> bool:
@@ -287,14 +287,14 @@ def cast_floating(values: Any, dtype: str | None) -> Any:
 
 def num_sliced(leaf: Leaf, ndim: int) -> int:
     """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
-    gone = len(leaf.shape) - ndim
-    if leaf.dim is not None and gone > leaf.dim:
+    sliced = len(leaf.shape) - ndim
+    if leaf.dim is not None and sliced > leaf.dim:
         raise ValueError(
             f"{leaf.path}: dim {leaf.dim} (size {leaf.shape[leaf.dim]}) is split over the mesh, but unit "
             f"{leaf.unit!r} is called inside a scan over it; declare the layer dim: "
-            f"units=[jfsdp.Unit(..., stacked={gone})]"
+            f"units=[jfsdp.Unit(..., stacked={sliced})]"
         )
-    return gone
+    return sliced
 
 
 def _unpad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:

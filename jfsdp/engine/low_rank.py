@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jfsdp.compat import Literal, core
 from jfsdp.engine.dataflow import has_own_derivative, scan_counts
+from jfsdp.engine.driver.program import run_alone, run_eqns
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import LAYER as LAYERS
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
@@ -133,24 +133,12 @@ def _weight(value: Any) -> Any:
 
 def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Run a program on arrays and adapted weights."""
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    def run(eqn: Any, inputs: list[Any]) -> list[Any]:
+        alone = functools.partial(run_alone, jaxpr, eqn)
+        return _eval_adapted(eqn, inputs, alone) if any(map(_is_adapted, inputs)) else alone(inputs)
 
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        run = functools.partial(_eval_alone, jaxpr, eqn)
-        outs = _eval_adapted(eqn, inputs, run) if any(map(_is_adapted, inputs)) else run(inputs)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _eval_alone(jaxpr: Any, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Run one equation as a program of its own: so its place in the source stays."""
-    given = {atom: x for atom, x in zip(eqn.invars, inputs, strict=True) if not isinstance(atom, Literal)}
-    alone = jaxpr.replace(constvars=[], invars=[*given], eqns=[eqn], outvars=eqn.outvars)
-    return core.eval_jaxpr(alone, (), *given.values())
+    return run_eqns(jaxpr, consts, values, run)
 
 
 def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:

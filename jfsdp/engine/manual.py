@@ -52,7 +52,7 @@ class ManualEngine(Engine):
 
     Attributes:
       deferred: the data axes over which gradients are summed after the last microbatch.
-      own: the mesh axes that are left to XLA and to what the model states.
+      auto_axes: the mesh axes that are left to XLA and to what the model states.
       prefetch: how far gathers run ahead.
       is_asked: whether the user asked for a schedule, and is told where there is none.
     """
@@ -60,7 +60,7 @@ class ManualEngine(Engine):
     writes_order = True
 
     deferred: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    auto_axes: tuple[str, ...] = ()
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     is_asked: bool = True
 
@@ -87,18 +87,18 @@ class ManualEngine(Engine):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
-    def _move(self, when: str, leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
+    def _move(self, when: str, leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
         """Do what the list says of a leaf or a buffer."""
         for move in self._moves.get((leaf.path, when), ()):
             axes = self._names(leaf, move.stage) if move.kind == GATHER else self.layout.axes_on(self.mesh, move.axes)
-            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, gone)
+            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, sliced)
         return value
 
     def _move_all(self, when: str, pairs: Pairs, values: Arrays) -> Arrays:
         return move_together(self.layout, pairs, values, functools.partial(self._move, when))
 
-    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, gone: int) -> jax.Array:
-        dim = None if leaf.dim is None else leaf.dim - gone
+    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, sliced: int) -> jax.Array:
+        dim = None if leaf.dim is None else leaf.dim - sliced
 
         def collect(value: jax.Array) -> jax.Array:
             if kind == REDUCE:
@@ -108,21 +108,23 @@ class ManualEngine(Engine):
                 return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
             return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
 
-        return self._by_part(leaf, gone, collect, value)
+        return self._by_part(leaf, sliced, collect, value)
 
-    def _by_part(self, leaf: Leaf, gone: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
+    def _by_part(self, leaf: Leaf, sliced: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
         """Compute `fn` on what a device has of a leaf; see [Note: cuts in a shard_map].
 
         Layout:  [.. D/tensor ..] -> [.. D'/tensor ..] where the leaf is cut; else whole along the model's axes.
         """
-        if not self.own:
+        if not self.auto_axes:
             return fn(value)
-        return self._over_own(fn, leaf.cut_spec(gone), leaf.cut_spec(gone), value)
+        return self._over_auto_axes(fn, leaf.cut_spec(sliced), leaf.cut_spec(sliced), value)
 
-    def _over_own(
+    def _over_auto_axes(
         self, fn: Callable[[jax.Array], jax.Array], before: PartitionSpec, after: PartitionSpec, value: jax.Array
     ) -> jax.Array:
-        return jax.shard_map(fn, in_specs=before, out_specs=after, axis_names=set(self.own), check_vma=False)(value)
+        return jax.shard_map(fn, in_specs=before, out_specs=after, axis_names=set(self.auto_axes), check_vma=False)(
+            value
+        )
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
         """Run on each device by itself, with its part of the weights and its rows of the batch."""
@@ -133,7 +135,7 @@ class ManualEngine(Engine):
         whole = PartitionSpec()
         rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
         given: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
-        axes = {axis for axis in self.mesh.axis_names if axis not in self.own}
+        axes = {axis for axis in self.mesh.axis_names if axis not in self.auto_axes}
 
         def local(opened: Arrays, *others: Any) -> T:
             return compute({path: self._close(leaf, opened[path]) for path, leaf in leaves.items()}, *others)
@@ -145,14 +147,14 @@ class ManualEngine(Engine):
         if not _is_doubled(leaf):
             return value
         opened = _open_spec(leaf, leaf.cut_spec(), ())
-        return self._over_own(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
+        return self._over_auto_axes(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
 
     def _open(self, leaf: Leaf, value: jax.Array) -> jax.Array:
         """Bring what goes out into the shape in which it passes. Moves no data between devices."""
         if not _is_doubled(leaf):
             return value
         opened = _open_spec(leaf, leaf.cut_spec(), ())
-        return self._over_own(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), opened, value)
+        return self._over_auto_axes(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), opened, value)
 
     @property
     def _data(self) -> tuple[str, ...]:
@@ -214,15 +216,15 @@ class ManualEngine(Engine):
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them. Moves no data between devices."""
 
-        def cut(leaf: Leaf, gone: int, value: jax.Array) -> jax.Array:
-            axes, dim = self._names(leaf, "kept"), (leaf.dim or 0) - gone
+        def cut(leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
+            axes, dim = self._names(leaf, "kept"), (leaf.dim or 0) - sliced
             if not axes:
                 return value
             size = value.shape[dim] // jax.lax.axis_size(axes)
             return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
 
-        own = {leaf.path: functools.partial(cut, leaf, gone) for leaf, gone in pairs}
-        return {leaf.path: self._by_part(leaf, gone, own[leaf.path], whole[leaf.path]) for leaf, gone in pairs}
+        own = {leaf.path: functools.partial(cut, leaf, sliced) for leaf, sliced in pairs}
+        return {leaf.path: self._by_part(leaf, sliced, own[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from what was kept of them."""
@@ -259,9 +261,9 @@ class ManualEngine(Engine):
         Cost:    one reduce-scatter each.
         """
 
-        def scatter(leaf: Leaf, gone: int, grad: jax.Array) -> jax.Array:
+        def scatter(leaf: Leaf, sliced: int, grad: jax.Array) -> jax.Array:
             grad, axes = grad.astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
-            return self._collect(SCATTER, grad, axes, leaf, gone) if axes else grad
+            return self._collect(SCATTER, grad, axes, leaf, sliced) if axes else grad
 
         return move_together(self.layout, pairs, grads, scatter)
 

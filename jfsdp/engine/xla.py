@@ -73,17 +73,17 @@ class XlaEngine(Engine):
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves in their dtype in use; see [Note: low precision on the wire]."""
-        at_rest = {leaf.path: self._constrain(shards[leaf.path], leaf, leaf.source, gone) for leaf, gone in pairs}
+        at_rest = {leaf.path: self._constrain(shards[leaf.path], leaf, leaf.source, sliced) for leaf, sliced in pairs}
         at_rest = jax.lax.optimization_barrier(at_rest)
-        return {leaf.path: self._constrain(at_rest[leaf.path], leaf, "use", gone) for leaf, gone in pairs}
+        return {leaf.path: self._constrain(at_rest[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them between forward and backward. Moves no data between devices."""
-        return {leaf.path: self._constrain(whole[leaf.path], leaf, "kept", gone) for leaf, gone in pairs}
+        return {leaf.path: self._constrain(whole[leaf.path], leaf, "kept", sliced) for leaf, sliced in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from what was kept of them."""
-        return {leaf.path: self._constrain(kept[leaf.path], leaf, "use", gone) for leaf, gone in pairs}
+        return {leaf.path: self._constrain(kept[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients over the data axes into the layout of their accumulator.
@@ -94,11 +94,11 @@ class XlaEngine(Engine):
         reduce-scatter.
         """
         reduced = {}
-        for leaf, gone in pairs:
+        for leaf, sliced in pairs:
             grad = grads[leaf.path]
             if grad.ndim > 1:
-                grad = self._constrain(grad, leaf, "use", gone)
-            reduced[leaf.path] = self._constrain(grad, leaf, "grad", gone)
+                grad = self._constrain(grad, leaf, "use", sliced)
+            reduced[leaf.path] = self._constrain(grad, leaf, "grad", sliced)
         return reduced
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:

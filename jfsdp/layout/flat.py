@@ -178,7 +178,7 @@ def move_together(
     Args:
       pairs: each leaf with the number of layer dims that a scan has taken off.
       values: by name, in their stored shape or parts of it.
-      move: `f(leaf or buffer, gone, value)`.
+      move: `f(leaf or buffer, sliced, value)`.
 
     Returns:
       By name, the leaves of `pairs` as they are then.
@@ -187,38 +187,37 @@ def move_together(
       ValueError: if only some leaves of a buffer are called, or layers of an undeclared stack.
     """
     if not layout.buffers:
-        return {leaf.path: move(leaf, gone, values[leaf.path]) for leaf, gone in pairs}
+        return {leaf.path: move(leaf, sliced, values[leaf.path]) for leaf, sliced in pairs}
     moved: dict[str, jax.Array] = {}
-    sliced = {layout.buffer_of[leaf.path]: gone for leaf, gone in pairs}
-    for buffer, gone in sliced.items():
-        missing = [view.path for view in buffer.views if view.path not in values]
-        if missing:
+    buffers = {layout.buffer_of[leaf.path]: sliced for leaf, sliced in pairs}
+    for buffer, sliced in buffers.items():
+        if missing := [view.path for view in buffer.views if view.path not in values]:
             raise ValueError(
                 f"{missing[0]}: a call of unit {buffer.unit!r} leaves it out, and it moves in one buffer with what "
                 "the call takes; make units of the modules that are called, or use storage='per_parameter'"
             )
-        if gone > buffer.stacked:
+        if sliced > buffer.stacked:
             raise ValueError(
                 f"{buffer.views[0].path}: moves in one array with others, without its layer dim, but unit "
                 f"{buffer.unit!r} is called inside a scan over it; declare the layer dim: "
-                f"units=[jfsdp.Unit(..., stacked={gone})]"
+                f"units=[jfsdp.Unit(..., stacked={sliced})]"
             )
-        moved |= unpack(buffer, move(buffer, gone, pack(buffer, values, gone)), gone)
+        moved |= unpack(buffer, move(buffer, sliced, pack(buffer, values, sliced)), sliced)
     return moved
 
 
-def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Array]:
+def unpack(buffer: Buffer, value: jax.Array, sliced: int = 0) -> dict[str, jax.Array]:
     """Return the leaves in a buffer, or in part of its chunks. Moves no data between devices.
 
     Args:
       value: [layers, chunks * chunk], or [layers, parts, chunks * chunk]: the whole buffer or any number of its chunks.
-      gone: how many layer dims are gone from it.
+      sliced: how many layer dims are sliced from it.
 
     Returns:
       By name, the leaves in their stored shape, or what these chunks hold of them.
     """
-    lead = value.shape[: buffer.stacked - gone]
-    assert value.ndim == len(buffer.shape) - gone, f"{buffer.path}: {value.shape} without {gone} layer dims"
+    lead = value.shape[: buffer.stacked - sliced]
+    assert value.ndim == len(buffer.shape) - sliced, f"{buffer.path}: {value.shape} without {sliced} layer dims"
     num = value.shape[-1] // buffer.chunk if buffer.chunk else 1
     chunks = value.reshape(*lead, buffer.num_parts, num, buffer.chunk)
     leaves = {}
@@ -230,12 +229,12 @@ def unpack(buffer: Buffer, value: jax.Array, gone: int = 0) -> dict[str, jax.Arr
     return leaves
 
 
-def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], gone: int = 0) -> jax.Array:
+def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], sliced: int = 0) -> jax.Array:
     """Return the buffer of leaves in their stored shape, or the chunks of parts of them; undoes `unpack`.
 
     Moves no data between devices.
     """
-    num_lead, pieces = buffer.stacked - gone, []
+    num_lead, pieces = buffer.stacked - sliced, []
     for view in buffer.views:
         leaf = leaves[view.path]
         lead, order, num = leaf.shape[:num_lead], _order(view, num_lead), 1

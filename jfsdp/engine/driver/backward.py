@@ -21,10 +21,10 @@ Cotangents = dict[Any, Any]
 
 
 class Waiting(NamedTuple):
-    """Gradients of one call that wait to be reduced: of which unit, with how many layer dims gone, and iteration."""
+    """Gradients of one call that wait to be reduced: of which unit, with how many layer dims sliced, and iteration."""
 
     unit: str
-    gone: dict[str, int]
+    sliced: dict[str, int]
     iteration: int
     grads: Arrays
 
@@ -33,7 +33,7 @@ class Landed(NamedTuple):
     """A reduced gradient that is still to be added to the sums; fields as in `Waiting`."""
 
     path: str
-    gone: int
+    sliced: int
     iteration: int
     value: jax.Array
 
@@ -66,9 +66,9 @@ class Sums:
     def turn(self, shift: Any) -> None:
         """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
         self.settle(shift)
-        for unit, gone, iteration, grads in self.waiting:
-            values = self._reduce(unit, gone, grads)
-            self.landed += [Landed(path, gone[path], iteration, value) for path, value in values.items()]
+        for unit, sliced, iteration, grads in self.waiting:
+            values = self._reduce(unit, sliced, grads)
+            self.landed += [Landed(path, sliced[path], iteration, value) for path, value in values.items()]
         self.waiting = []
 
     def hold(self, given: Any) -> Any:
@@ -77,39 +77,39 @@ class Sums:
         Both sides of the barrier must be read: XLA (0.10.2) takes out of it what nobody reads, and its order with it.
         Those of a stack end with their iteration anyway.
         """
-        listed = [what for what in self.landed if not what.gone]
+        listed = [what for what in self.landed if not what.sliced]
         given, values = jax.lax.optimization_barrier((given, [what.value for what in listed]))
         held = [what._replace(value=value) for what, value in zip(listed, values, strict=True)]
-        self.landed = [what for what in self.landed if what.gone] + held
+        self.landed = [what for what in self.landed if what.sliced] + held
         return given
 
     def settle(self, shift: Any) -> None:
         """Add what has landed to the sums."""
-        for path, gone, iteration, value in self.landed:
+        for path, sliced, iteration, value in self.landed:
             old = self.reduced.get(path)
-            if gone:
+            if sliced:
                 assert old is not None, path
                 self.reduced[path] = put_at(old, iteration + shift, at(old, iteration + shift) + value)
             else:
                 self.reduced[path] = value if old is None else old + value
         self.landed = []
 
-    def _reduce(self, unit: str, gone: Mapping[str, int], grads: Arrays) -> Arrays:
-        pairs = [(self.layout.by_path[path], gone[path]) for path in grads]
+    def _reduce(self, unit: str, sliced: Mapping[str, int], grads: Arrays) -> Arrays:
+        pairs = [(self.layout.by_path[path], sliced[path]) for path in grads]
         return scoped("reduce", unit, lambda grads: self.engine.reduce_whole(pairs, grads))(grads)
 
-    def zeros(self, path: str, gone: int, *length: int) -> jax.Array:
+    def zeros(self, path: str, sliced: int, *length: int) -> jax.Array:
         """Return what a reduced gradient starts from; with a length, a stack of so many."""
         whole = self.engine.sum_shape(path)
-        made = zeros((*length, *whole.shape[gone:]), whole.dtype)
-        return made if gone and not length else self.engine.constrain({path: made}, "grad")[path]
+        made = zeros((*length, *whole.shape[sliced:]), whole.dtype)
+        return made if sliced and not length else self.engine.constrain({path: made}, "grad")[path]
 
     def make_room(self, loop: Loop) -> list[str]:
         """Make room for the gradients of a loop's weights; return their names."""
-        trained = {path: gone for call in loop.live_calls for path, gone in self.trained(call).items()}
+        trained = {path: sliced for call in loop.live_calls for path, sliced in self.trained(call).items()}
         for path in sorted(trained.keys() - self.reduced.keys()):
-            gone = trained[path]
-            self.reduced[path] = self.zeros(path, gone, *[loop.length] * bool(gone))
+            sliced = trained[path]
+            self.reduced[path] = self.zeros(path, sliced, *[loop.length] * bool(sliced))
         return sorted(trained)
 
     def enter(self, loop: Loop, iteration: int) -> None:
@@ -120,12 +120,13 @@ class Sums:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
         self.landed = [
-            Landed(path, gone, before, self.zeros(path, gone)) for path, gone in sorted(self.trained(last).items())
+            Landed(path, sliced, before, self.zeros(path, sliced))
+            for path, sliced in sorted(self.trained(last).items())
         ]
 
     def trained(self, call: Call) -> dict[str, int]:
-        """Return what of a call's weights has a gradient, with the number of layer dims gone."""
-        return {path: gone for path, gone in call.shards.items() if self.layout.by_path[path].trainable}
+        """Return what of a call's weights has a gradient, with the number of layer dims sliced."""
+        return {path: sliced for path, sliced in call.shards.items() if self.layout.by_path[path].trainable}
 
 
 class Backward:
@@ -152,8 +153,8 @@ class Backward:
     def could_leave(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the gradients that `begin` takes, as shapes."""
         trained = self.sums.trained(self.step.order_back[-1][0])
-        leaves = [(self.step.engine.layout.by_path[name], gone) for name, gone in trained.items()]
-        return {x.path: jax.ShapeDtypeStruct(x.shape[gone:], x.stage("use").dtype) for x, gone in leaves}
+        leaves = [(self.step.engine.layout.by_path[name], sliced) for name, sliced in trained.items()]
+        return {x.path: jax.ShapeDtypeStruct(x.shape[sliced:], x.stage("use").dtype) for x, sliced in leaves}
 
     def end(self) -> None:
         """Reduce what waits, or leave it."""

@@ -34,8 +34,10 @@ class Derivatives:
     def full_shapes(self, item: Item) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the weights of a call, or of code, once they are gathered."""
         shards = item.shards if isinstance(item, Call) else dict.fromkeys(getattr(item, "weights", ()), 0)
-        leaves = [(self.layout.by_path[path], gone) for path, gone in shards.items()]
-        return {leaf.path: jax.ShapeDtypeStruct(leaf.shape[gone:], leaf.stage("use").dtype) for leaf, gone in leaves}
+        leaves = [(self.layout.by_path[path], sliced) for path, sliced in shards.items()]
+        return {
+            leaf.path: jax.ShapeDtypeStruct(leaf.shape[sliced:], leaf.stage("use").dtype) for leaf, sliced in leaves
+        }
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
         """Trace an item of a loop, and compute what of its residuals depends on `known` alone, the loop's constants."""

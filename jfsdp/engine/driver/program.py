@@ -181,30 +181,35 @@ def is_jit(eqn: Any) -> bool:
 def with_opened(closed: Any, opens: Callable[[Any], bool]) -> Any:
     """Return a trace with the bodies of those `jit`s in place that `opens` chooses, also inside one another."""
 
-    def run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        for eqn in jaxpr.eqns:
-            values = [read(env, atom) for atom in eqn.invars]
-            if opens(eqn):
-                inner = eqn.params["jaxpr"]
-                outs = run(inner.jaxpr, inner.consts, values)
-            else:
-                outs = core.eval_jaxpr(only(jaxpr, [eqn], eqn.invars, eqn.outvars), (), *_inputs(eqn.invars, values))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
+    def run(closed: Any, inputs: Sequence[Any]) -> list[Any]:
+        def run_eqn(eqn: Any, values: list[Any]) -> list[Any]:
+            return run(eqn.params["jaxpr"], values) if opens(eqn) else run_alone(closed.jaxpr, eqn, values)
+
+        return run_eqns(closed.jaxpr, closed.consts, inputs, run_eqn)
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *inputs: run(closed.jaxpr, closed.consts, inputs))(*shapes)
+    return jax.make_jaxpr(lambda *inputs: run(closed, inputs))(*shapes)
+
+
+def run_eqns(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], run: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Run a jaxpr equation by equation: `run(equation, values)` returns the outputs of each."""
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, run(eqn, [read(env, atom) for atom in eqn.invars]), strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
+
+
+def run_alone(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr as a program of its own: so its place in the source stays."""
+    given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not is_literal(atom)}
+    return core.eval_jaxpr(only(jaxpr, [eqn], given, eqn.outvars), (), *given.values())
 
 
 def read(env: Mapping[Any, Any], atom: Any) -> Any:
     """Return the value of a variable, or of a literal."""
     return atom.val if is_literal(atom) else env[atom]
-
-
-def _inputs(atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    found = {atom: value for atom, value in zip(atoms, values, strict=True) if not is_literal(atom)}
-    return list(found.values())
 
 
 def only(jaxpr: Any, eqns: Sequence[Any], atoms: Iterable[Any], outvars: Sequence[Any]) -> Any:
@@ -262,10 +267,10 @@ def _read_call(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCa
     flat, weights = eqn.invars[: call.traced.num_flat], eqn.invars[call.traced.num_flat :]
     shards = {}
     for path, atom in zip(call.paths, weights, strict=True):
-        name, gone = (None, 0) if is_literal(atom) else known.get(atom, (None, 0))
+        name, sliced = (None, 0) if is_literal(atom) else known.get(atom, (None, 0))
         if name != path:
             return None
-        shards[path] = gone
+        shards[path] = sliced
     return Call(list(flat), list(eqn.outvars), call, shards)
 
 
@@ -279,8 +284,8 @@ def read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCal
     inside = {}
     for place, (outer, inner) in enumerate(zip(eqn.invars, closed.jaxpr.invars, strict=True)):
         if not is_literal(outer) and outer in known and not num_consts <= place < num_consts + num_carry:
-            path, gone = known[outer]
-            inside[inner] = (path, gone + (place >= num_consts))
+            path, sliced = known[outer]
+            inside[inner] = (path, sliced + (place >= num_consts))
     body = _read_block(closed, inside, calls, depth + 1)
     if not any(isinstance(item, Call) for item in body.items):
         return None

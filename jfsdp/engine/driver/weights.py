@@ -58,8 +58,8 @@ class Weights:
 
     def _shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
         """Return what a call takes of the weights at rest, as they are stored."""
-        values = [(name, gone, self.source[name]) for name, gone in call.shards.items()]
-        return {name: jax.ShapeDtypeStruct(x.shape[gone:], x.dtype) for name, gone, x in values}
+        values = [(name, sliced, self.source[name]) for name, sliced in call.shards.items()]
+        return {name: jax.ShapeDtypeStruct(x.shape[sliced:], x.dtype) for name, sliced, x in values}
 
     def _moves(self, call: Call, stage: str | None = None) -> bool:
         """Tell whether a call's weights must be gathered from another device."""
@@ -72,8 +72,8 @@ class Weights:
 
     def gather(self, call: Call, iteration: Any, tie: Any) -> Arrays:
         """Gather from shards."""
-        values = [(name, gone, self.source[name]) for name, gone in call.shards.items()]
-        shards = {name: at(value, iteration) if gone else value for name, gone, value in values}
+        values = [(name, sliced, self.source[name]) for name, sliced in call.shards.items()]
+        shards = {name: at(value, iteration) if sliced else value for name, sliced, value in values}
         return self.movement(call).gather(self.after(shards, tie))
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:

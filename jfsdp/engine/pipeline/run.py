@@ -133,7 +133,7 @@ class _Pipeline:
         self.engine, self.cotangent = engine, cotangent
         self.staged = {name: x for name, x in source.items() if layout.by_path[name].is_staged}
         self.rest = {name: x for name, x in source.items() if name not in self.staged}
-        own = tuple(axis for axis in engine.own if axis != PIPE)
+        own = tuple(axis for axis in engine.auto_axes if axis != PIPE)
         self.outer_engine = dataclasses.replace(engine, deferred=layout.data_axes)
         rows = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)
         self.trace = Trace(apply, fn, source, state, rows)
