@@ -39,7 +39,7 @@ class LoRA:
     Source: LoRA (arXiv 2106.09685). A begins uniform in +-1/sqrt(in), as PEFT's does, and B at zero.
     """
 
-    targets: Any
+    targets: Selectors | Mapping[Any, int]
     rank: Count = 16
     alpha: float = 32.0
     dropout: float = 0.0

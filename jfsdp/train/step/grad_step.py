@@ -40,16 +40,17 @@ class GradStep(BatchStep):
           ValueError: as a training step.
         """
         state, batch = self.prepare(state, batch)
-        grads, model_state, metrics = self._jitted(state, batch)
+        grads, model_state, metrics = self._compiled()(state, batch)
         self.finished(batch, metrics)
         return dataclasses.replace(state, model_state=model_state), grads, metrics
 
-    @functools.cached_property
-    def _jitted(self) -> Any:
-        leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
-        shardings = {leaf.path: self.layout.on_device(self.mesh, leaf, "opt") for leaf in leaves}
-        out = (self.apply.model.tree.build(shardings), None, None)
-        return jax.jit(self._compute, out_shardings=out, compiler_options=self.compiler_options)
+    def _compiled(self) -> Any:
+        if self._cache.jitted is None:
+            leaves = [leaf for leaf in self.layout.leaves if leaf.trainable]
+            shardings = {leaf.path: self.layout.on_device(self.mesh, leaf, "opt") for leaf in leaves}
+            out = (self.apply.model.tree.build(shardings), None, None)
+            self._cache.jitted = jax.jit(self._compute, out_shardings=out, compiler_options=self.compiler_options)
+        return self._cache.jitted
 
     def _compute(self, state: TrainState, batch: Any) -> tuple[Any, Arrays, Metrics]:
         found = self.mean_gradients(with_lent(state, {}), batch)
