@@ -29,59 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.leaf import FLAT, PER_PARAMETER, Leaf
+from jfsdp.layout.leaf import FLAT, PER_PARAMETER, Buffer, Leaf, View
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.split_dim import DEFAULT_MIN_SIZE
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The place of one leaf in a chunk of its buffer.
-
-    Attributes:
-      path: the leaf's name.
-      start, size: elements of a chunk.
-      shape: what a chunk holds of the leaf, its layer dims left out.
-      dim: which dim of `shape` the chunks part; None where there is one chunk.
-      cut: which dim of `shape` the buffer's parts part, major to the chunks; None where it has no cuts.
-      logical_size: elements of the whole leaf, per layer and without padding.
-    """
-
-    path: str
-    start: int
-    size: int
-    shape: tuple[int, ...]
-    dim: int | None
-    logical_size: int
-    cut: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer(Leaf):
-    """Leaves of one unit, dtype, life and cuts as one array [layers, chunks * chunk] ([layers, parts, chunks * chunk]
-    where they are cut); see [Note: what a buffer looks like].
-
-    A `Leaf` to whatever moves it.
-    """
-
-    views: tuple[View, ...] = ()
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts the leaves are cut."""
-        return math.prod(cut.parts for cut in self.cuts)
-
-    @property
-    def chunk(self) -> int:
-        """Elements of one chunk, per layer."""
-        return sum(view.size for view in self.views)
-
-    @property
-    def padding_share(self) -> float:
-        """The share of the stored elements that is padding of its leaves."""
-        logical = sum(view.logical_size for view in self.views)
-        stored = self.num_parts * self.shape[-1]
-        return 1 - logical / stored if stored else 0.0
 
 
 def in_buffers(layout: Layout) -> Layout:

@@ -8,21 +8,18 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.leaf import FLAT, HOST, PER_PARAMETER, Leaf, Stage, SubAxes
+from jfsdp.layout.leaf import FLAT, HOST, PER_PARAMETER, Buffer, Leaf, Stage, SubAxes
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, PIPE, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
-
-if TYPE_CHECKING:
-    from jfsdp.layout.flat import Buffer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

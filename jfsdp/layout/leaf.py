@@ -152,6 +152,56 @@ class Leaf:
         return make_spec(len(self.shape), self.cuts, self.dim, axes, sliced=sliced)
 
 
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The place of one leaf in a chunk of its buffer.
+
+    Attributes:
+      path: the leaf's name.
+      start, size: elements of a chunk.
+      shape: what a chunk holds of the leaf, its layer dims left out.
+      dim: which dim of `shape` the chunks part; None where there is one chunk.
+      cut: which dim of `shape` the buffer's parts part, major to the chunks; None where it has no cuts.
+      logical_size: elements of the whole leaf, per layer and without padding.
+    """
+
+    path: str
+    start: int
+    size: int
+    shape: tuple[int, ...]
+    dim: int | None
+    logical_size: int
+    cut: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer(Leaf):
+    """Leaves of one unit, dtype, life and cuts as one array [layers, chunks * chunk] ([layers, parts, chunks * chunk]
+    where they are cut); see [Note: what a buffer looks like] in flat.py.
+
+    A `Leaf` to whatever moves it.
+    """
+
+    views: tuple[View, ...] = ()
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the leaves are cut."""
+        return math.prod(cut.parts for cut in self.cuts)
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one chunk, per layer."""
+        return sum(view.size for view in self.views)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the stored elements that is padding of its leaves."""
+        logical = sum(view.logical_size for view in self.views)
+        stored = self.num_parts * self.shape[-1]
+        return 1 - logical / stored if stored else 0.0
+
+
 def cut_sizes(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
     """Return what cuts leave of a shape."""
     left = list(shape)
