@@ -186,12 +186,12 @@ WRONG_TYPES = {
         keep_best=3,  # type: ignore[arg-type]
     ),
     "Job: loss=3 must be a function": lambda: jfsdp.trainer.Job(**{**SHARED, "loss": 3}),
+    "devices has 1 (a int)": lambda: jfsdp.make_mesh(devices=[1, 2]),
     "Cluster: gpu='h100' must be a Gpu": lambda: jfsdp.plan.Cluster("h100"),  # type: ignore[arg-type]
     "configure_xla: simulate_devices='8' must be": lambda: runtime.configure_xla(simulate_devices="8"),  # type: ignore
 }
 WRONG_VALUES = {
-    "devices must be a list of devices, as jax.devices() returns it": lambda: jfsdp.make_mesh(devices=[1, 2]),
-    "each in it once": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
+    "devices has a device twice": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
     "unit '': per_unit sets its loss_scale": lambda: shard(per_unit={"": {"mp_policy": SCALED}}),
     "is called as f(path, shape), and takes": lambda: shard(placements={"**": lambda path: None}),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),

@@ -15,6 +15,7 @@ from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
+from tests.refusals import refuses
 from tests.ways import WAYS
 
 W, F, R, A, S = (), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "replica")
@@ -127,9 +128,8 @@ BAD_STRATEGIES: dict[str, tuple[tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("case", BAD_STRATEGIES)
 def test_strategies_that_contradict_themselves_are_refused_by_name(case):
     stages, message = BAD_STRATEGIES[case]
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        Strategy("odd", *stages)
-    assert str(error.value).startswith("strategy 'odd': ")
+    error = TypeError if case in ("kept over axes", "a bare name", "a list") else ValueError
+    refuses(lambda: Strategy("odd", *stages), "strategy 'odd': ", message, error=error)
 
 
 FSDP_ONLY = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -291,7 +291,6 @@ BAD_PLACEMENTS: dict[str, tuple[Any, str]] = {
         {"head": "zero4"},
         "head: placements: strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp,",
     ),
-    "a class": ({"head": Ignore}, "is unknown"),
     "a dim that is not there": ({"head": Shard(2)}, "head: placements 'head': dim 2 is not a dim of shape (64, 128)"),
     "a function of something else": ({"head": lambda path: None}, "placements 'head' is called as f(path, shape)"),
     "kept whole in a resharded unit": (
@@ -324,6 +323,11 @@ def test_placements_that_cannot_be_had_are_refused(case):
 def test_a_selector_of_another_type_is_refused():
     with pytest.raises(TypeError, match=r"placements 3 is neither a path glob, .* a predicate f\(path"):
         place({3: "ddp"})
+
+
+@pytest.mark.parametrize("value", [Ignore, 3.5, True])
+def test_a_placement_of_another_type_is_refused(value):
+    refuses(lambda: place({"head": value}), "head: placements", repr(value), "Shard(dim)", error=TypeError)
 
 
 def test_two_selectors_that_say_the_same_do_not_collide():

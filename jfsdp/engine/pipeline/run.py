@@ -141,7 +141,7 @@ class _Pipeline:
         inside = jax.sharding.get_abstract_mesh().update_axis_types({PIPE: AxisType.Manual})
         with jax.sharding.use_abstract_mesh(inside):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(source), state, rows))
-            engine = dataclasses.replace(engine, own=own, calls={})
+            engine = dataclasses.replace(engine, auto_axes=own, calls={})
             layers = Trace(ShardedApply(apply.model, engine), fn, *shapes)
         engine = dataclasses.replace(engine, layout=layout.in_stage(), calls={})
         self.stage = Stage(layers, engine, prefetch, layout.num_stages, repeats)
