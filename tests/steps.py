@@ -25,5 +25,5 @@ def spec_of(layout: Any, *, calls: Any = None, program: str = MANUAL, **options:
         program=program,
         accumulate=config.accumulate,
         deferred=later if program == MANUAL else (),
-        held=config.held_units(layout),
+        gathered=config.gathered_units(layout),
     )

@@ -94,13 +94,13 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
     if unknown := [name for name in calls or {} if name not in names]:
         raise ValueError(f"calls: unit {unknown[0]!r} is unknown; the units are {', '.join(map(repr, names))}")
     in_one = spec.program == XLA  # it sees the rows of all devices: no axis can wait, and no group is summed first
-    running, found = layout.gathered(spec.held).gathered(layout.kept_in_pipeline, "kept"), []
+    running, found = layout.gathered(spec.gathered).gathered(layout.kept_in_pipeline, "kept"), []
     staged = _times_of_stages(running, spec.passes or default_passes(layout, spec.accumulate))
     for leaf, now in zip(layout.moved, running.moved, strict=True):
         times = spec.accumulate * (calls or {}).get(leaf.unit, 1)
         if layout.num_stages > 1:
             times = 1
-        if leaf.unit in spec.held:
+        if leaf.unit in spec.gathered:
             found += _gather(layout, leaf, leaf.source, STEP)
         elif leaf.unit in layout.kept_in_pipeline:
             found += _keep(layout, leaf)

@@ -20,7 +20,7 @@ class StepSpec:
       prefetch: how far its gathers run ahead; None: XLA orders them.
       accumulate: the number of microbatches.
       deferred: the data axes over which gradients are summed after the last microbatch only.
-      held: the units that are gathered before the first microbatch and kept to the last.
+      gathered: the units that are gathered before the first microbatch and kept to the last.
       schedule: of a pipeline; None: there is none.
       passes: of a pipeline, how often its stages go through their layers.
       auto_axes: the mesh axes over which the model states shardings of its own: left to XLA.
@@ -32,7 +32,7 @@ class StepSpec:
     prefetch: Prefetch | None = None
     accumulate: int = 1
     deferred: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
     schedule: Schedule | None = None
     passes: Passes | None = None
     auto_axes: tuple[str, ...] = ()

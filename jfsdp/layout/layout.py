@@ -153,7 +153,7 @@ class Layout:
         return tuple(name for name, reshard in self._staged.items() if not isinstance(reshard, bool))
 
     @property
-    def held_in_pipeline(self) -> tuple[str, ...]:
+    def gathered_in_pipeline(self) -> tuple[str, ...]:
         """The units that are gathered once per step of a pipeline: those outside of its stages, and those of stages
         that are not freed after their forward."""
         names = [unit.name for unit in self.units if self.num_stages > 1]

@@ -212,7 +212,7 @@ def test_a_spec_is_refused_before_it_is_resolved_and_then_stays():
     refuses(lambda: step.spec, "step.resolve(batch)")
     spec = step.resolve(BATCH)
     assert step.spec is spec is step.resolve(BATCH)
-    assert (spec.accumulate, spec.deferred, spec.held, spec.passes) == (2, (), (), None)
+    assert (spec.accumulate, spec.deferred, spec.gathered, spec.passes) == (2, (), (), None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.program = "xla"  # type: ignore[misc]
 

@@ -118,7 +118,7 @@ def audit(
         *check.gathers(),
         *check.extra_bytes(tolerance),
         *check.activations(tolerance),
-        *(check.held() if set(spec.held) <= set(layout.held_in_pipeline) else []),
+        *(check.held() if set(spec.gathered) <= set(layout.gathered_in_pipeline) else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]

@@ -78,7 +78,7 @@ class StepConfig:
             **{field.name: arguments[field.name] for field in dataclasses.fields(cls) if field.name in arguments}
         )
 
-    def held_units(self, layout: Layout) -> tuple[str, ...]:
+    def gathered_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.
 
         Raises:
@@ -98,7 +98,7 @@ class StepConfig:
                         f"unit {name!r}: reshard_after_backward is {not choice}, and by {pattern!r} {choice}; make one "
                         "of the globs narrower"
                     )
-        held = layout.held_in_pipeline
+        held = layout.gathered_in_pipeline
         return tuple(name for name, reshard in reshards.items() if not reshard or name in held)
 
     def syncs_last(self, layout: Layout) -> bool:

@@ -98,9 +98,9 @@ class Gradients:
         Gathers the units that are kept over all microbatches.
         """
         layout, engine, spec = self.apply.layout, self.apply.engine, self.spec
-        held = {path: x for path, x in source.items() if layout.by_path[path].unit in spec.held}
+        held = {path: x for path, x in source.items() if layout.by_path[path].unit in spec.gathered}
         if held:
-            source, layout = source | engine.gather_all(held), layout.gathered(spec.held)
+            source, layout = source | engine.gather_all(held), layout.gathered(spec.gathered)
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")

@@ -70,7 +70,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
         leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.leaves
     }
     shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
-    held, surveys = config.held_units(layout), list[Survey]()
+    held, surveys = config.gathered_units(layout), list[Survey]()
 
     def look(source: Arrays, model_state: Arrays, batch: Any) -> None:
         with naming_axes(mesh):
@@ -91,7 +91,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
         prefetch=as_prefetch(config.prefetch) if program == MANUAL else None,
         accumulate=config.accumulate,
         deferred=later if program == MANUAL else (),
-        held=held,
+        gathered=held,
         schedule=schedule,
         auto_axes=tuple(dict.fromkeys((*model_axes(mesh), *found.model_axes))),
         adds_up=found.is_sum and not found.has_statistics,
@@ -200,7 +200,7 @@ def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) 
 def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
     """Say by how much XLA sends more than `manual` would, and why; "": by less than is worth a word."""
     later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout))
-    manual = StepSpec(MANUAL, accumulate=config.accumulate, deferred=later, held=config.held_units(layout))
+    manual = StepSpec(MANUAL, accumulate=config.accumulate, deferred=later, gathered=config.gathered_units(layout))
     least = movements(layout, manual)
     sent = movements(layout, dataclasses.replace(manual, program=XLA, deferred=()))
     leaves = [leaf for leaf in layout.leaves if leaf.trainable]

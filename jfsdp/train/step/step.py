@@ -104,7 +104,7 @@ class BatchStep:
             raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
         check_needs(self.layout, config)
         schedule_of(self.layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)  # refuses others
-        config.held_units(self.layout)
+        config.gathered_units(self.layout)
         self._loss_fn, self._shares = loss_fn, row_shares(self.mesh)
         first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
         self._cache = _Cache(first_checks)
