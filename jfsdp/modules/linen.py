@@ -186,10 +186,7 @@ class LinenModel:
         state = {**_named(model._state), RNG_KEY: key, RNG_COUNT: count + model._num_calls}
         changed = sorted(state.keys() ^ self.state.keys())
         if changed:
-            raise ValueError(
-                f"the model's call created or removed state: {', '.join(changed[:4])}; create it in init, or name its "
-                "collection in the call (mutable=[...]) and use what the call returns"
-            )
+            raise ValueError(f"the call created or removed state: {', '.join(changed[:4])}; create it in init")
         return {name: state[name] for name in self.state}
 
 

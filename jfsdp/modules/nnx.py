@@ -111,10 +111,7 @@ class NNXModel:
         state |= {name: value for name, value in sown.items() if name in self.state}
         changed = sorted((params.keys() ^ self.params.keys()) | (state.keys() ^ self.state.keys()))
         if changed:
-            raise ValueError(
-                f"the model's call created or removed state: {', '.join(changed[:4])}; create it in __init__, or pop "
-                "what a call creates (nnx.pop) before the function returns"
-            )
+            raise ValueError(f"the call created or removed state: {', '.join(changed[:4])}; create it in __init__")
         return params, state
 
 

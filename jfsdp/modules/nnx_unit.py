@@ -173,9 +173,7 @@ class _PureCall:
         new = {path: variable for path, variable in _variables(nodes) if path not in known}
         for path, variable in new.items():
             if isinstance(variable, nnx.Param):
-                raise ValueError(
-                    f"unit {self.unit!r}: its call created parameter {join_path(path[1:])!r}; create it in __init__"
-                )
+                raise ValueError(f"unit {self.unit!r}: created parameter {join_path(path[1:])!r}; do so in __init__")
         if not new:
             return nnx.State({})
         return nnx.pop(nodes, lambda path, _: tuple(path) in new)

@@ -354,7 +354,7 @@ BAD = {
         ("import", "HF", "OUT", "--factory", "examples.vit:job"),
         "says nothing of how others call its parameters",
     ),
-    "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "is safetensors"),
+    "key": (("import", "HF", "OUT", *MODEL, "--key", "model"), "is not of PyTorch"),
     "no weights": (("import", "EMPTY", "OUT", *MODEL), "no weights at all"),
     "diff of nothing": (("diff", "STEP", "STEP", "--only", "nope"), "only 'nope' matches no"),
     "prune a step": (("prune", "STEP"), "is one checkpoint; prune takes the directory of a run"),

@@ -214,7 +214,7 @@ def test_a_parameter_made_by_a_call_is_refused_by_name():
             return super().__call__(x)
 
     model = fully_shard(lambda rngs: Net(rngs, Maker), units=[Maker], min_size=1)
-    with pytest.raises(ValueError, match=r"unit 'layers\.0': its call created parameter 'made'; create it in __init__"):
+    with pytest.raises(ValueError, match=r"unit 'layers\.0': created parameter 'made'; do so in __init__"):
         train_sharded(model, mean_square, [data()])
 
 

@@ -169,10 +169,7 @@ def _pieces(leaf: str, shape: tuple[int, ...], form: Form, numbers: Mapping[str,
     stacked, rest = shape[: len(form.stacked)], shape[len(form.stacked) :]
     dims = parse_dims(form.dims) if form.dims else same_dims(len(rest))
     if len(stacked) < len(form.stacked) or len(dims.ours) != len(rest):
-        raise ValueError(
-            f"{leaf}: has {len(shape)} dims {list(shape)}, and its rule for {form.theirs!r} stacks "
-            f"{len(form.stacked)} of them and says {form.dims or 'nothing'!r} of the others; correct the rule"
-        )
+        raise ValueError(f"{leaf}: its rule for {form.theirs!r} does not fit {len(shape)} dims {list(shape)}")
     for at in itertools.product(*map(range, stacked)):
         values = {**numbers, **dict(zip(form.stacked, map(str, at), strict=True))}
         yield _NUMBER.sub(lambda found, values=values: values[found[1]], form.theirs), Piece(leaf, at, rest, dims)

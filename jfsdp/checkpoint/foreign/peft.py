@@ -219,11 +219,9 @@ def write_peft(
     saved = {name.removeprefix(PREFIX) for name in written.arrays if not name.endswith(tuple(PARTS.values()))}
     modules = {name.rpartition(".")[0] for name in saved}  # PEFT reads all arrays of a module (`modules_to_save`)
     for name, piece in own.items():
-        if name not in saved and name.rpartition(".")[0] in modules:
-            raise ValueError(
-                f"{piece.leaf}: is not trained whole, and other arrays of {name.rpartition('.')[0]} are; PEFT reads "
-                "modules whole: choose all its arrays by LoRA(also=...), or none"
-            )
+        module = name.rpartition(".")[0]
+        if name not in saved and module in modules:
+            raise ValueError(f"{piece.leaf}: is not trained, and others of {module} are; choose all by LoRA(also=...)")
     config = _config(exported, saved, names, adapters)
     config |= {"base_model_name_or_path": base, "ensure_weight_tying": bool(copies)}
     most = sys.maxsize  # PEFT reads one file

@@ -107,10 +107,8 @@ class PeftAdapter:
 
     def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
         if verb == "adapts" and shape is not None and shape == own[::-1] != own:
-            raise ValueError(
-                f"{self.path}: adapts {name} as {list(own)}, and the base has {list(shape)}; set fan_in_fan_out in "
-                f"{CONFIG} to {str(not self.is_transposed(name)).lower()} (PEFT changes it where a head is adapted too)"
-            )
+            wanted = str(not self.is_transposed(name)).lower()
+            raise ValueError(f"{self.path}: adapts {name} as {list(own)}; set fan_in_fan_out in {CONFIG} to {wanted}")
         if shape != own:
             there = "no array of that name" if shape is None else list(shape)
             base = self.options.get("base_model_name_or_path") or "unnamed"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
     if key is not None:
-        raise ValueError(f"{path}: is safetensors, and {key!r} (--key, --init-key) a dict of PyTorch's; leave it out")
+        raise ValueError(f"{path}: is not of PyTorch, and {key!r} (--key, --init-key) is a dict of that; leave it out")
     return SafetensorsSource(path)
 
 
@@ -140,15 +139,11 @@ def load_pretrained(
     if adapter is not None and not adapters:
         raise ValueError(f"{adapter}: is an adapter, and the model has none; give jfsdp.lora(model, read_loras(...))")
 
-    def open_source() -> tuple[Source, Callable[[], None]]:
-        if is_ours(path):
-            if key is not None:
-                raise ValueError(f"{path}: is a checkpoint of jfsdp; key={key!r} is for PyTorch's, leave it out")
-            return _open_ours(path, leaves, names, config)
-        return pretrained_source(path, names, leaves, config=config, key=key), lambda: None
-
-    source, check = in_all(open_source)
-    check()
+    source: Source
+    if key is None and is_ours(path):
+        source = our_parameters(path, leaves, names, config)
+    else:
+        source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [one_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
@@ -170,46 +165,47 @@ def is_ours(path: Any) -> bool:
         return False
 
 
-def our_parameters(path: Any, leaves: Shapes, *, averages: bool = False, cache_bytes: int = CACHE_BYTES) -> Source:
+def our_parameters(
+    path: Any,
+    leaves: Shapes,
+    names: Names = None,
+    config: Any = None,
+    *,
+    averages: bool = False,
+    cache_bytes: int = CACHE_BYTES,
+) -> Source:
     """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
 
+    Every process calls this.
+
     Args:
+      names, config: see `pretrained_source`; compared with what the checkpoint says of weights that its run began with.
       averages: give those of `jfsdp.optim.track_ema` in place of the parameters that have one.
       cache_bytes: see `CheckpointSource`.
 
     Raises:
       ValueError: if it is damaged, or of another model, listing what differs; or has no averages where they are asked.
     """
-    source, check = _open_ours(path, leaves, None, None, cache_bytes, averages)
-    check()
-    return source
 
+    def open_source() -> tuple[CheckpointSource, dict[str, str], Source]:
+        source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
+        stated = source.stated("pretrained")
+        if stated and config is not None and names is not None and (name_map := as_name_map(names)).from_config:
+            _compare(source.path, name_map, dict(name_map.from_config(stated)), config, "the checkpoint")
+        inner = {name: name for name in source.arrays if name.startswith("params.")}
+        inner |= find_averages(source, inner) if averages else {}
+        view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
+        there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
+        if lines := list_differences(there, {name: _show(leaf) for name, leaf in leaves.items()}):
+            remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
+            if any(name.endswith(f".{A}") for name in there):
+                remedy = "it holds adapters: restore it (--resume), or export them, and begin there (--init-adapter)"
+            raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
+        return source, inner, Renamed(view, {name.removeprefix("params."): name for name in view.arrays})
 
-def _open_ours(
-    path: Any, leaves: Shapes, names: Names, config: Any, cache_bytes: int = CACHE_BYTES, averages: bool = False
-) -> tuple[Source, Callable[[], None]]:
-    """Return the parameters of a checkpoint of ours, and what checks their files, for which processes wait."""
-    source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
-    stated = source.stated("pretrained")
-    if stated and config is not None and names is not None:
-        names = as_name_map(names)
-        if names.from_config is not None:
-            _compare(source.path, names, dict(names.from_config(stated)), config, "the checkpoint")
-    inner = {name: name for name in source.arrays if name.startswith("params.")}
-    inner |= find_averages(source, inner) if averages else {}
-    view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
-    there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
-    wanted = {name: _show(leaf) for name, leaf in leaves.items()}
-    if lines := list_differences(there, wanted):
-        remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
-        if any(name.endswith(f".{A}") for name in there):
-            remedy = (
-                "it holds adapters: restore it into a state of the model with them (--resume), or export them "
-                "(`jfsdp checkpoint export`), and begin from the base and that (--init-adapter)"
-            )
-        raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
-    parameters = Renamed(view, {name.removeprefix("params."): name for name in view.arrays})
-    return parameters, functools.partial(source.check, list(inner.values()))
+    source, inner, parameters = in_all(open_source)
+    source.check(inner.values())
+    return parameters
 
 
 def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:

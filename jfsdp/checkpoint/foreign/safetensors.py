@@ -132,11 +132,8 @@ def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there:
     elsewhere = {name for names in files.values() for name in names or ()} - {*named}
     lacking, extra = {*named} - {*there}, elsewhere & {*there}
     if lacking or extra:
-        listed = (", ".join(sorted(names)[:8]) or "none" for names in (lacking, extra))
-        raise ValueError(
-            "{}: holds other arrays than its index says (missing: {}; of another file: {}); the files are of "
-            "different checkpoints, fetch them again".format(file, *listed)
-        )
+        missing, others = (", ".join(sorted(names)[:8]) or "none" for names in (lacking, extra))
+        raise ValueError(f"{file}: is unlike its index (missing: {missing}; of another file: {others}); fetch it again")
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:

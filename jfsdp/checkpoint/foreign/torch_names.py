@@ -82,10 +82,7 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
         if below:
             chosen[name] = value
     if not chosen:
-        raise ValueError(
-            f"{where}: has no dict with tensors called {key!r}; at the top are {_top(tensors, others)}; pass one of "
-            "the dicts as key=, or leave it out if the tensors lie at the top"
-        )
+        raise ValueError(f"{where}: has no dict {key!r} with tensors; pass one of {_top(tensors, others)} as key=")
     if flat := [name for name in chosen if name.rpartition(".")[2] in _FLAT]:
         raise ValueError(
             f"{where}: {flat[0]} (and {len(flat) - 1} more) are flat parameters of FSDP1; save in PyTorch what "

@@ -135,7 +135,7 @@ def make_index(directory, weight_map):
         ({"a": "one.safetensors", "b": "two.safetensors"}, "index.json: names two.safetensors, and no such file"),
         (
             {"a": "one.safetensors", "b": "one.safetensors"},
-            r"one.safetensors: holds other arrays.*missing: b; of another file: none",
+            r"one.safetensors: is unlike its index.*missing: b; of another file: none",
         ),
         ({}, None),
         ("no dict", "is not an index"),
