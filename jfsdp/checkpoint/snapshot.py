@@ -40,7 +40,6 @@ from jfsdp.launch.hosts import gather_json, hosts, wait_for_all
 from jfsdp.train.state import TrainState
 
 _DIGEST = 32  # bytes of a SHA-256
-_COPIES = 2  # in the directory: a whole one, and the next, which is being written
 
 
 def snapshot_dir(run_dir: PathLike) -> Path:
@@ -82,7 +81,7 @@ class Snapshots:
             self._make()
             arrays = contents(like)
             writers = choose_writers(arrays, _host_devices(arrays))
-            needed = _COPIES * sum(block_bytes(x) * len(devices) for x, devices in zip(arrays, writers, strict=True))
+            needed = 2 * sum(block_bytes(x) * len(devices) for x, devices in zip(arrays, writers, strict=True))
             there = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
             free = shutil.disk_usage(self.directory).free + there
             if needed > free:
@@ -221,7 +220,7 @@ class Snapshots:
 
     def _drop(self, step: int) -> None:
         path = self.directory / str(step)
-        for name in (str(jax.process_index()), _partial(jax.process_index())):
+        for name in (f"{jax.process_index()}", f"{jax.process_index()}.partial"):
             with contextlib.suppress(OSError):
                 (path / name).unlink()
         with contextlib.suppress(OSError):  # others have files in it
@@ -232,7 +231,7 @@ class Snapshots:
         try:
             self._make()
             where.mkdir(exist_ok=True)
-            partial = where / _partial(jax.process_index())
+            partial = where / f"{jax.process_index()}.partial"
             with partial.open("wb") as file:
                 for name, piece in pieces.items():
                     for index, data in piece.parts:
@@ -306,10 +305,6 @@ class _Source:
 
 def _bounds(index: Index) -> list[list[int]]:
     return [[int(dim.start), int(dim.stop)] for dim in index]
-
-
-def _partial(process: int) -> str:
-    return f"{process}.partial"
 
 
 def _host_devices(arrays: list[Stored]) -> set[Any]:

@@ -186,19 +186,17 @@ def local_rules() -> Iterator[None]:
 def not_gathered(path: str, unit: str) -> ValueError:
     """Make the error for a read of a parameter that is not gathered."""
     return ValueError(
-        f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered (in the loss, or by a method "
-        "of another module?); call a method of the unit as module.method(x), not as Class.method(module, x); for any "
-        "other read leave it to the root unit, or make a unit of a module whose methods hold all its uses"
+        f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered; call module.method(x), not "
+        "Class.method(module, x), leave it to the root unit, or make a unit of a module whose methods hold all its uses"
     )
 
 
 def state_in_transform(unit: str, names: Sequence[str], api: str) -> ValueError:
     """Make the error for a call that changes state where the change cannot leave."""
     return ValueError(
-        f"unit {unit!r}: called inside a transform of JAX itself (jax.vmap, jax.grad, jax.jit, lax.scan, ...), and its "
-        f"call changes state there, which cannot leave it: {', '.join(names[:4])}; use the transform of Flax "
-        f"({api}.vmap, {api}.remat, {api}.jit, {api}.scan, ...), or a mode in which the call changes nothing "
-        "(deterministic, use_running_average)"
+        f"unit {unit!r}: called inside a transform of JAX itself (jax.vmap, lax.scan, ...), and its call changes state "
+        f"there, which cannot leave it: {', '.join(names[:4])}; use the transform of Flax ({api}.vmap, {api}.scan, "
+        "...), or a mode in which the call changes nothing (deterministic, use_running_average)"
     )
 
 
