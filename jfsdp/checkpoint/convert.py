@@ -137,12 +137,21 @@ def write_source(
       ValueError: if `target` exists, another process writes it, or values are not finite and may not be.
       OSError: if the disk is full or not writable.
     """
+    from jfsdp.checkpoint.disk.pieces import Pieces
     from jfsdp.checkpoint.disk.writer import Writer
     from jfsdp.checkpoint.store import claimed, make_room, unfinished
 
     target, counted, impls = local_path(target), Counted(source), key_impls or {}
     needed = total_bytes(source.arrays.values())
-    pieces = {name: _lazy(counted, name) for name in source.arrays}
+
+    def read(name: str, index: Index) -> np.ndarray:
+        return contiguous(counted.read(name, index))
+
+    pieces: dict[str, Pieces] = {}
+    for name, array in source.arrays.items():
+        cell = cell_of(array.shape, array.dtype.itemsize)
+        parts = [(index, functools.partial(read, name, index)) for index in grid(array.shape, cell)]
+        pieces[name] = Pieces(array.shape, np.dtype(array.dtype), cell, parts)  # each part is read when it is written
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
     whole = make_manifest(described, target.name) | dict(manifest)
 
@@ -157,17 +166,3 @@ def write_source(
             writer.start(unfinished(target), target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()
     return counted.lines()
-
-
-def _lazy(source: Source, name: str) -> Any:
-    """Return the pieces of an array, each read when it is written."""
-    from jfsdp.checkpoint.disk.pieces import Pieces
-
-    array = source.arrays[name]
-
-    def read(index: Index) -> np.ndarray:
-        return contiguous(source.read(name, index))
-
-    cell = cell_of(array.shape, array.dtype.itemsize)
-    parts = [(index, functools.partial(read, index)) for index in grid(array.shape, cell)]
-    return Pieces(array.shape, np.dtype(array.dtype), cell, parts)

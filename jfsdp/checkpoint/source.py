@@ -51,14 +51,9 @@ def total_bytes(arrays: Iterable[Any]) -> int:
     return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
 
 
-def everything(array: Any) -> Index:
-    """Return the index that reads a whole array."""
-    return tuple(slice(0, size) for size in array.shape)
-
-
 def read_whole(source: Source, name: str) -> np.ndarray:
     """Read all of one array."""
-    return source.read(name, everything(source.arrays[name]))
+    return source.read(name, tuple(slice(0, size) for size in source.arrays[name].shape))
 
 
 PIECE_BYTES = 16 << 20

@@ -170,9 +170,8 @@ class LinenModel:
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> LinenModel:
         """Return the model with more parameters; see `PlainModel.with_params`."""
-        tree = jax.tree.map_with_path(lambda path, name: (path, name), self.named({name: name for name in self.params}))
-        places = {name: path for path, name in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))}
         params = self.named(self.params)
+        places = dict(zip(self.params, (path for path, _ in jax.tree_util.tree_leaves_with_path(params)), strict=True))
         for name, leaf in extra.items():
             beside = name.rpartition(".")[0]
             *outer, last = (key.key for key in places[beside])

@@ -8,7 +8,7 @@ import pytest
 
 from jfsdp.checkpoint.foreign.dims import parse_dims
 from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map, bind
-from jfsdp.checkpoint.source import everything, read_whole
+from jfsdp.checkpoint.source import read_whole
 
 RULES = [
     ("embed", "tok.weight"),
@@ -224,7 +224,7 @@ def test_slices_pass_through_any_dims(text, shape):
     dims, rng = parse_dims(text), np.random.default_rng(0)
     ours = np.arange(np.prod(shape)).reshape(shape)
     shaped = jax.ShapeDtypeStruct(dims.their_shape(shape), ours.dtype)
-    theirs = dims.to_theirs(ours, shape, everything(shaped))
+    theirs = dims.to_theirs(ours, shape, tuple(slice(0, size) for size in shaped.shape))
     for _ in range(50):
         index = some_slice(shape, rng)
         assert np.array_equal(dims.to_ours(theirs[dims.their_index(shape, index)], shape, index), ours[index])
