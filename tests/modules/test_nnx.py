@@ -398,7 +398,7 @@ def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):
 
 def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered():
     model = fully_shard(Net, units=[Block], min_size=1)
-    with pytest.raises(ValueError, match=r"layers\.0\.up.*call.* as module\.method\(x\), not as Class\.method"):
+    with pytest.raises(ValueError, match=r"layers\.0\.up.*call module\.method\(x\), not Class\.method"):
         train_sharded(model, lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean(), [data()])
     train_sharded(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), [data()])
 
