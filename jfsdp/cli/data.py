@@ -47,7 +47,7 @@ class Show(Options):
 
     def run(self) -> int:
         from jfsdp.extras import need
-        from jfsdp.trainer.data import DataConfig, open_data
+        from jfsdp.trainer.data.tokens import DataConfig, open_data
 
         need("train")
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]

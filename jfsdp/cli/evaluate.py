@@ -46,9 +46,9 @@ class Evaluate(OpenOptions):
         if not self.data:
             raise ValueError("give the data by --data PATH")
         from jfsdp.layout.mesh import num_data_shards
-        from jfsdp.trainer.data import DataConfig, open_data
         from jfsdp.trainer.data.pipeline import make_pass_iterator
-        from jfsdp.trainer.run.evaluate import Evaluator
+        from jfsdp.trainer.data.tokens import DataConfig, open_data
+        from jfsdp.trainer.run.evaluate import make_evaluator
 
         opened = self.open()
         job, model, theirs = opened.job, opened.model, opened.config
@@ -75,7 +75,7 @@ class Evaluate(OpenOptions):
             with contextlib.closing(make_pass_iterator(data, data.train, batch_size=rows)) as iterator:
                 yield from iterator
 
-        found = Evaluator(model, job.eval_loss or job.loss, batches)(opened.state)
+        found = make_evaluator(model, job.eval_loss or job.loss, batches)(opened.state)
         if self.json:
             print(json.dumps({"loss": found.loss, "weight": found.weight, **found.aux}))
             return 0

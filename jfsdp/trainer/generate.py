@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.arguments import Amount, Count, Seed, Share, checked
 from jfsdp.layout.mesh import data_axes, num_data_shards
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
@@ -23,6 +24,7 @@ from jfsdp.train.step.step import batch_sharding
 from jfsdp.trainer.job import Job
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen.
@@ -37,25 +39,19 @@ class Sampling:
       ValueError: for numbers that make no sense.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    temperature: Amount = 0.0
+    top_k: Count | None = None
+    top_p: Share | None = None
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: must be 0 (the likeliest token) or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or None for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1, or None for all tokens")
+        if self.temperature == float("inf") or self.top_p == 0:
+            raise ValueError(f"temperature={self.temperature} must be finite, and top_p={self.top_p} above 0")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
                 f"top_k={self.top_k}, top_p={self.top_p}: choose among tokens that are drawn, and temperature=0 draws "
                 "none; give a temperature above 0"
             )
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed={self.seed}: must be in 0..2**31-1")
 
     def draw(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
         """Return a token for each row. Layout: [B V] float32, [B], [B] -> [B] int32."""
@@ -155,8 +151,9 @@ class Generator:
                 break
             tokens, positions, last = chosen[:, None], current[:, None], np.ones(count, np.int32)
             current = current + 1
-        texts = np.stack(found, axis=1)[: len(prompts)]
-        return [self._until_stop(row) for row in texts]
+        answers = np.stack(found, axis=1)[: len(prompts)]
+        ends = [np.flatnonzero(np.isin(answer, self.stop)) for answer in answers]
+        return [answer[: end[0] + 1] if len(end) else answer for answer, end in zip(answers, ends, strict=True)]
 
     def cache_shapes(self, rows: int, length: int) -> Any:
         """Return the shapes of the cache, with their shardings.
@@ -210,12 +207,9 @@ class Generator:
         return jax.lax.with_sharding_constraint(cache, shardings), jax.lax.with_sharding_constraint(chosen, whole)
 
     def _put(self, *arrays: np.ndarray) -> list[jax.Array]:
-        mesh: Any = self.model.mesh
-        made = []
-        for array in arrays:
-            sharding = batch_sharding(mesh, array)
-            made.append(jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index]))
-        return made
+        shardings = [batch_sharding(self.model.mesh, array) for array in arrays]
+        make = jax.make_array_from_callback
+        return [make(x.shape, sharding, x.__getitem__) for x, sharding in zip(arrays, shardings, strict=True)]
 
     def _padded(self, prompts: Sequence[np.ndarray], longest: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [B T] and lengths [B], with rows of one token added where the data shards do not divide B."""
@@ -226,10 +220,6 @@ class Generator:
         for number, prompt in enumerate(prompts):
             tokens[number, : len(prompt)], lengths[number] = prompt, len(prompt)
         return tokens, lengths
-
-    def _until_stop(self, row: np.ndarray) -> np.ndarray:
-        stops = np.flatnonzero(np.isin(row, self.stop))
-        return row[: stops[0] + 1] if len(stops) else row
 
     def _check(self, prompts: Sequence[np.ndarray], num_tokens: int) -> None:
         if not prompts or num_tokens < 1:

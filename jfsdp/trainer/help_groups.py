@@ -74,8 +74,8 @@ def groups_of(kind: Any) -> dict[str, list[str]]:
     for field in dataclasses.fields(kind):
         if group := field.metadata.get("group"):
             found.setdefault(group, []).append(field.name)
-    own = [title for title in found if title not in GROUPS]
-    return {title: found[title] for title in (FIRST, *own, *GROUPS[1:]) if title in found}
+    others = [title for title in found if title not in GROUPS]
+    return {title: found[title] for title in (FIRST, *others, *GROUPS[1:]) if title in found}
 
 
 def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_NONPROP, **shown: Any) -> Any:

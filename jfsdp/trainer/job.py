@@ -124,16 +124,17 @@ class Job:
                 f"job {self.name!r}: its configuration has no field {unknown[0]!r}; its fields are {', '.join(known)}"
             )
         assert isinstance(self.configure, _Configure)
-        own = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
-        if "model" in own:
+        replaced = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
+        if "model" in replaced:
             raise ValueError(
                 f"job {self.name!r}: its model was replaced, and configure= makes another; asked to change "
                 f"{', '.join(fields)}: give the job a configure= that makes this model"
             )
         try:
-            return dataclasses.replace(as_job(self.configure.make(**fields), self.name), **own)
+            made = self.configure.make(**fields)
         except TypeError as error:
             raise ValueError(f"job {self.name!r}: {error}; its fields are {', '.join(known) or 'unknown'}") from error
+        return dataclasses.replace(as_job(made, self.name), **replaced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +152,13 @@ def as_job(value: Any, name: str) -> Job:
     """Bring a `Job`, or a mapping of its fields, into a `Job`.
 
     Raises:
-      ValueError: for anything else, and for missing or unknown fields.
+      TypeError: for anything else, and for a field of another type.
+      ValueError: for missing or unknown fields, and values out of range.
     """
     if isinstance(value, Job):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}: a job is a jfsdp.trainer.Job or a dict of its fields, not {type(value).__name__}")
+        raise TypeError(f"{name}: a job is a jfsdp.trainer.Job or a dict of its fields, not {type(value).__name__}")
     known = {field.name: field for field in dataclasses.fields(Job)}
     if "cuts" in value:
         raise ValueError(
@@ -172,7 +174,7 @@ def as_job(value: Any, name: str) -> Job:
     try:
         return Job(**{"name": name, **value})
     except TypeError as error:
-        raise ValueError(f"job {name!r}: {error}") from error
+        raise TypeError(f"job {name!r}: {error}") from error
 
 
 def job_names() -> list[str]:
@@ -185,8 +187,13 @@ def find_job(name: str) -> Job:
     """Load the job of that name: an entry point that gives a Job, a dict of its fields, or a dict of jobs by name.
 
     Raises:
+      TypeError: as `as_job`.
       ValueError: if no installed package offers it; lists those there are.
     """
+    return as_job(_load_entry(name), name)
+
+
+def _load_entry(name: str) -> Any:
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
         there = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
@@ -194,20 +201,7 @@ def find_job(name: str) -> Job:
     value = points[0].load()
     if isinstance(value, Mapping) and name in value:
         value = value[name]
-    return as_job(value() if callable(value) else value, name)
-
-
-def job_from_factory(spec: str) -> Job:
-    """Load a job from `module:function`; see `load_named`. What the factory itself raises passes through.
-
-    Raises:
-      ValueError: as `load_named`; for a factory that takes arguments.
-    """
-    value = load_named(spec, "factory")
-    if not callable(value):
-        return as_job(value, spec)
-    check_call(f"factory {spec!r}", value)
-    return as_job(value(), spec)
+    return value() if callable(value) else value
 
 
 def load_named(spec: str, what: str) -> Any:
@@ -236,7 +230,21 @@ def load_named(spec: str, what: str) -> Any:
 
 
 def load_job(model: str | None, factory: str | None) -> Job:
-    """Load a job by name or by factory: exactly one of them."""
+    """Load a job by name, or from the `module:function` of a factory (see `load_named`): exactly one of them.
+
+    Errors of the factory itself pass through.
+
+    Raises:
+      ValueError: as `find_job` and `load_named`; for a factory that takes arguments; where `as_job` raises a TypeError.
+    """
     if (model is None) == (factory is None):
         raise ValueError("give exactly one of --model NAME and --factory module:function")
-    return find_job(model) if model is not None else job_from_factory(factory or "")
+    name = model or factory or ""
+    value = _load_entry(name) if model is not None else load_named(name, "factory")
+    if model is None and callable(value):
+        check_call(f"factory {name!r}", value)
+        value = value()
+    try:
+        return as_job(value, name)
+    except TypeError as error:
+        raise ValueError(str(error)) from error

@@ -255,10 +255,10 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.layout.placements import placements
     from jfsdp.train.fully_shard import fully_shard
 
-    own: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
+    places: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
     if options.min_size is not None:
-        own["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}
-    return fully_shard(wrap_model(options, job), mesh=mesh, **own, **sharding_arguments(options))
+        places["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}
+    return fully_shard(wrap_model(options, job), mesh=mesh, **places, **sharding_arguments(options))
 
 
 def wrap_model(options: ShardingOptions, job: Job) -> Any:
@@ -353,10 +353,12 @@ def describe_error(error: Exception, kind: Any) -> str:
     """Say an error in one line, in the words of the command that `kind` is the options of."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {str(error.filename)!r}"
-    told = as_options(str(error), kind)
-    if "not supported by dot_general on CPU" in told:
-        return f"--param-dtype float16: this model computes what CPUs cannot ({told}); use bfloat16 or float32, or GPUs"
-    return told
+    message = as_options(str(error), kind)
+    if "not supported by dot_general on CPU" in message:
+        return (
+            f"--param-dtype float16: this model computes what CPUs cannot ({message}); use bfloat16 or float32, or GPUs"
+        )
+    return message
 
 
 def as_options(message: str, kind: Any = ShardingOptions) -> str:

@@ -29,12 +29,10 @@ class Kind(NamedTuple):
       of_margin: `f(ratio [B], beta)`: the loss of pairs by how much likelier than for the reference the chosen answer
         has become, beside the rejected one (a difference of log-likelihoods).
       is_mean: log-likelihoods are per token of the answer, so that its length does not count.
-      source: the method.
     """
 
     of_margin: Callable[[jax.Array, float], jax.Array]
     is_mean: bool
-    source: str
 
 
 def _logistic(ratio: jax.Array, beta: float) -> jax.Array:
@@ -46,10 +44,10 @@ def _squared(ratio: jax.Array, beta: float) -> jax.Array:
 
 
 KINDS = {
-    "dpo": Kind(_logistic, False, "arXiv 2305.18290, equation 7"),
-    "dpo_norm": Kind(_logistic, True, "arXiv 2411.15124, section 5.1: length-normalized DPO"),
-    "ipo": Kind(_squared, False, "arXiv 2310.12036, equation 17"),
-    "ipo_norm": Kind(_squared, True, "the same over mean log-likelihoods, as TRL computes loss_type='ipo'"),
+    "dpo": Kind(_logistic, False),  # arXiv 2305.18290, equation 7
+    "dpo_norm": Kind(_logistic, True),  # arXiv 2411.15124, section 5.1: length-normalized DPO
+    "ipo": Kind(_squared, False),  # arXiv 2310.12036, equation 17
+    "ipo_norm": Kind(_squared, True),  # the same over mean log-likelihoods, as TRL computes loss_type="ipo"
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jfsdp.trainer.option_errors import REMOVED
@@ -42,10 +42,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 def _read_file(path: str) -> Mapping[str, Any]:
     try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            fields = json.load(file)
-    except FileNotFoundError as error:
-        raise ValueError(f"recipe {path!r}: there is no such file") from error
+        fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"recipe {path!r}: cannot be read ({error.strerror}); name a file *.json") from error
     except ValueError as error:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import jfsdp.trainer.data.corpus as corpus
-from jfsdp.trainer.data import DataConfig, open_corpus, open_data, standard_library_path
+from jfsdp.trainer.data.corpus import open_corpus
+from jfsdp.trainer.data.files import standard_library_path
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from tests.trainer.chats import with_sidecar
 
 
@@ -160,7 +162,6 @@ def _tokens(directory, content, **sidecar):
         ),
         (lambda d: _write(d / "a.gz", b"\x1f\x8b\xff\0"), {}, ["a.gz", "1 not UTF-8 text"]),
         (lambda d: _write(d / "a.jsonl", b"\n\n"), {}, ["1 blank"]),
-        (lambda d: _write(d / "a.txt", b"x"), {"max_document_bytes": 8}, ["max_document_bytes=8", "at least 16"]),
         (lambda d: _write(d / "a.jsonl", b"\nnot json"), {}, ["a.jsonl, line 2", "not JSON"]),
         (lambda d: _write(d / "a.jsonl", b'{"body": "x"}'), {}, ["a.jsonl, line 1", "body", "text_field="]),
         (lambda d: _write(d / "a.jsonl", b'{"text": 3}'), {}, ["line 1", "no string field 'text'"]),
@@ -244,7 +245,7 @@ def _corpus_of(tmp_path, count):
 
 
 def _names(documents):
-    return {documents.name(i) for i in range(len(documents))}
+    return {part.name(i) for part in documents.parts for i in range(len(part))}
 
 
 def test_split_is_a_partition_of_the_asked_size_that_the_order_seed_does_not_move(tmp_path):
@@ -281,11 +282,8 @@ def test_split_of_too_few_documents_raises(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"seq_len": 0},
         {"eval_fraction": 1.0},
         {"eval_fraction": -0.1},
-        {"seed": -1},
-        {"seed": 2**32},
         {"shuffle_rows": 10**12},
     ],
 )

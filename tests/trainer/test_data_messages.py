@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from jfsdp.trainer.data import DataConfig, open_data
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.tokens import PairSource

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfsdp.trainer.data import DataConfig, make_eval_iterator, open_data
+from jfsdp.trainer.data.pipeline import make_eval_iterator
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from tests.trainer.chats import with_sidecar
 
 EOD = 256

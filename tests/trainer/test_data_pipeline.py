@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfsdp.trainer.data import DataConfig, lanes, make_eval_iterator, make_train_iterator, open_data
+from jfsdp.trainer.data import lanes
+from jfsdp.trainer.data.pipeline import make_eval_iterator, make_train_iterator
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from tests.thin import thin
 
 NUM_DOCUMENTS = 12
@@ -310,15 +312,6 @@ def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_docume
         make_eval_iterator(data, batch_size=1)
 
 
-@pytest.mark.parametrize("make", [make_train_iterator, make_eval_iterator])
-def test_senseless_share_raises(one_row_documents, make):
-    data = open_data(_config(one_row_documents))
-    with pytest.raises(ValueError, match="batch_size=0"):
-        make(data, batch_size=0)
-    with pytest.raises(ValueError, match=r"process_index=2: must be in 0\.\.1"):
-        make(data, batch_size=1, process_index=2, process_count=2)
-
-
 def test_closing_ends_the_thread_and_says_so_afterwards(uneven_documents):
     before = set(threading.enumerate())
     iterator = make_train_iterator(open_data(_config(uneven_documents, seq_len=64)), batch_size=2)
@@ -335,7 +328,8 @@ def test_closing_ends_the_thread_and_says_so_afterwards(uneven_documents):
 def test_exit_with_an_open_iterator_is_silent_and_the_stream_is_the_same_in_every_process(uneven_documents):
     code = (
         "import sys, zlib\n"
-        "from jfsdp.trainer.data import *\n"
+        "from jfsdp.trainer.data.pipeline import make_train_iterator\n"
+        "from jfsdp.trainer.data.tokens import DataConfig, open_data\n"
         "it = make_train_iterator(open_data(DataConfig(sys.argv[1], seq_len=64, shuffle_rows=32)), batch_size=2)\n"
         "print(zlib.crc32(b''.join(next(it)['tokens'].tobytes() for _ in range(20))))\n"
     )

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfsdp.cli.commands import main
-from jfsdp.trainer.data import ByteTokenizer, DataConfig, load_tokenizer, make_train_iterator, open_data
+from jfsdp.trainer.data.pipeline import make_train_iterator
+from jfsdp.trainer.data.tokenizer import ByteTokenizer, load_tokenizer
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from tests.trainer.chats import with_sidecar
 
 

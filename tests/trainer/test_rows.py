@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jfsdp.trainer.data import DataConfig, make_eval_iterator, make_train_iterator, open_data
-from jfsdp.trainer.data.documents import INPUT, START
-from jfsdp.trainer.data.rows import PADDING, RowEnds
+from jfsdp.trainer.data.documents import INPUT, PADDING, START
+from jfsdp.trainer.data.pipeline import RowEnds, make_eval_iterator, make_train_iterator
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 
 
 def num_runs(segment_ids):

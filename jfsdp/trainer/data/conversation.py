@@ -116,11 +116,11 @@ class Conversation:
             raise ValueError(f"{which} without the whole of its {cut}", "take out the rest of it")
         first, last = (self._ids(part) for part in (before, before + written[: stops[-1]]))
         if not all(np.array_equal(ids[: len(part)], part) for part in (first, last)):
-            own = written[:1].isspace() and self.messages[at]["content"].startswith(written[:1])
+            has_space = written[:1].isspace() and self.messages[at]["content"].startswith(written[:1])
             raise ValueError(
                 f"the tokenizer joins {before[-9:]!r} and {written[:9]!r}, where message {at + 1} begins, so that its "
                 "tokens cannot be told",
-                *(["take white space off the front of the message"] if own else []),
+                *(["take white space off the front of the message"] if has_space else []),
             )
         return slice(len(first), len(last))
 
@@ -168,8 +168,8 @@ class Conversation:
                 "cannot be told from the others; train all of them"
             )
         written = [text[begin:end] for begin, end in spans]
-        for at, own in zip(trained, written if len(spans) == len(trained) else ["".join(written)] * len(trained)):
-            if cut := find_cut(self.messages[at], own, ""):
+        for at, part in zip(trained, written if len(spans) == len(trained) else ["".join(written)] * len(trained)):
+            if cut := find_cut(self.messages[at], part, ""):
                 remedy = "take out the rest of it, or mend {% generation %} in the template"
                 raise ValueError(f"{which} message {at + 1} without the whole of its {cut}; {remedy}")
         ids, offsets = self.tokenizer.encode_chat(text)
@@ -210,8 +210,8 @@ class Conversation:
         messages, tools, marks = marked(self.messages, self.tools)
         rendered, _ = self.template.render(messages, prompt=prompt, tools=tools)
         dropped = [what for mark, what in marks.items() if mark not in rendered]
-        asked = [(at, one) for at, one in enumerate(self.messages, 1) if one["role"] != "assistant"]
-        dropped += [f"a part of message {at}" for at, one in asked if find_cut(one, text, "")]
+        prompts = [(at, one) for at, one in enumerate(self.messages, 1) if one["role"] != "assistant"]
+        dropped += [f"a part of message {at}" for at, one in prompts if find_cut(one, text, "")]
         if dropped:
             raise ValueError(
                 f"chat template {self.template.name} leaves out {dropped[0]}; take it out, or give a template that "

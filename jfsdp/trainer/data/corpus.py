@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from jfsdp.trainer.data.files import find_files
-from jfsdp.trainer.data.records import check_form, place, read_record, text_of
+from jfsdp.trainer.data.records import place, read_record
 from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
-_MIN_DOCUMENT_BYTES = 16
 MAX_LINE_BYTES = 1 << 28
 """Of a JSONL file: a line is held whole."""
 
@@ -117,11 +116,9 @@ class Corpus:
         path = self._root / file.name
         if file.token_format:
             return Document(read_tokens(path, file.token_format, offset, length), starts=offset == 0, ends=False)
-        data = _read_bytes(path, offset, length)
         if _is_jsonl(path):
-            record = read_record(data, path, offset)
-            check_form(record, self.form, self._text_field, path, offset)
-            return Document(record if self.form != "text" else text_of(record, self._text_field, path, offset))
+            return Document(self._read_record(path, offset, length, self.form)[1])
+        data = _read_bytes(path, offset, length)
         return Document(_decode(data, path, offset), starts=offset == 0, ends=offset + length == file.num_bytes)
 
     def _find_form(self) -> str:
@@ -130,12 +127,15 @@ class Corpus:
         for file in self._files:
             path = self._root / file.name
             if _is_jsonl(path):
-                offset = int(file.offsets[0])
-                record = read_record(_read_bytes(path, offset, int(file.lengths[0])), path, offset)
-                form = check_form(record, form, self._text_field, path, offset)
-                if form == "text":
-                    text_of(record, self._text_field, path, offset)
+                form, _ = self._read_record(path, int(file.offsets[0]), int(file.lengths[0]), form)
         return form or "text"
+
+    def _read_record(self, path: Path, offset: int, length: int, form: str | None) -> tuple[str, Any]:
+        line = _read_bytes(path, offset, length)
+        try:
+            return read_record(line, form, self._text_field)
+        except ValueError as error:
+            raise ValueError(f"{place(path, offset)}: {error}") from error
 
 
 def open_corpus(
@@ -164,20 +164,31 @@ def open_corpus(
     Raises:
       ValueError: if nothing usable is there, a file cannot be read, or token files are malformed.
     """
-    if max_document_bytes < _MIN_DOCUMENT_BYTES:
-        raise ValueError(f"max_document_bytes={max_document_bytes}: must be at least {_MIN_DOCUMENT_BYTES}")
     found = find_files(data)
     skipped = collections.Counter(found.skipped)
     files = []
     for name in found.names:
-        file = _index_or_raise(found.root, name, max_document_bytes)
+        path = found.root / name
+        try:
+            file = _index(path, name, max_document_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"{path}: cannot be read ({error.strerror}); make it readable for every process, or leave it out"
+            ) from error
         if isinstance(file, _File):
             files.append(file)
         else:
             skipped[file] += 1
     if not files:
-        raise ValueError(_nothing_found(data, found.num_seen, skipped))
-    _check_one_format(data, files)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        raise ValueError(
+            f"data {data!r}: looked for UTF-8 text or JSONL files, saw {found.num_seen} files, none usable "
+            f"(skipped: {reasons or 'none'}); pass another path or glob, or unpack compressed files first"
+        )
+    formats = {file.token_format: file.name for file in files}
+    if len(formats) > 1:
+        examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
+        raise ValueError(f"data {data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
     return Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
 
 
@@ -189,15 +200,6 @@ class _File:
     offsets: np.ndarray
     lengths: np.ndarray
     token_format: TokenFormat | None = None
-
-
-def _index_or_raise(root: Path, name: str, limit: int) -> _File | str:
-    try:
-        return _index(root / name, name, limit)
-    except OSError as error:
-        raise ValueError(
-            f"{root / name}: cannot be read ({error.strerror}); make it readable for every process, or leave it out"
-        ) from error
 
 
 def _index(path: Path, name: str, limit: int) -> _File | str:
@@ -283,21 +285,6 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
             f"{path}: no longer UTF-8 at offset {offset + error.start}; the file changed since the corpus was opened: "
             "restore it, or open the corpus again"
         ) from error
-
-
-def _nothing_found(data: str, num_seen: int, skipped: collections.Counter) -> str:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-    return (
-        f"data {data!r}: looked for UTF-8 text or JSONL files, saw {num_seen} files, none usable "
-        f"(skipped: {reasons or 'none'}); pass another path or glob, or unpack compressed files first"
-    )
-
-
-def _check_one_format(data: str, files: list[_File]):
-    formats = {file.token_format: file.name for file in files}
-    if len(formats) > 1:
-        examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
-        raise ValueError(f"data {data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
 
 
 def _digest(files: list[_File], what: str) -> str:

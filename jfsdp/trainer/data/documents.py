@@ -1,8 +1,9 @@
-"""Documents as (input, target) pairs, read and tokenized when asked for."""
+"""Documents as (input, target) pairs, read and tokenized when asked for; and what a look at all records finds."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -140,21 +141,78 @@ class Joined:
         part, place = self._find(index)
         return part[place]
 
-    def name(self, index: int) -> str:
-        """Return "path@offset"."""
-        part, place = self._find(index)
-        return part.name(place)
-
     def place(self, index: int) -> str:
         """Return "path, line N", or what says it in files without lines."""
         part, place = self._find(index)
         return part.place(place)
 
-    def number(self, index: int) -> int:
-        """Return which document of all sources' it is."""
-        part, place = self._find(index)
-        return part.number(place)
-
     def _find(self, index: int) -> tuple[Documents, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+
+@dataclasses.dataclass
+class Survey:
+    """Counts over all records of a source; printing it gives one line.
+
+    Attributes:
+      form: of the records.
+      num_tokens: of all of them, before any is cut.
+      num_trained: tokens that are trained on once per epoch.
+      longest: tokens of the longest example.
+      seq_len: tokens of a row, at which examples are cut.
+      num_cut, num_cut_tokens: examples longer than that, and the trained tokens that they lost by it.
+      num_left_out: records that lost an answer whole, and are not trained on.
+      left_out: where the first of these stands.
+      unread: fields that nothing is made of; see `Examples`.
+    """
+
+    form: str
+    seq_len: int
+    num_tokens: int = 0
+    num_trained: int = 0
+    longest: int = 0
+    num_cut: int = 0
+    num_cut_tokens: int = 0
+    num_left_out: int = 0
+    left_out: str = ""
+    unread: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        line = (
+            f"records of form {self.form}: {self.num_trained:,} of {self.num_tokens:,} tokens are trained, the longest "
+            f"has {self.longest:,}"
+        )
+        if self.num_cut:
+            line += f"; {self.num_cut:,} are cut at {self.seq_len:,}, with {self.num_cut_tokens:,} tokens of answers"
+        if self.num_left_out:
+            line += f"; {self.num_left_out:,} left out, whose answer was cut off whole (first: {self.left_out})"
+        line += "; raise --seq-len to cut none" if self.num_cut else ""
+        unread = [f"{one} (--text-field text trains it)" if one == "text" else one for one in self.unread]
+        return line + (f"; fields not read: {', '.join(unread)}" if unread else "")
+
+
+def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
+    """Read all records; return which of them can be trained on, bool [len(documents)], and the counts.
+
+    Raises:
+      ValueError: for the first record that cannot be understood; see `Examples.encode`.
+    """
+    assert documents.examples is not None
+    survey = Survey(documents.examples.form, documents.examples.seq_len)
+    kept = np.ones(len(documents), bool)
+    for index in range(len(documents)):
+        examples = documents.read_examples(index)
+        for one in examples:
+            survey.num_tokens += one.num_tokens
+            survey.longest = max(survey.longest, one.num_tokens)
+            survey.num_cut += one.num_tokens > len(one.tokens)
+            survey.num_cut_tokens += one.num_cut
+        if all(one.trained[1:].any() for one in examples):
+            survey.num_trained += sum(int(one.trained[1:].sum()) for one in examples)
+        else:
+            kept[index] = False
+            survey.num_left_out += 1
+            survey.left_out = survey.left_out or documents.place(index)
+    survey.unread = sorted(documents.examples.unread)
+    return kept, survey

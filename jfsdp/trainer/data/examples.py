@@ -12,8 +12,16 @@ import numpy as np
 
 from jfsdp.trainer.data.chat import ChatTemplate
 from jfsdp.trainer.data.conversation import Conversation
-from jfsdp.trainer.data.dialects import read_alpaca, read_sharegpt
-from jfsdp.trainer.data.messages import Message, is_trained, read_messages, read_tools, texts_of, with_arguments
+from jfsdp.trainer.data.messages import (
+    Message,
+    is_trained,
+    read_alpaca,
+    read_messages,
+    read_sharegpt,
+    read_tools,
+    texts_of,
+    with_arguments,
+)
 from jfsdp.trainer.data.records import READ, Record
 from jfsdp.trainer.data.tokenizer import Tokenizer
 

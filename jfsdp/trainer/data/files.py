@@ -57,7 +57,7 @@ def find_files(data: str) -> FoundFiles:
       ValueError: if nothing is there, or a directory cannot be listed; names the path and the remedy.
     """
     if data == "stdlib":
-        return _walk(standard_library_path(), (".py",), _STDLIB_DIRECTORIES, _STDLIB_FILES)
+        return _walk(standard_library_path(), is_stdlib=True)
     path = Path(data).expanduser()
     if path.is_dir():
         return _walk(path)
@@ -71,21 +71,16 @@ def find_files(data: str) -> FoundFiles:
     )
 
 
-def _walk(
-    root: Path, extensions: tuple[str, ...] = (), skip_dirs: frozenset[str] = frozenset(), skip_files=()
-) -> FoundFiles:
+def _walk(root: Path, *, is_stdlib: bool = False) -> FoundFiles:
     names, skipped, num_seen = [], collections.Counter(), 0
     for directory, subdirectories, files in os.walk(root, onerror=_raise_unlistable):
-        reasons = {d: _reason_to_prune(Path(directory, d), skip_dirs) for d in subdirectories}
-        skipped.update(reason for reason in reasons.values() if reason)
-        subdirectories[:] = [d for d, reason in reasons.items() if not reason]
+        pruned = {name: _reason_to_prune(Path(directory, name), is_stdlib) for name in subdirectories}
+        subdirectories[:] = [name for name, reason in pruned.items() if reason is None]
         num_seen += len(files)
-        for file in files:
-            reason = _reason_to_skip(Path(directory, file), extensions, skip_files)
-            if reason:
-                skipped[reason] += 1
-            else:
-                names.append(Path(directory, file).relative_to(root).as_posix())
+        found = {file: _reason_to_skip(Path(directory, file), is_stdlib=is_stdlib) for file in files}
+        skipped.update(filter(None, [*pruned.values(), *found.values()]))
+        kept = [Path(directory, file) for file, reason in found.items() if reason is None]
+        names += [path.relative_to(root).as_posix() for path in kept]
     return FoundFiles(root, tuple(sorted(names)), num_seen, dict(skipped))
 
 
@@ -93,27 +88,27 @@ def _glob(pattern: str) -> FoundFiles:
     fixed = pattern[: min(pattern.find(c) for c in "*?[" if c in pattern)]
     root = Path(os.path.dirname(fixed) or ".")
     paths = [Path(p) for p in glob.glob(pattern, recursive=True) if not os.path.isdir(p)]
-    extensions = (".bin",) if pattern.endswith(".bin") else ()
-    reasons = [_reason_to_skip(path, extensions, ()) for path in paths]
-    names = sorted(path.relative_to(root).as_posix() for path, reason in zip(paths, reasons) if not reason)
-    return FoundFiles(root, tuple(names), len(paths), dict(collections.Counter(r for r in reasons if r)))
+    reasons = {path: _reason_to_skip(path, takes_tokens=pattern.endswith(".bin")) for path in paths}
+    names = sorted(path.relative_to(root).as_posix() for path, reason in reasons.items() if reason is None)
+    return FoundFiles(root, tuple(names), len(paths), dict(collections.Counter(filter(None, reasons.values()))))
 
 
-def _reason_to_prune(path: Path, skip_dirs: frozenset[str]) -> str | None:
-    if path.name.startswith(".") or path.name in _SKIPPED_DIRECTORIES | skip_dirs:
+def _reason_to_prune(path: Path, is_stdlib: bool) -> str | None:
+    skipped = _SKIPPED_DIRECTORIES | _STDLIB_DIRECTORIES if is_stdlib else _SKIPPED_DIRECTORIES
+    if path.name.startswith(".") or path.name in skipped:
         return "excluded directory"
     # Following links could walk in a circle, or read a document twice.
     return "linked directory" if path.is_symlink() else None
 
 
-def _reason_to_skip(path: Path, extensions: tuple[str, ...], prefixes: tuple[str, ...]) -> str | None:
+def _reason_to_skip(path: Path, *, is_stdlib: bool = False, takes_tokens: bool = False) -> str | None:
     if path.name.startswith("."):
         return "hidden"
-    if extensions and path.suffix not in extensions:
+    if is_stdlib and path.suffix != ".py":
         return "extension"
-    if prefixes and path.name.startswith(prefixes):
+    if is_stdlib and path.name.startswith(_STDLIB_FILES):
         return "generated"
-    if path.suffix == ".bin" and ".bin" not in extensions:
+    if path.suffix == ".bin" and not takes_tokens:
         return "token file (ask for it with a glob such as '*.bin')"
     # A broken link, socket or pipe: opening a pipe would wait for ever.
     return None if path.is_file() else "not a regular file"

@@ -110,20 +110,16 @@ def read_in_caller() -> Any:
     return grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
-def prefetch(batches: Any, prefetch_batches: int) -> Any:
-    """Read so many batches ahead by one thread; 0 reads in the caller."""
-
+def experimental() -> Any:
+    """Return what grain calls experimental. Importing it imports JAX."""
     from jfsdp.compat import grain_experimental
 
-    return grain_experimental().ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
+    return grain_experimental()
 
 
-def check_share(batch_size: int, process_index: int, process_count: int):
-    """Refuse numbers that name no share of the data."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: must be at least 1 per process")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index}: must be in 0..{process_count - 1}, below process_count")
+def prefetch(batches: Any, prefetch_batches: int) -> Any:
+    """Read so many batches ahead by one thread; 0 reads in the caller."""
+    return experimental().ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
 
 
 def _tuples(state: Any) -> Any:

@@ -29,7 +29,7 @@ def count_lanes(num_documents: int, num_rows: int) -> int:
     return next(count for count in range(most, 0, -1) if num_rows % count == 0)
 
 
-def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_rows: int, own: range) -> Any:
+def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_rows: int, local_rows: range) -> Any:
     """Return a grain dataset of a process's own rows of each batch, stacked by name.
 
     Its state is `{"taken": batches, "lanes": {lane: [rows, state of the lane after them]}}`; see `join_lanes`.
@@ -37,36 +37,31 @@ def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_r
     Args:
       open_lane: starts the endless rows of a lane, dicts of arrays, as a grain dataset.
       num_lanes, num_rows: L, which divides G, and G of [Note: lanes].
-      own: which rows of 0..G-1 are the process's.
+      local_rows: which rows of 0..G-1 are the process's.
     """
     grain = load("grain")
-    if num_rows % num_lanes:
-        raise ValueError(f"{num_lanes} lanes do not divide a batch of {num_rows} rows")
     per_lane = num_rows // num_lanes
 
     class Iterator(grain.DatasetIterator):
         def __init__(self) -> None:
             super().__init__()
             self._lanes: dict[int, Any] = {
-                lane: iter(open_lane(lane)) for lane in sorted({row // per_lane for row in own})
+                lane: iter(open_lane(lane)) for lane in sorted({row // per_lane for row in local_rows})
             }
             self._rows = dict.fromkeys(self._lanes, 0)
             self._taken = 0
 
         def __next__(self) -> dict[str, np.ndarray]:
-            rows = [self._row(*divmod(row, per_lane)) for row in own]
+            rows = [self._row(*divmod(row, per_lane)) for row in local_rows]
             self._taken += 1
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
         def _row(self, lane: int, place: int) -> Mapping[str, np.ndarray]:
-            self._skip(lane, self._taken * per_lane + place)
-            self._rows[lane] += 1
-            return next(self._lanes[lane])
-
-        def _skip(self, lane: int, row: int) -> None:
-            for _ in range(self._rows[lane], row):
+            row = self._taken * per_lane + place
+            for _ in range(self._rows[lane], row):  # rows of other processes
                 next(self._lanes[lane])
-            self._rows[lane] = row
+            self._rows[lane] = row + 1
+            return next(self._lanes[lane])
 
         def get_state(self) -> dict[str, Any]:
             lanes = {str(lane): [self._rows[lane], rows.get_state()] for lane, rows in self._lanes.items()}

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from jfsdp.extras import load
-from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED, Joined
-from jfsdp.trainer.data.iterator import Batch, DataIterator, check_share, prefetch, read_in_caller
+from jfsdp.trainer.data.documents import COLUMNS, INPUT, PADDING, START, TARGET, TRAINED, Documents, Joined
+from jfsdp.trainer.data.iterator import Batch, DataIterator, experimental, prefetch, read_in_caller
 from jfsdp.trainer.data.lanes import batch_lanes, count_lanes, join_lanes
-from jfsdp.trainer.data.rows import end_rows
 from jfsdp.trainer.data.tokens import DataConfig, TokenData
 
 
@@ -49,14 +48,10 @@ def make_train_iterator(
       process_index: which share; processes that hold the same rows of the batch (tensor parallelism) pass the same one.
       process_count: number of shares.
       prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
-
-    Raises:
-      ValueError: for numbers that make no sense.
     """
-    check_share(batch_size, process_index, process_count)
     grain, config, num_rows = load("grain"), data.config, batch_size * process_count
-    sources = [source.shuffle(seed=config.seed) for source in _sources(data.train)]
-    own = range(process_index * batch_size, (process_index + 1) * batch_size)
+    sources = [source.shuffle(seed=config.seed) for source in _sources(data.train, data.form)]
+    local_rows = range(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=config.cross_documents)
 
     def open_lanes(num_lanes: int) -> tuple[Any, dict[str, Any]]:
@@ -65,18 +60,18 @@ def make_train_iterator(
             documents = shares[0] if len(shares) == 1 else grain.MapDataset.mix(shares, weights=data.weights)
             return _shuffle_rows(_pack(documents, data), config, lane, num_lanes)
 
-        batches = batch_lanes(open_lane, num_lanes, num_rows, own).map(to_batch)
+        batches = batch_lanes(open_lane, num_lanes, num_rows, local_rows).map(to_batch)
         return prefetch(batches, prefetch_batches), _describe(data, "train", num_rows) | {"num_lanes": num_lanes}
 
-    opened = open_lanes(count_lanes(min(map(len, sources)), num_rows))
-    return DataIterator(*opened, join=join_lanes, lanes=open_lanes)
+    num_lanes = count_lanes(min(map(len, sources)), num_rows)
+    return DataIterator(*open_lanes(num_lanes), join=join_lanes, lanes=open_lanes)
 
 
 def make_eval_iterator(data: TokenData, **share: int) -> DataIterator:
     """Return an iterator that passes once over the held-out documents; see `make_pass_iterator`.
 
     Raises:
-      ValueError: if no documents are held out, or numbers that make no sense.
+      ValueError: if no documents are held out.
     """
     if not len(data.eval):
         raise ValueError(f"data {data.config.data!r}: no documents are held out; set eval_fraction above 0 (now 0)")
@@ -99,43 +94,30 @@ def make_pass_iterator(
     filled with rows of weight 0. The price is that every process reads all of them.
 
     Args: as for `make_train_iterator`.
-
-    Raises:
-      ValueError: for numbers that make no sense.
     """
-    check_share(batch_size, process_index, process_count)
-    grain, sources = load("grain"), _sources(documents)
+    grain, sources = load("grain"), _sources(documents, data.form)
 
     global_size = batch_size * process_count
     rows = _pack(sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources), data)
-    from jfsdp.compat import grain_experimental
-
-    pad = functools.partial(grain_experimental().batch_and_pad, batch_size=global_size)
+    pad = functools.partial(experimental().batch_and_pad, batch_size=global_size)
     mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
     to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
     stream = _describe(data, "eval", global_size)
     return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
-def _sources(documents: Joined) -> list[Any]:
-    """Return the documents of each source as a grain dataset of what `_pack` takes."""
-    grain, starts = load("grain"), np.cumsum([0] + [len(part) for part in documents.parts])
-    parts = zip(documents.parts, starts, strict=False)
-    return [grain.MapDataset.source(_Numbered(documents, int(start), len(part))) for part, start in parts]
+def _sources(documents: Joined, form: str) -> list[Any]:
+    """Return the documents of each source as a grain dataset: dicts of `pairs`, and of choices their number `index`."""
+    grain = load("grain")
 
+    def open_part(part: Documents) -> Any:
+        def read(index: int) -> Batch:
+            pairs = {"pairs": part[index]}
+            return pairs | {"index": np.asarray(part.number(index), np.int32)} if form == "pairs" else pairs
 
-class _Numbered:
-    """Documents of one source by their place in it, with their number among those of all."""
+        return grain.MapDataset.range(len(part)).map(read)
 
-    def __init__(self, documents: Joined, start: int, length: int):
-        self._documents, self._start, self._length = documents, start, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        place = self._start + index
-        return {"pairs": self._documents[place], "index": np.asarray(self._documents.number(place), np.int32)}
+    return [open_part(part) for part in documents.parts]
 
 
 def _pack(documents: Any, data: TokenData) -> Any:
@@ -143,7 +125,6 @@ def _pack(documents: Any, data: TokenData) -> Any:
     config = data.config
     if data.form == "pairs":
         return documents.to_iter_dataset(read_in_caller())
-    documents = documents.map(_pairs_only)
     return _concatenate(documents, config) if data.form == "text" else _fit(documents, config)
 
 
@@ -155,11 +136,9 @@ def _fit(documents: Any, config: DataConfig) -> Any:
 
     Texts beside answers may be longer than a row: they are cut, and nothing of them is left out.
     """
-    from jfsdp.compat import grain_experimental
-
     most = None if config.documents_per_row is None else config.documents_per_row - 1  # padding counts as one
-    return grain_experimental().FirstFitPackIterDataset(
-        grain_experimental().FlatMapIterDataset(documents.to_iter_dataset(read_in_caller()), _Cut(config.seq_len)),
+    return experimental().FirstFitPackIterDataset(
+        experimental().FlatMapIterDataset(documents.to_iter_dataset(read_in_caller()), _Cut(config.seq_len)),
         length_struct={"pairs": config.seq_len},
         num_packing_bins=OPEN_ROWS,
         shuffle_bins=False,
@@ -191,10 +170,69 @@ def _concatenate(documents: Any, config: DataConfig) -> Any:
     """
     elements = documents.to_iter_dataset(read_in_caller())
     if config.documents_per_row is not None and not config.cross_documents:
-        elements = end_rows(elements, config.seq_len, config.documents_per_row)
-    from jfsdp.compat import grain_experimental
+        elements = _end_rows(elements, config.seq_len, config.documents_per_row)
+    return experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": config.seq_len})
 
-    return grain_experimental().ConcatThenSplitIterDataset(elements, length_struct={"pairs": config.seq_len})
+
+class RowEnds:
+    """Where in a row a stream of pairs is, and how many documents the row holds so far.
+
+    A row that holds all but one of the documents that it may is filled with padding where another would begin. Padding
+    counts as a document: attention needs every token to be in one.
+
+    Args:
+      seq_len: pairs of a row.
+      most: documents of a row, at least 2.
+    """
+
+    def __init__(self, seq_len: int, most: int):
+        self.seq_len, self.most = seq_len, most
+        self.place, self.documents = 0, 0
+
+    def fill(self, pairs: np.ndarray) -> np.ndarray:
+        """Return pairs [n 4], the next of the stream, with padding where rows are to end."""
+        begins = np.flatnonzero(pairs[:, START] > 0)
+        pieces = np.split(pairs, begins[begins > 0])
+        return np.concatenate([part for piece in pieces for part in self._place(piece)])
+
+    def _place(self, piece: np.ndarray) -> list[np.ndarray]:
+        parts = [piece]
+        if self.place and self.documents >= self.most - 1 and len(piece) and piece[0, START] > 0:
+            padding = np.zeros((self.seq_len - self.place, len(COLUMNS)), np.int32)
+            padding[:, START] = PADDING
+            parts, self.place = [padding, piece], 0
+        self.documents = self.documents + 1 if self.place else 1
+        self.place += len(piece)
+        if self.place > self.seq_len:
+            self.documents = 1  # the rest of the same one
+        self.place %= self.seq_len
+        return parts
+
+
+def _end_rows(elements: Any, seq_len: int, most: int) -> Any:
+    """Fill rows of a grain dataset of `pairs` so that none holds more than `most` documents; see `RowEnds`."""
+    grain = load("grain")
+
+    class Iterator(grain.DatasetIterator):
+        def __init__(self, parent: Any):
+            super().__init__(parent)
+            self._ends = RowEnds(seq_len, most)
+
+        def __next__(self) -> dict[str, np.ndarray]:
+            return {"pairs": self._ends.fill(next(self._parent)["pairs"])}
+
+        def get_state(self) -> dict[str, Any]:
+            return {"parent": self._parent.get_state(), "place": self._ends.place, "documents": self._ends.documents}
+
+        def set_state(self, state: dict[str, Any]) -> None:
+            self._parent.set_state(state["parent"])
+            self._ends.place, self._ends.documents = state["place"], state["documents"]
+
+    class Dataset(grain.IterDataset):
+        def __iter__(self) -> Iterator:
+            return Iterator(self._parent.__iter__())
+
+    return Dataset(elements)
 
 
 def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> Any:
@@ -202,13 +240,7 @@ def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> A
     if window < 2:
         return rows
 
-    from jfsdp.compat import grain_experimental
-
-    return grain_experimental().WindowShuffleIterDataset(rows, window_size=window, seed=seed)
-
-
-def _pairs_only(document: Batch) -> Batch:
-    return {"pairs": document["pairs"]}
+    return experimental().WindowShuffleIterDataset(rows, window_size=window, seed=seed)
 
 
 def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:

@@ -37,58 +37,44 @@ def form_of(record: Record, text_field: str | None) -> str | None:
     return next((form for form, fields in FORMS.items() if there.issuperset(fields)), None)
 
 
-def read_record(line: bytes, path: Path, offset: int) -> Record:
-    """Parse a line.
+def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[str, Any]:
+    """Parse a line; return its form, and the record, or its text where that is its form.
+
+    Args:
+      form: that it is to have; None: any.
 
     Raises:
-      ValueError: naming file and line, if it is no JSON object.
+      ValueError: if it is not a JSON object of that form.
     """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place(path, offset)}: not JSON ({error}); write one JSON object per line") from error
+        raise ValueError(f"not JSON ({error}); write one JSON object per line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place(path, offset)}: {type(record).__name__}, and not a JSON object; write one per line")
-    return record
-
-
-def check_form(record: Record, form: str | None, text_field: str | None, path: Path, offset: int) -> str:
-    """Return the form of a record, which is to be `form` if that is given.
-
-    Raises:
-      ValueError: naming file and line and what there is instead.
-    """
+        raise ValueError(f"{type(record).__name__}, and not a JSON object; write one per line")
     found = form_of(record, text_field)
-    if found is not None and form in (None, found):
-        return found
     fields = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "no fields"
-    if found is not None:
+    if found is None and text_field is not None:
         raise ValueError(
-            f"{place(path, offset)}: its fields ({fields}) make it of form {found}, and the data before it are of form "
-            f"{form}; data of several forms are several sources, such as --data 'a.jsonl:1,b.jsonl:1'"
+            f"no string field {text_field!r} (found: {fields}); name the field that holds the text with text_field="
         )
-    if text_field is not None:
+    if found is None:
+        known = "; ".join(" and ".join(fields) for fields in FORMS.values())
         raise ValueError(
-            f"{place(path, offset)}: no string field {text_field!r} (found: {fields}); name the field that holds the "
-            "text with text_field="
+            f"has fields {fields}, and a record needs one of: {known}; or name the field that holds a text with "
+            "text_field="
         )
-    known = "; ".join(" and ".join(fields) for fields in FORMS.values())
-    raise ValueError(
-        f"{place(path, offset)}: has fields {fields}, and a record needs one of: {known}; or name the field that holds "
-        "a text with text_field="
-    )
-
-
-def text_of(record: Record, text_field: str | None, path: Path, offset: int) -> str:
-    """Return the text of a record; see `as_text`.
-
-    Raises:
-      ValueError: if it is no string.
-    """
+    if form not in (None, found):
+        raise ValueError(
+            f"its fields ({fields}) make it of form {found}, and the data before it are of form {form}; data of "
+            "several forms are several sources, such as --data 'a.jsonl:1,b.jsonl:1'"
+        )
+    if found != "text":
+        return found, record
     text = record[text_field or "text"]
     if not isinstance(text, str):
-        raise ValueError(f"{place(path, offset)}: no string field {text_field or 'text'!r}; write text there")
-    return as_text(text)
+        raise ValueError(f"no string field {text_field or 'text'!r}; write text there")
+    return found, as_text(text)
 
 
 def place(path: Path, offset: int) -> str:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,50 +21,17 @@ END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-class Tokenizer(Protocol):
-    """What the pipeline asks of a tokenizer.
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of the text in UTF-8, 256 stands between documents.
 
     Attributes:
       name: identity, written into iterator states; equal names must mean equal ids for equal text.
       vocab_size: one more than the largest id.
       eod_id: the id that stands between documents.
       start_ids: int32 [n], what a text begins with: the tokens that the tokenizer itself puts before one (Llama's BOS),
-        else that which stands between documents.
+        else the one between documents.
       special_tokens: ids by the text that stands for them, such as "<|im_end|>".
     """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod_id(self) -> int: ...
-
-    @property
-    def start_ids(self) -> np.ndarray: ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]: ...
-
-    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids int32 [n] of what a chat template wrote, special tokens among them, and the characters of each:
-        int [n 2], from and to.
-        """
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text` as int32 [n], without any special token."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
-        """Return the text of `ids`; `special`: with that of special tokens."""
-        ...
-
-
-class ByteTokenizer:
-    """Ids 0..255 are the bytes of the text in UTF-8, 256 stands between documents."""
 
     name = "byte"
     vocab_size = 257
@@ -89,7 +56,9 @@ class ByteTokenizer:
         return ids[ids < self.eod_id].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class _HuggingFaceTokenizer:
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`. Attributes: as of `ByteTokenizer`."""
+
     def __init__(self, tokenizer: Any, eod_id: int, name: str):
         self._tokenizer = tokenizer
         self.eod_id = eod_id
@@ -97,23 +66,32 @@ class _HuggingFaceTokenizer:
         # Not get_vocab_size(): ids may have holes.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         added = tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: id for id, token in added if token.special}
+        self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
         special = set(self.special_tokens.values())
-        own = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
-        self.start_ids = np.array(own or [eod_id], np.int32)
+        first = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
+        self.start_ids = np.array(first or [eod_id], np.int32)
         # Which reads special tokens in the text, and whose tokens of white space have offsets too.
-        told = tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
-        self._parsing = type(tokenizer).from_str(told)
+        self._parsing = type(tokenizer).from_str(
+            tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+        )
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids int32 [n] of what a chat template wrote, special tokens among them, and the characters of each:
+        int [n 2], from and to.
+        """
         found = self._parsing.encode(as_text(text), add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the ids of `text` as int32 [n], without any special token."""
         return np.array(self._tokenizer.encode(as_text(text), add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """Return the text of `ids`; `special`: with that of special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def as_text(text: str) -> str:
@@ -142,7 +120,7 @@ def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> 
     loaded, path, content = read_tokenizer(tokenizer)
     eod_id = _find_eod(loaded, path, eod_token)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    return _HuggingFaceTokenizer(loaded, eod_id, f"{path.name}:{digest}:eod={eod_id}")
+    return HuggingFaceTokenizer(loaded, eod_id, f"{path.name}:{digest}:eod={eod_id}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:

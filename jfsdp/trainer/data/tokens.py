@@ -14,9 +14,8 @@ import numpy as np
 
 from jfsdp.trainer.data.chat import load_template
 from jfsdp.trainer.data.corpus import Corpus, open_corpus
-from jfsdp.trainer.data.documents import COLUMNS, Documents, Joined
+from jfsdp.trainer.data.documents import COLUMNS, Documents, Joined, survey_examples
 from jfsdp.trainer.data.examples import ANSWERS, Examples
-from jfsdp.trainer.data.survey import survey_examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 MAX_SHUFFLED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -63,8 +62,6 @@ class DataConfig:
     def __post_init__(self):
         if not self.data:
             raise ValueError("data='': names nothing; give a directory, a file or a glob")
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len={self.seq_len}: must be at least 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
         if self.documents_per_row is not None and self.documents_per_row < 2:
@@ -78,8 +75,6 @@ class DataConfig:
                 f"shuffle_rows={self.shuffle_rows} rows of seq_len={self.seq_len} take over "
                 f"{MAX_SHUFFLED_BYTES:,} bytes; lower one of them"
             )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: must be in 0..2**32-1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +91,6 @@ class TokenData:
       form: of all of them: "pairs" for choices between two answers, "text" for text alone, else "answers".
       digest: hash over the contents of the corpus.
       encoding: what the ids mean: the name of the tokenizer, or the format of the token files.
-      vocab_size: one more than the largest id the data may hold; None: not known.
       has_conversations: whether a chat template was needed.
       has_records: whether a file is JSONL.
     """
@@ -110,7 +104,6 @@ class TokenData:
     form: str
     digest: str
     encoding: str
-    vocab_size: int | None
     has_conversations: bool
     has_records: bool
 
@@ -157,8 +150,9 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
         sources do not go together, or there are too few documents to hold one out.
     """
     sources = split_sources(config.data)
-    corpora = [_open_corpus(source, config) for source, _ in sources]
-    tokenizer, encoding, needed = _open_encoding(config, corpora, vocab_size)
+    options = {"text_field": config.text_field, "max_document_bytes": config.max_document_bytes}
+    corpora = [open_corpus(source, **options) for source, _ in sources]
+    tokenizer, encoding = _open_encoding(config, corpora, vocab_size)
     found, trained, held_out, first, has_conversations = [], [], [], 0, False
     for (source, _), corpus in zip(sources, corpora, strict=True):
         examples = None if corpus.form == "text" else _open_examples(corpus.form, tokenizer, config)
@@ -185,7 +179,6 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
         _one_form([corpus.form for corpus in corpora]),
         digest,
         encoding,
-        needed,
         has_conversations,
         any(corpus.has_records for corpus in corpora),
     )
@@ -215,14 +208,8 @@ def _weight(text: str, data: str) -> float:
     return weight
 
 
-def _open_corpus(source: str, config: DataConfig) -> Corpus:
-    return open_corpus(source, text_field=config.text_field, max_document_bytes=config.max_document_bytes)
-
-
-def _open_encoding(
-    config: DataConfig, corpora: list[Corpus], vocab_size: int | None
-) -> tuple[Tokenizer | None, str, int | None]:
-    """Return the tokenizer of all sources, what their ids mean, and how many there are."""
+def _open_encoding(config: DataConfig, corpora: list[Corpus], vocab_size: int | None) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer of all sources, and what their ids mean."""
     formats = {corpus.token_format for corpus in corpora}
     if len(formats) > 1:
         raise ValueError(
@@ -240,7 +227,7 @@ def _open_encoding(
             f"a vocabulary size of at least {needed} (--model-config vocab_size={needed}); nothing here resizes the "
             "embedding of --init-from"
         )
-    return tokenizer, tokenizer.name if tokenizer else str(token_format), needed
+    return tokenizer, tokenizer.name if tokenizer else str(token_format)
 
 
 def _open_examples(form: str, tokenizer: Tokenizer | None, config: DataConfig) -> Examples:

@@ -85,7 +85,10 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_paths(config, stored)
     if config.xla:
         check_options({name: value for name, value in config.xla if value is not None})
-    tracker = None if config.tracker is None else find_tracker(config.tracker)
+    tracker = None
+    if config.tracker is not None:
+        tracker = load_named(config.tracker, "tracker")
+        check_call(f"--tracker {config.tracker}", tracker, "config")
     mesh = make_run_mesh(config, devices)
     config = with_global_batch(config, mesh)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
@@ -119,25 +122,6 @@ def _paths_by_kind(adapters: Mapping[str, Adapter]) -> dict[str, list[str]] | No
     for adapter in adapters.values():
         paths.setdefault(adapter.kind, []).append(adapter.path)
     return paths or None
-
-
-def find_tracker(spec: str) -> Callable[[dict[str, Any]], Any]:
-    """Return what begins a tracker of the user's.
-
-    Raises:
-      ValueError: as `load_named`; for what does not take a configuration; when begun, for what cannot write or close.
-    """
-    begin = load_named(spec, "tracker")
-    check_call(f"--tracker {spec}", begin, "config")
-
-    def begin_whole(config: dict[str, Any]) -> Any:
-        tracker = begin(config)
-        if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
-            returned = f"--tracker {spec} returned a {type(tracker).__name__}"
-            raise ValueError(f"{returned}; return an object with write(record) and close()")
-        return tracker
-
-    return begin_whole
 
 
 _MOST_AT_ONCE = 10_000  # rows that a message proposes to compute at once

@@ -44,16 +44,13 @@ def newest_run_dir(name: str, root: str = "runs") -> Path:
       ValueError: if there is none.
     """
     runs = Path(root).iterdir() if Path(root).is_dir() else ()
-    found = sorted(path for path in runs if _is_of(path, name) and checkpoint_steps(path))
+    # gpt2-tiny-DATE-TIME is not a run of gpt2
+    of_name = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}")
+    found = sorted(path for path in runs if of_name.fullmatch(path.name) and checkpoint_steps(path))
     if not found:
         wanted = f"{root}/{name}-DATE-TIME"
         raise ValueError(f"--resume: there is no {wanted} with checkpoints to go on from; name the run with --run-dir")
     return found[-1]
-
-
-def _is_of(run_dir: Path, name: str) -> bool:
-    """Tell whether `new_run_dir` gave a directory its name: gpt2-tiny-DATE-TIME is no run of gpt2."""
-    return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}", run_dir.name) is not None
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
@@ -180,15 +177,12 @@ def rewind(run_dir: Path, step: int) -> Path | None:
         for other in later:
             os.replace(run_dir / "checkpoints" / str(other), aside / str(other))
     if metrics.exists():
-        _truncate(metrics, step)
+        lines = metrics.read_text().splitlines()
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        partial = metrics.with_name(f".{metrics.name}.partial")
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(partial, metrics)
     return aside
-
-
-def _truncate(metrics: Path, step: int) -> None:
-    kept = [line for line in metrics.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
-    partial = metrics.with_name(f".{metrics.name}.partial")
-    partial.write_text("".join(f"{line}\n" for line in kept))
-    os.replace(partial, metrics)
 
 
 def _step_of(line: str) -> int | None:

@@ -36,41 +36,33 @@ def shard_batch(mesh: Any, batch: Any) -> Any:
     return jax.tree.map(put, batch)
 
 
-class Evaluator:
-    """Computes the loss of held-out batches: `evaluation = evaluator(state)`. Compiles once.
+def make_evaluator(
+    model: ShardedModel, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], num_batches: int = 0
+) -> Callable[[TrainState], Evaluation]:
+    """Return `f(state)`, the loss of held-out batches. It compiles once.
+
+    Layout:  batches [B/data ...], as in training -> scalars each, summed on the host in float64.
+    Cost:    every unit is gathered once per batch, and not at all in a backward.
+    Memory:  one batch at a time; a batch is read while the one before it is computed.
 
     Args:
       loss_fn: the job's `eval_loss`, or its `loss`.
       batches: `f()` starts an iterator over this process's share of the same batches every time; in every process
         equally many, their rows together a multiple of the data shards.
       num_batches: how many of them; 0 takes all.
+
+    Raises:
+      ValueError: in `f`, if there is nothing to evaluate.
     """
+    compute_sums = model.forward(lambda module, batch: as_loss(loss_fn(module, batch)))
 
-    def __init__(
-        self, model: ShardedModel, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], num_batches: int = 0
-    ):
-        def sums(module: Any, batch: Any) -> Loss:
-            return as_loss(loss_fn(module, batch))
-
-        self._sums, self._batches, self._num_batches = model.forward(sums), batches, num_batches
-        self._mesh = model.mesh
-
-    def __call__(self, state: TrainState) -> Evaluation:
-        """Return the mean loss, what it is the mean of, and what `aux` holds.
-
-        Layout:  batches [B/data ...], as in training -> scalars each, summed on the host in float64.
-        Cost:    every unit is gathered once per batch, and not at all in a backward.
-        Memory:  one batch at a time; a batch is read while the one before it is computed.
-
-        Raises:
-          ValueError: if there is nothing to evaluate.
-        """
+    def evaluate(state: TrainState) -> Evaluation:
         sums: Loss | None = None
-        batches = itertools.islice(self._batches(), self._num_batches or None)
-        batch = next(batches, None)
+        taken = itertools.islice(batches(), num_batches or None)
+        batch = next(taken, None)
         while batch is not None:
-            more = self._sums(state, shard_batch(self._mesh, batch))
-            batch = next(batches, None)
+            more = compute_sums(state, shard_batch(model.mesh, batch))
+            batch = next(taken, None)
             more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
             sums = more if sums is None else merge(operator.add, np.maximum, sums, more)
         if sums is None or not sums.weight:
@@ -78,3 +70,5 @@ class Evaluator:
         mean = lambda total, weight: np.where(weight, total / np.where(weight, weight, 1.0), 0.0)  # noqa: E731
         found = metrics_of(sums.aux or {}, sums.weight, mean)
         return Evaluation(float(sums.total / sums.weight), float(sums.weight), numbers(found))
+
+    return evaluate

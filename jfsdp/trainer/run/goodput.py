@@ -124,10 +124,10 @@ class Pace:
         sums = (self.data_s, self.host_s, self.num_steps)
         data_s, host_s, steps = (now - before for now, before in zip(sums, self._taken, strict=True))
         self._taken = sums
-        told = gather_json([host_s / max(steps, 1), data_s / max(steps, 1)])
-        slowest = max(range(len(told)), key=told.__getitem__)
-        found = {"data_s": max(data_s for _, data_s in told), "host_s": told[slowest][0]}
-        return found | ({"slowest_process": slowest} if len(told) > 1 else {})
+        paces = gather_json([host_s / max(steps, 1), data_s / max(steps, 1)])
+        slowest = max(range(len(paces)), key=paces.__getitem__)
+        found = {"data_s": max(data_s for _, data_s in paces), "host_s": paces[slowest][0]}
+        return found | ({"slowest_process": slowest} if len(paces) > 1 else {})
 
     def of_all(self) -> list[dict[str, float]]:
         """Return the means of every process since the start. Every process calls this."""

@@ -127,8 +127,8 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     kept = {name: value for name, value in stored.items() if name in known}
     config = with_fields(TrainConfig(), kept, "config.json of the run")
-    own = ("mesh", "param_dtype", "init_adapter")
-    changed = {name: getattr(given, name) for name in own if getattr(given, name) is not None}
+    names = ("mesh", "param_dtype", "init_adapter")
+    changed = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})

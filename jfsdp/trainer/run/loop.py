@@ -21,7 +21,7 @@ from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.display import Display
+from jfsdp.trainer.run.display import describe
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput, Pace
 from jfsdp.trainer.run.metrics import Record, Throughput, closing, memory_bytes
@@ -46,7 +46,8 @@ class Loop:
       get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
       described: the configuration of the run, which goes beside the state too, to be read.
       stop: asked after every step.
-      display, writers: where records go.
+      say: prints a line for good, in the process that writes.
+      writers: where records go.
       run_dir: where traces go.
       watch: told what is under way, and how long it may take.
       goodput: told on what time is spent.
@@ -65,7 +66,7 @@ class Loop:
     snapshots: Snapshots
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
-    display: Display
+    say: Callable[[str], None]
     writers: Sequence[Any]
     run_dir: Path
     watch: Watch
@@ -114,7 +115,6 @@ class Loop:
                         self.pace.add(data_s, host_s)
                     if self.config.profile and step >= self.config.profile[1]:
                         self._stop_trace(metrics)
-                    self.display.advance(step)
                     may_gather = _is_due(self.config.log_every or 1, step)
                     is_last = self.stop.is_agreed(may_gather=may_gather) or step == self.config.steps
                     is_save = is_last or self.checkpoints.is_due(step)
@@ -128,13 +128,13 @@ class Loop:
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
         spec = self.step.resolve(batch)
-        self.display.say(f"program {spec.program}: {as_options(spec.reason)}")
+        self.say(f"program {spec.program}: {as_options(spec.reason)}")
         if jax.process_count() > 1:
             check_alike({"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin
-        self.display.say(f"first step: {self.first_step_s:.1f} s, compiling included")
+        self.say(f"first step: {self.first_step_s:.1f} s, compiling included")
         self.throughput.restart()
         return state, metrics
 
@@ -150,7 +150,7 @@ class Loop:
             if jax.process_count() == 1 and self.last_saved != step and before:
                 self._check_finite(before, step)
                 self._save(state, step)
-                self.display.say(f"the data cannot be read on; step {step} is saved")
+                self.say(f"the data cannot be read on; step {step} is saved")
             raise
 
     def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
@@ -215,14 +215,15 @@ class Loop:
                 "goodput": self.goodput.fraction,
                 "memory_bytes": memory_bytes(),
                 "num_skipped": num_skipped,
-                **self.throughput.seen(step),
+                f"{self.throughput.item}s_seen": step * self.throughput.items_per_step,
                 **describe_evaluation(evaluation, self.throughput.item),
                 **values,
             }
             self.last_record = record
             for writer in self.writers:
                 writer.write(record)
-            self.display.show(record)
+            width = len(str(self.config.steps))
+            self.say(f"step {step:>{width}}/{self.config.steps}  {describe(record)}")
         self.goodput.write()
 
     def _start_trace(self, step: int, first: int) -> None:
@@ -237,7 +238,7 @@ class Loop:
             metrics["loss"].block_until_ready()
         jax.profiler.stop_trace()
         self._is_tracing = False
-        self.display.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
+        self.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
 
     _is_tracing: bool = dataclasses.field(default=False, init=False)
 

@@ -29,6 +29,7 @@ What the job's loss returns as `aux` is added under its own names, and that of a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -80,22 +81,20 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Return the peak memory of the fullest local device; where devices do not say, this process's resident memory."""
+    """Return the peak memory of the fullest local device; else this process's resident memory (or its peak)."""
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-    return max(peaks) if peaks else resident_bytes()
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory now (its peak, where there is no /proc)."""
+    if peaks:
+        return max(peaks)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@dataclasses.dataclass
 class Throughput:
     """Counts steps and the time they took, leaving out what is done under `paused`.
 
@@ -108,26 +107,20 @@ class Throughput:
       item: what is counted: "token" or "row".
     """
 
-    def __init__(
-        self,
-        items_per_step: int,
-        num_devices: int,
-        flops_per_item: Callable[[float], float] | None,
-        device_kind: str,
-        item: str = "token",
-        row_items: int = 1,
-    ):
-        self.items_per_step, self.num_devices, self.item = items_per_step, num_devices, item
-        self._peak, self._flops, self._row_items = peak_flops(device_kind), flops_per_item, row_items
+    items_per_step: int
+    num_devices: int
+    flops_per_item: Callable[[float], float] | None
+    device_kind: str
+    item: str = "token"
+    row_items: int = 1
+
+    def __post_init__(self) -> None:
+        self._peak = peak_flops(self.device_kind)
         self.restart()
 
     def restart(self) -> None:
         """Forget the steps counted; the clock starts now."""
         self._num_steps, self._seen_flops, self._paused_s, self._start = 0, 0.0, 0.0, time.perf_counter()
-
-    def seen(self, num_steps: int) -> Record:
-        """Return how much was trained on in so many steps."""
-        return {f"{self.item}s_seen": num_steps * self.items_per_step}
 
     def count_step(self, keys: Sequence[float] | None = None) -> None:
         """Count a step.
@@ -136,8 +129,8 @@ class Throughput:
           keys: how many keys some of its tokens see; None: all before them in their row.
         """
         self._num_steps += 1
-        if self._flops is not None and self._peak is not None:
-            self._seen_flops += causal_flops(self._flops, causal_keys(self._row_items) if keys is None else keys)
+        if self.flops_per_item is not None and self._peak is not None:
+            self._seen_flops += causal_flops(self.flops_per_item, causal_keys(self.row_items) if keys is None else keys)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -153,8 +146,8 @@ class Throughput:
             step_s = (time.perf_counter() - self._start - self._paused_s) / self._num_steps
             items_per_s = self.items_per_step / step_s
             per_device = items_per_s / self.num_devices
-            if self._peak is not None and self._flops is not None:
-                mfu = per_device * self._flops(self._row_items) / self._peak
+            if self._peak is not None and self.flops_per_item is not None:
+                mfu = per_device * self.flops_per_item(self.row_items) / self._peak
                 mfu_causal = per_device * self._seen_flops / self._num_steps / self._peak
         self.restart()
         rate = f"{self.item}s_per_s"
@@ -220,7 +213,28 @@ def closing(close: Callable[[], Any]) -> Callable[..., None]:
     return leave
 
 
-def read_jsonl(path: Path) -> list[Record]:
-    """Read a metrics.jsonl."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str) -> None:
+    """Draw training and held-out loss over steps.
+
+    Args:
+      records: lines of metrics.jsonl.
+      item: what losses are means over.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw(axes, records, "loss", "training loss", linewidth=1)
+    _draw(axes, records, "eval_loss", "held-out loss", marker="o", markersize=4)
+    axes.set(xlabel="step", ylabel=f"nats per {item}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, records: Sequence[Mapping[str, Any]], key: str, label: str, **style: Any) -> None:
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **style)

@@ -19,7 +19,6 @@ from jfsdp.train.state import TrainState
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.preferences import score_answers
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.evaluate import shard_batch
 from jfsdp.trainer.run.load_model import load_frozen, without_adapters
 from jfsdp.trainer.sources.tokens import PairSource
@@ -59,7 +58,11 @@ def find_reference(
     begin, config, model = time.perf_counter(), parts.config, parts.model
     with watch.at("the weights of the reference", PATIENT):
         if config.reference is not None:
-            model, state = _load(config, parts.job)
+            weights = Path(config.reference).expanduser()
+            try:
+                model, state, _ = load_frozen(without_adapters(config), parts.job, weights)
+            except ValueError as error:
+                raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
         elif state is None:
             model, state, _ = load_frozen(config, parts.job, Path(config.init_from or "").expanduser())
     found = _compute(source, parts.job, model, state, share, watch)
@@ -69,14 +72,6 @@ def find_reference(
     of = config.reference or "the weights that the run begins with"
     say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
     return found
-
-
-def _load(config: TrainConfig, job: Job) -> tuple[ShardedModel, TrainState]:
-    weights = Path(config.reference or "").expanduser()
-    try:
-        return load_frozen(without_adapters(config), job, weights)[:2]
-    except ValueError as error:
-        raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
 
 
 def _compute(

@@ -62,9 +62,12 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str,
 
 
 def describe(differing: Mapping[str, Sequence[Any]]) -> str:
-    """Say differences in words."""
-    removed = {name: f" (this option was removed; use {REMOVED[name][1]})" for name in differing if name in REMOVED}
-    return "; ".join(f"{name} was {was!r}, is {now!r}{removed.get(name, '')}" for name, (was, now) in differing.items())
+    """Describe differences, with the option that makes up for one."""
+    remedies = {name: f" (this option was removed; use {REMOVED[name][1]})" for name in differing if name in REMOVED}
+    if "global_batch" in differing:
+        remedies["global_batch"] = f" (--global-batch {differing['global_batch'][0]} keeps it on other devices)"
+    changes = {name: f"{name} was {was!r}, is {now!r}" for name, (was, now) in differing.items()}
+    return "; ".join(f"{change}{remedies.get(name, '')}" for name, change in changes.items())
 
 
 def decided(stored: Mapping[str, Any]) -> dict[str, Any]:

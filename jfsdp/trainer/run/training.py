@@ -27,11 +27,11 @@ from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.display import Display, accuracy, harmless, make_display
-from jfsdp.trainer.run.evaluate import Evaluation, Evaluator
+from jfsdp.trainer.run.display import accuracy, harmless
+from jfsdp.trainer.run.evaluate import Evaluation, make_evaluator
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
-from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closing, finite, read_jsonl
+from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closing, finite, save_loss_curve
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
 from jfsdp.trainer.run.weights import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
@@ -72,7 +72,11 @@ class Run:
         self.loop: Loop | None = None
         self.changes: list[dict[str, Any]] = []
         self.source: Source
-        self.display: Display
+
+    def say(self, text: str) -> None:
+        """Print a line, in the process that writes."""
+        if self.is_writer:
+            print(text, flush=True)
 
     def run(self) -> None:
         """Train, and leave the results.
@@ -97,14 +101,11 @@ class Run:
             check_alike({name: str(value) for name, value in decides.items()} | {"step to resume from": self.first})
             if self.config.resume is not None:
                 runs.check_same(self.run_dir, decides)
-        self.display = make_display(self.config.steps, self.first, self.is_writer)
-        with contextlib.ExitStack() as stack:
-            stack.push(closing(self.display.close))
-            self._greet()
-            if self.first >= self.config.steps:
-                self.display.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
-            else:
-                self._train(decides)
+        self._greet()
+        if self.first >= self.config.steps:
+            self.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
+        else:
+            self._train(decides)
 
     def _check_directory(self) -> int:
         """Check the directory before any work is done; return how many steps are done already."""
@@ -133,7 +134,7 @@ class Run:
     def _greet(self) -> None:
         layout, source, config = self.parts.model.layout, self.source, self.config
         mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
-        say = self.display.say
+        say = self.say
         say(f"run directory: {self.run_dir}")
         say(f"data {source.describe(self.theirs)}")
         sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
@@ -165,7 +166,7 @@ class Run:
             parts.step.trace(self.like, make_batch(parts.job, rows, parts.row_items, cross_documents=crossed))
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
-            begun, given = None if self.first else state, {"watch": self.watch, "say": self.display.say}
+            begun, given = None if self.first else state, {"watch": self.watch, "say": self.say}
             given["share"] = self._share(config.accumulate)
             self.source.reference = find_reference(self.source, parts, begun, self.run_dir, **given)
         described = {"config": dataclasses.asdict(config), "decides": decides, "changes": self.changes}
@@ -207,7 +208,7 @@ class Run:
         found = self._restore_snapshot()
         if not self.first:
             if self.config.resume is not None:
-                self.display.say("no checkpoint to resume from yet: starting with step 1")
+                self.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
             return self._first_state()
         if found is None:  # a checkpoint without the base goes onto a state that has it
@@ -215,18 +216,18 @@ class Run:
         state, extras = found
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
-            self.display.say("the data begin anew: examples that were seen come again")
+            self.say("the data begin anew: examples that were seen come again")
         else:
             iterator.set_state(*(extra["data"] for extra in extras))
         self._rewind()
-        self.display.say(f"resumed after step {self.first}")
+        self.say(f"resumed after step {self.first}")
         self._say_changes(decides)
         return state
 
     def _first_state(self) -> TrainState:
         if self.config.init_from is None:
             return self.parts.model.init(self.parts.tx, self.config.seed)
-        self.display.say(f"starting from the weights of {self.config.init_from}")
+        self.say(f"starting from the weights of {self.config.init_from}")
         return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
@@ -237,9 +238,9 @@ class Run:
             found = self.snapshots.restore(self.like, self.snapshot)
         except DamagedError as error:
             self.snapshot, self.first = None, gather_json(runs.resume_step(self.run_dir, "auto"))[0]
-            self.display.say(f"note: {error}; going on from the checkpoint of step {self.first}")
+            self.say(f"note: {error}; going on from the checkpoint of step {self.first}")
             return None
-        self.display.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
+        self.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
         return found
 
     def _restore(self, like: TrainState) -> tuple[TrainState, list[Any]]:
@@ -250,7 +251,7 @@ class Run:
             self.first = int(state.step)
             extras = checkpoints.extras(self.first)
         for warning in caught:
-            self.display.say(f"note: {warning.message}")
+            self.say(f"note: {warning.message}")
         return state, extras
 
     def _say_changes(self, decides: dict[str, Any]) -> None:
@@ -258,17 +259,17 @@ class Run:
         theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
         self.changes = theirs.get("changes", [])
         if memory := resume_rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
-            self.display.say(memory)
+            self.say(memory)
         if changed := resume_rules.changed(theirs, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
-            self.display.say(f"note: {resume_rules.describe(changed)}: the run goes on, but no longer bit for bit")
+            self.say(f"note: {resume_rules.describe(changed)}: the run goes on, but no longer bit for bit")
 
     def _rewind(self) -> None:
         wait_for_all("restored")  # waits until all processes are here, as below
         if self.is_writer:
             aside = runs.rewind(self.run_dir, self.first)
             if aside is not None:
-                self.display.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
+                self.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
         wait_for_all("rewound")
 
     def _make_loop(
@@ -283,7 +284,11 @@ class Run:
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
             if parts.tracker is not None:
-                writers.append(parts.tracker(described | {"run_dir": str(self.run_dir)}))
+                tracker = parts.tracker(described | {"run_dir": str(self.run_dir)})
+                if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
+                    returned = f"--tracker {self.config.tracker} returned a {type(tracker).__name__}"
+                    raise ValueError(f"{returned}; return an object with write(record) and close()")
+                writers.append(tracker)
         for writer in writers:
             stack.push(closing(writer.close))
         items = parts.global_batch * self.source.num_rows * parts.row_items
@@ -300,7 +305,7 @@ class Run:
             snapshots=self.snapshots,
             get_extra=lambda: {"data": iterator.get_state()},
             stop=stop,
-            display=self.display,
+            say=self.say,
             writers=writers,
             run_dir=self.run_dir,
             watch=self.watch,
@@ -324,7 +329,7 @@ class Run:
 
         job = self.parts.job
         num_batches = self.config.eval_batches * self.config.accumulate
-        evaluate = Evaluator(self.parts.model, job.eval_loss or job.loss, batches, num_batches)
+        evaluate = make_evaluator(self.parts.model, job.eval_loss or job.loss, batches, num_batches)
         return lambda state: evaluate(self._evaluated(state))
 
     def _evaluated(self, state: TrainState) -> TrainState:
@@ -339,9 +344,7 @@ class Run:
             self._sample(source, state)
         if not self.is_writer:
             return
-        from jfsdp.trainer.run.curves import save_loss_curve
-
-        records = read_jsonl(self.run_dir / "metrics.jsonl")
+        records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         save_loss_curve(self.run_dir / "loss.png", records, self.source.counted)
         evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {
@@ -363,7 +366,7 @@ class Run:
         self._say_goodbye(summary)
 
     def _say_goodbye(self, summary: dict[str, Any]) -> None:
-        say, loss = self.display.say, summary["eval_loss"]
+        say, loss = self.say, summary["eval_loss"]
         if not summary["is_done"]:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
         if loss is not None:
@@ -375,8 +378,8 @@ class Run:
         try:
             texts = source.sample(self.parts.job, self.parts.model, self._evaluated(state))
         except ValueError as error:
-            self.display.say(f"no sample: {error}")
+            self.say(f"no sample: {error}")
             return
         if self.is_writer:
             (self.run_dir / "sample.txt").write_text("\n\n--------\n\n".join(texts), encoding="utf-8")
-        self.display.say(f"sample (more in sample.txt):\n{harmless(texts[0])}")
+        self.say(f"sample (more in sample.txt):\n{harmless(texts[0])}")

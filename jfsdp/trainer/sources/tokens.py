@@ -157,8 +157,8 @@ class PairSource(TokenSource):
     @property
     def num_documents(self) -> int:
         """Return how many rows `reference` has."""
-        splits = (split for split in (self.data.train, self.data.eval) if len(split))
-        return 1 + max(split.number(len(split) - 1) for split in splits)
+        parts = (*self.data.train.parts, *self.data.eval.parts)
+        return 1 + max(part.number(len(part) - 1) for part in parts if len(part))
 
     def every_batch(self, **share: int) -> Iterator[Batch]:
         """Pass once over all pairs, of training and held out."""

@@ -12,7 +12,7 @@ from flax import nnx
 from examples import vit
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.evaluate import Evaluator
+from jfsdp.trainer.run.evaluate import make_evaluator
 from jfsdp.trainer.sources.tokens import TokenSource
 from tests.refusals import refuses
 from tests.sharding import fully_shard
@@ -52,7 +52,7 @@ def _batches():
 def test_evaluation_is_the_mean_over_tokens_and_not_over_batches(sharded):
     job, model, state = sharded
     loss_fn, plain = job.eval_loss or job.loss, make_plain(job)
-    loss, weight, aux = Evaluator(model, loss_fn, _batches)(state)
+    loss, weight, aux = make_evaluator(model, loss_fn, _batches)(state)
     sums = [loss_fn(plain, batch) for batch in _batches()]
     assert weight == sum(float(s.weight) for s in sums)
     assert loss == pytest.approx(sum(float(s.total) for s in sums) / weight, rel=1e-5)
@@ -63,7 +63,7 @@ def test_evaluation_is_the_mean_over_tokens_and_not_over_batches(sharded):
 
 def test_evaluation_takes_the_same_batches_every_time(sharded):
     job, model, state = sharded
-    evaluator = Evaluator(model, job.loss, _batches, num_batches=2)
+    evaluator = make_evaluator(model, job.loss, _batches, num_batches=2)
     assert evaluator(state) == evaluator(state)
     assert evaluator(state)[1] == sum(float(batch["weights"].sum()) for batch in list(_batches())[:2])
 
@@ -71,7 +71,7 @@ def test_evaluation_takes_the_same_batches_every_time(sharded):
 def test_nothing_held_out_is_an_error(sharded):
     job, model, state = sharded
     with pytest.raises(ValueError, match="nothing counts in the held-out batches"):
-        Evaluator(model, job.loss, lambda: list(_batches())[2:])(state)
+        make_evaluator(model, job.loss, lambda: list(_batches())[2:])(state)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def _logits_of_stored_statistics(job, state, images):
 def test_evaluation_drops_nothing_and_uses_the_stored_statistics(images):
     job, model, state = images
     batch = _image_batch(9)
-    loss, weight, aux = Evaluator(model, job.eval_loss, lambda: [batch])(state)
+    loss, weight, aux = make_evaluator(model, job.eval_loss, lambda: [batch])(state)
     logits = np.asarray(_logits_of_stored_statistics(job, state, batch["images"]), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = log_probabilities[np.arange(16), batch["labels"]]
@@ -143,7 +143,7 @@ def test_evaluation_drops_nothing_and_uses_the_stored_statistics(images):
     assert loss == pytest.approx(-(chosen * batch["weights"]).sum() / weight, rel=1e-4)
     correct = (logits.argmax(-1) == batch["labels"]) * batch["weights"]
     assert aux == {"correct": pytest.approx(correct.sum() / weight)}
-    trained = Evaluator(model, job.loss, lambda: [batch])(state)
+    trained = make_evaluator(model, job.loss, lambda: [batch])(state)
     assert abs(trained.loss - loss) > 1e-3, "the training loss must be another"
 
 
@@ -152,7 +152,9 @@ def test_evaluation_does_not_depend_on_what_else_is_in_the_batch(images):
     job, model, state = images
     batch = _image_batch(9)
     other = {**batch, "images": np.where(batch["weights"][:, None, None, None] > 0, batch["images"], 7.0)}
-    first, second = (Evaluator(model, job.eval_loss, lambda batch=batch: [batch])(state) for batch in (batch, other))
+    first, second = (
+        make_evaluator(model, job.eval_loss, lambda batch=batch: [batch])(state) for batch in (batch, other)
+    )
     assert first.loss == pytest.approx(second.loss, rel=1e-6)
 
 
@@ -163,7 +165,7 @@ def test_the_training_loss_of_gpt2_draws_masks_and_its_evaluation_loss_none():
     state, step = model.init(tx, seed=0), model.train_step(job.loss, tx, check_loss=False)
     batch = {name: x for name, x in next(iter(_batches())).items() if name != "weights"}
     assert job.eval_loss is not None
-    evaluator = Evaluator(model, job.eval_loss, lambda: [batch])
+    evaluator = make_evaluator(model, job.eval_loss, lambda: [batch])
     first = evaluator(state).loss
     assert first == evaluator(state).loss
     _, metrics = step(state, batch)

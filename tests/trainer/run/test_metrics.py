@@ -7,7 +7,7 @@ import pytest
 
 from jfsdp.trainer.run import metrics
 from jfsdp.trainer.run.display import describe
-from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops, read_jsonl
+from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,10 @@ def test_json_lines_append_and_write_nan_as_null(tmp_path):
         lines.write({"step": step, "loss": loss})
         assert len(path.read_text().splitlines()) == step, "a line must not wait in a buffer"
         lines.close()
-    assert read_jsonl(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 2.5},
+        {"step": 2, "loss": None},
+    ]
     assert "NaN" not in path.read_text()
 
 
@@ -99,7 +102,6 @@ def test_a_full_disk_is_named():
 def test_rates_carry_the_name_of_what_is_counted():
     throughput = Throughput(10, num_devices=1, flops_per_item=None, device_kind="cpu", item="image")
     assert throughput.take().keys() == {"images_per_s", "images_per_s_per_device", "mfu", "mfu_causal", "step_s"}
-    assert throughput.seen(3) == {"images_seen": 30}
 
 
 def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
