@@ -20,11 +20,7 @@ from jfsdp.train.state import TrainState
 
 def without_frozen(state: TrainState) -> TrainState:
     """Return a state without the leaves that are not trained. Moves no data."""
-    return _of(state, is_trained=True)
-
-
-def _of(state: TrainState, *, is_trained: bool) -> TrainState:
-    names = {leaf.path for leaf in state.layout.leaves if leaf.trainable == is_trained}
+    names = {leaf.path for leaf in state.layout.leaves if leaf.trainable}
     params, work = ({name: x for name, x in of.items() if name in names} for of in (state.params, state.work))
     return dataclasses.replace(state, params=params, work=work)
 
@@ -35,8 +31,8 @@ def frozen_digests(state: TrainState) -> dict[str, int]:
     Cost:    each device reads its part of these leaves once, and a number of each is summed over all devices.
     Memory:  what is offloaded is copied to its device, a leaf at a time.
     """
-    frozen, shapes = _of(state, is_trained=False).params, state.layout.by_path
-    found = {name: _digest(x, shapes[name].shape) for name, x in frozen.items()}
+    frozen = [leaf for leaf in state.layout.leaves if not leaf.trainable and leaf.path in state.params]
+    found = {leaf.path: _digest(state.params[leaf.path], leaf.shape) for leaf in frozen}
     return {name: int(number) for name, number in found.items()}
 
 

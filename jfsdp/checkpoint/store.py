@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import shutil
@@ -17,7 +16,7 @@ from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, bytes_below, make_manifest
 from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.logical_arrays import Stored, contents, logical_arrays, rebuild
+from jfsdp.checkpoint.disk.logical_arrays import contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -245,18 +244,10 @@ def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_repli
     Layout, Cost, Memory: as `restore`.
     """
     arrays = contents(like)
-    is_read = [stored.name in wanted for stored in arrays]
-    chosen = subset(source, wanted)
-    read = [_as_shape(stored) for stored, is_wanted in zip(arrays, is_read, strict=True) if is_wanted]
-    placed = iter(place(read, chosen, one_replica=one_replica))
-    values = [next(placed) if is_wanted else stored.value for stored, is_wanted in zip(arrays, is_read, strict=True)]
-    return with_work(rebuild(like, values), like)
-
-
-def _as_shape(stored: Stored) -> Stored:
-    """Forget the values of an array that is read."""
-    x = stored.value
-    return dataclasses.replace(stored, value=jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    read = [stored for stored in arrays if stored.name in wanted]
+    placed = place(read, subset(source, wanted), one_replica=one_replica)
+    found: dict[str, Any] = {stored.name: array for stored, array in zip(read, placed, strict=True)}
+    return with_work(rebuild(like, [found.get(stored.name, stored.value) for stored in arrays]), like)
 
 
 def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
